@@ -1,0 +1,57 @@
+"""rpcmp: train one PyTorch model across several machines, by RPC.
+
+    import rpcmp
+
+    config = rpcmp.load_config("config.toml")
+    with rpcmp.launch(config) as pipeline:
+        loss = pipeline.train_step(inputs, targets)
+
+Importing this package does not import torch: the command line and the supervisors start in
+milliseconds. Names that need it are loaded when they are first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rpcmp.config import Config
+    from rpcmp.configfile import load as load_config
+    from rpcmp.digest import parameters_sha256
+    from rpcmp.driver.evaluation import Evaluation
+    from rpcmp.errors import RpcmpError
+    from rpcmp.pipeline import Pipeline, launch
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Config",
+    "Evaluation",
+    "Pipeline",
+    "RpcmpError",
+    "launch",
+    "load_config",
+    "parameters_sha256",
+]
+
+_HOME = {
+    "Config": ("rpcmp.config", "Config"),
+    "Evaluation": ("rpcmp.driver.evaluation", "Evaluation"),
+    "Pipeline": ("rpcmp.pipeline", "Pipeline"),
+    "RpcmpError": ("rpcmp.errors", "RpcmpError"),
+    "launch": ("rpcmp.pipeline", "launch"),
+    "load_config": ("rpcmp.configfile", "load"),
+    "parameters_sha256": ("rpcmp.digest", "parameters_sha256"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'rpcmp' has no attribute {name!r}")
+    module, attribute = _HOME[name]
+    return getattr(importlib.import_module(module), attribute)
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

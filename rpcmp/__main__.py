@@ -1,0 +1,5 @@
+"""`python -m rpcmp` is the `rpcmp` command."""
+
+from rpcmp.cli import main
+
+main()

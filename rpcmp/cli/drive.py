@@ -1,0 +1,46 @@
+"""`rpcmp drive`: train a model."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import click
+
+from rpcmp import configfile
+from rpcmp.cli.options import addresses_of, config_argument, connect_option
+
+
+@click.command()
+@config_argument
+@connect_option
+@click.option("--steps", type=click.IntRange(min=1), help="Optimizer steps, instead of epochs.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object a line on standard output.")
+@click.option("-v", "--verbose", is_flag=True, help="Show every step.")
+@click.option("-q", "--quiet", is_flag=True, help="Show only the summary.")
+def drive(
+    config: Path,
+    overrides: tuple[str, ...],
+    connect: str | None,
+    steps: int | None,
+    as_json: bool,
+    verbose: bool,
+    quiet: bool,
+) -> None:
+    """Train the model that CONFIG describes.
+
+    Without addresses in CONFIG and without --connect, the stage servers run on this machine as
+    long as the job does. The first Ctrl-C finishes the running step, the second ends at once.
+
+    \b
+    Example:
+      rpcmp drive config.toml --steps 100 --set data.batch_size=64
+    """
+    from rpcmp.cli.output import printer
+    from rpcmp.job.drive import drive as run
+
+    if steps is not None:
+        overrides = (*overrides, f"steps={steps}")
+    job = configfile.load(config, overrides)
+    with printer(job, as_json, verbose, quiet) as report:
+        asyncio.run(run(job, report, addresses_of(connect, job)))

@@ -1,0 +1,134 @@
+"""What `rpcmp drive` shows: a progress bar on a terminal, plain lines elsewhere, or JSON."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from rpcmp.config import Config
+from rpcmp.process.channel import Message
+
+Report = Callable[[Message], None]
+
+PLAIN_SECONDS = 2.0
+"""Between step lines where there is no terminal."""
+
+
+@contextlib.contextmanager
+def printer(config: Config, as_json: bool, verbose: bool, quiet: bool) -> Iterator[Report]:
+    """What shows the events of a run."""
+    if as_json:
+        yield lambda event: click.echo(json.dumps(event))
+        return
+    console = Console(highlight=False)
+    if console.is_terminal and not quiet and not verbose:
+        with _bar(console) as progress:
+            yield _Terminal(config, console, progress).show
+        return
+    yield _Plain(config, every=0.0 if verbose else PLAIN_SECONDS, quiet=quiet).show
+
+
+class _Plain:
+    """A line for the first and the last step, and for one every few seconds."""
+
+    def __init__(self, config: Config, every: float, quiet: bool) -> None:
+        self._config = config
+        self._every = every
+        self._quiet = quiet
+        self._steps = 0
+        self._shown = float("-inf")
+
+    def show(self, event: Message) -> None:
+        if event["event"] == "start":
+            self._steps = event["steps"]
+        due = time.monotonic() - self._shown >= self._every
+        if event["event"] == "step" and not due and event["step"] < self._steps:
+            return
+        if event["event"] == "step":
+            self._shown = time.monotonic()
+        if not self._quiet or event["event"] == "summary":
+            for line in _lines(event, self._config, self._steps):
+                click.echo(line)
+
+
+class _Terminal:
+    """A progress bar; everything else scrolls by above it."""
+
+    def __init__(self, config: Config, console: Console, progress: Progress) -> None:
+        self._config = config
+        self._console = console
+        self._progress = progress
+        self._task = progress.add_task("starting", total=None, loss="", speed="", busy="")
+        self._steps = 0
+
+    def show(self, event: Message) -> None:
+        match event["event"]:
+            case "start":
+                self._steps = event["steps"]
+                self._progress.update(self._task, total=self._steps, description="training")
+            case "step":
+                self._progress.update(
+                    self._task,
+                    completed=event["step"],
+                    description=f"epoch {event['epoch']}",
+                    loss=f"loss {event['loss']:.4f}",
+                    speed=f"{event['samples_per_s']:,.0f} samples/s",
+                    busy=f"busy {_busy(event['busy'])}",
+                )
+            case _:
+                for line in _lines(event, self._config, self._steps):
+                    self._console.print(line, markup=False)
+
+
+def _bar(console: Console) -> Progress:
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[loss]}"),
+        TextColumn("{task.fields[speed]}"),
+        TextColumn("{task.fields[busy]}"),
+        TextColumn("ETA"),
+        TimeRemainingColumn(),
+        console=console,
+        transient=True,
+    )
+
+
+def _lines(event: Message, config: Config, steps: int) -> Iterator[str]:
+    match event["event"]:
+        case "start":
+            where = ", ".join(config.stage_names)
+            yield f"{config.name}: {steps} steps, {config.schedule}, stages {where}"
+        case "step":
+            yield (
+                f"step {event['step']}/{steps}  epoch {event['epoch']}  loss {event['loss']:.4f}  "
+                f"{event['samples_per_s']:,.0f} samples/s  busy {_busy(event['busy'])}  "
+                f"data {event['data_share']:.0%}"
+            )
+        case "eval":
+            found = {k: v for k, v in event.items() if k not in ("event", "step", "epoch")}
+            yield f"evaluation after step {event['step']}: {_numbers(found)}"
+        case "report":
+            yield event["text"]
+        case "summary":
+            yield (
+                f"done: {event['steps']} steps, last loss {event['loss']:.4f}"
+                + (f", {_numbers(event['metrics'], 'test ')}" if event["metrics"] else "")
+            )
+            yield f"parameters sha256 {event['parameters_sha256']}"
+
+
+def _numbers(values: dict[str, Any], prefix: str = "") -> str:
+    return ", ".join(f"{prefix}{name} {value:.4f}" for name, value in values.items())
+
+
+def _busy(busy: dict[str, float]) -> str:
+    return " ".join(f"{share:.0%}" for share in busy.values())

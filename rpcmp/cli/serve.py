@@ -1,0 +1,52 @@
+"""`rpcmp serve`: a stage server."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+
+import click
+
+from rpcmp import addresses
+from rpcmp.process.channel import die_with_parent
+
+
+@click.command()
+@click.option("--stage", type=click.IntRange(min=0), required=True, help="Index of the stage.")
+@click.option("--replica", type=click.IntRange(min=0), default=0, help="Which copy of the stage.")
+@click.option(
+    "--listen",
+    metavar="HOST:PORT",
+    help="Where to listen; port 0 takes a free one. [default: 127.0.0.1 and port "
+    f"{addresses.FIRST_PORT} + stage + {addresses.PORTS_A_REPLICA} x replica]",
+)
+@click.option("--no-code", is_flag=True, help="Refuse jobs that bring Python files along.")
+@click.option("--parent", type=int, hidden=True, help="End with this process.")
+def serve(stage: int, replica: int, listen: str | None, no_code: bool, parent: int | None) -> None:
+    """Serve one stage of a model to one job after the other.
+
+    \b
+    Example:
+      rpcmp serve --stage 1
+    """
+    if parent is not None:
+        die_with_parent(parent, signal.SIGTERM)
+    address = listen or f"127.0.0.1:{addresses.default_port(stage, replica)}"
+    addresses.require_loopback([address])
+    host, port = addresses.parse(address)
+
+    def announce(bound: int) -> None:
+        click.echo(f"stage {stage} is SERVING on {host}:{bound}")
+
+    sys.exit(asyncio.run(_serve(stage, replica, not no_code, host, port, announce)))
+
+
+async def _serve(
+    stage: int, replica: int, accept_code: bool, host: str, port: int, announce: object
+) -> int:
+    # Imported late: `rpcmp --help` needs no gRPC.
+    from rpcmp.server.serve import serve as run
+    from rpcmp.server.server import StageServer
+
+    return await run(StageServer(stage, replica, accept_code), host, port, announce)  # type: ignore[arg-type]

@@ -1,0 +1,39 @@
+"""The table of `rpcmp status`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+COLUMNS = (
+    *("stage", "address", "health", "job", "generation", "step", "parameters", "memory"),
+    *("torch", "supervisor", "worker"),
+)
+
+
+def stage_table(stages: Iterable[dict[str, Any]]) -> None:
+    """Print a row a stage."""
+    table = Table(*COLUMNS, box=None, header_style="bold")
+    for stage in stages:
+        table.add_row(
+            f"{stage['index']} {stage['name']}",
+            stage["address"],
+            stage["health"],
+            stage["job"] or "-",
+            _or_dash(stage["generation"]),
+            _or_dash(stage["step"]),
+            _or_dash(stage["parameters"]),
+            f"{stage['memory'] / 2**20:,.0f} MiB" if stage["memory"] else "-",
+            stage["torch"] or "-",
+            str(stage["supervisor_pid"] or "-"),
+            str(stage["worker_pid"] or "-"),
+        )
+    console = Console()
+    console.print(table, soft_wrap=not console.is_terminal)
+
+
+def _or_dash(number: int) -> str:
+    return f"{number:,}" if number else "-"

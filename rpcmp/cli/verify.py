@@ -1,0 +1,37 @@
+"""`rpcmp verify`: the proof that a pipelined run gives the bits of one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from rpcmp import configfile
+from rpcmp.cli.options import addresses_of, config_argument, connect_option
+
+
+@click.command()
+@config_argument
+@connect_option
+@click.option("--steps", type=click.IntRange(min=1), default=5, show_default=True)
+def verify(config: Path, overrides: tuple[str, ...], connect: str | None, steps: int) -> None:
+    """Train CONFIG across stage servers and again in one process, and compare every bit.
+
+    Compares each step's loss and every final parameter and buffer. Exits 1 and names the first
+    difference where there is one.
+
+    \b
+    Example:
+      rpcmp verify config.toml --steps 5
+    """
+    from rpcmp.verify import verify as run
+
+    job = configfile.load(config, (*overrides, f"steps={steps}"))
+    result = run(job, addresses_of(connect, job))
+    for caveat in result.caveats:
+        click.echo(f"note: {caveat}")
+    click.echo(
+        f"identical: {result.steps} losses and {result.num_tensors} tensors "
+        f"({result.num_elements:,} numbers), bit for bit"
+    )
+    click.echo(f"parameters sha256 {result.parameters_sha256}")

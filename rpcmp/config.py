@@ -1,0 +1,245 @@
+"""The configuration: what a job is, as strict models.
+
+Unknown keys are refused, so that a typo cannot silently fall back to a default. Nothing here
+imports torch: supervisors and the command line read configs in milliseconds. Whatever the config
+names as "module:callable" is imported later, where it is needed (`rpcmp.factory`).
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, model_validator
+
+from rpcmp import graph
+from rpcmp.schedule import POLICIES
+
+_NAME = r"^[A-Za-z0-9_-]+$"
+
+
+class Strict(BaseModel):
+    """Base of all sections: unknown keys and wrong types are errors."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class Factory(Strict):
+    """Something the job builds: a callable and its keyword arguments."""
+
+    callable: str = Field(
+        pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$", description='"module:callable"'
+    )
+    kwargs: dict[str, Any] = Field(default_factory=dict, description="its keyword arguments")
+
+
+def _expand(value: Any) -> Any:
+    return {"callable": value} if isinstance(value, str) else value
+
+
+FactoryOrName = Annotated[Factory, BeforeValidator(_expand)]
+"""A Factory; a bare "module:callable" stands for one without arguments."""
+
+Positive = Annotated[int, Field(ge=1)]
+
+
+class ModelConfig(Strict):
+    """A model given as a list of layers."""
+
+    layers: str = Field(
+        pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$",
+        description='"module:callable" that returns (name, zero-argument factory) pairs, a dict '
+        "of them, or an nn.Sequential",
+    )
+    kwargs: dict[str, Any] = Field(default_factory=dict, description="arguments of `layers`")
+    balance: list[Positive] | None = Field(
+        default=None, description="layers of each stage; by parameter count when omitted"
+    )
+    num_stages: Positive | None = Field(
+        default=None, description="how many stages, where no balance says it"
+    )
+
+
+class StageConfig(Strict):
+    """One stage. With `[model]`, tables go by position and only place and tune the stages."""
+
+    name: str | None = Field(
+        default=None, pattern=_NAME, description='name; "stage<index>" when omitted'
+    )
+    module: str | None = Field(
+        default=None,
+        pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$",
+        description='"module:callable" that returns the stage\'s nn.Module (without `[model]`)',
+    )
+    kwargs: dict[str, Any] = Field(default_factory=dict, description="arguments of `module`")
+    inputs: list[str] | None = Field(
+        default=None,
+        description='what it reads: stages, "input", "target" or a part such as "input.image"; '
+        "the stage before when omitted",
+    )
+    addresses: list[str] = Field(
+        default_factory=list,
+        max_length=1,
+        description="HOST:PORT of its stage server; started on localhost when omitted",
+    )
+    device: str = Field(default="cpu", description='torch device of the stage, such as "cuda:0"')
+    threads: Positive = Field(default=1, description="compute threads (OpenMP, MKL)")
+    optimizer: dict[str, Any] = Field(
+        default_factory=dict, description="arguments that override `[optimizer]`'s for this stage"
+    )
+    frozen: bool = Field(default=False, description="parameters are not trained")
+
+
+class DataConfig(Strict):
+    """Where samples come from: map-style datasets of (input, target) pairs, on the driver."""
+
+    train: FactoryOrName = Field(description="the training dataset")
+    test: FactoryOrName | None = Field(default=None, description="the evaluation dataset")
+    batch_size: Positive = Field(default=32, description="samples a mini-batch (optimizer step)")
+    shuffle: bool = Field(default=True, description="a new seeded order in every epoch")
+    drop_last: bool = Field(default=False, description="leave out an incomplete mini-batch")
+    num_workers: int = Field(default=0, ge=0, description="processes that load samples")
+
+
+class Config(Strict):
+    """A job."""
+
+    name: str = Field(default="job", pattern=_NAME, description="the job's name; the file's stem")
+    seed: int = Field(default=0, description="rules every random number of the run")
+    epochs: Positive | None = Field(default=None, description="passes over the data; 1 by default")
+    steps: Positive | None = Field(default=None, description="optimizer steps, instead of epochs")
+    num_microbatches: Positive = Field(default=4, description="slices of a mini-batch")
+    schedule: Literal["gpipe", "1f1b"] = Field(
+        default="1f1b", description="order of forwards and backwards"
+    )
+    max_grad_norm: float | None = Field(
+        default=None, gt=0, description="clip the gradient's norm over all stages"
+    )
+    evaluate_every: int = Field(
+        default=1, ge=0, description="epochs between evaluations; 0: only at the end"
+    )
+    ship_code: bool = Field(
+        default=True, description="send the Python files beside the config to the stage servers"
+    )
+    model: ModelConfig | None = Field(default=None, description="a model as a list of layers")
+    stages: list[StageConfig] = Field(
+        default_factory=list, description="the stages, in order (`[[stages]]`)"
+    )
+    loss: FactoryOrName = Field(
+        description="mean loss of (outputs, targets): a class such as torch.nn:CrossEntropyLoss, "
+        "or a function"
+    )
+    optimizer: FactoryOrName = Field(
+        default_factory=lambda: Factory(callable="torch.optim:SGD", kwargs={"lr": 0.01}),
+        description="one a stage",
+    )
+    scheduler: FactoryOrName | None = Field(default=None, description="learning-rate scheduler")
+    scheduler_interval: Literal["epoch", "step"] = Field(
+        default="epoch", description="when the scheduler steps"
+    )
+    metrics: dict[str, FactoryOrName] = Field(
+        default_factory=dict, description="means over samples of (outputs, targets), by name"
+    )
+    report: FactoryOrName | None = Field(
+        default=None, description="called with `predict` after training; its text is printed"
+    )
+    data: DataConfig | None = Field(default=None, description="needed by the command line")
+
+    _folder: Path = PrivateAttr(default_factory=Path.cwd)
+
+    @property
+    def folder(self) -> Path:
+        """Where the config lies; the user's Python files are looked for here."""
+        return self._folder
+
+    def with_folder(self, folder: Path) -> Self:
+        """A copy of this config that lies in `folder`."""
+        copy = self.model_copy()
+        copy._folder = folder.resolve()
+        return copy
+
+    @property
+    def num_stages(self) -> int:
+        """How many stages the job has."""
+        if self.model is None or self.stages:
+            return len(self.stages)
+        return len(self.model.balance or ()) or self.model.num_stages or 1
+
+    @property
+    def stage_names(self) -> list[str]:
+        """Names of the stages, in the config's order."""
+        named = [stage.name for stage in self.stages] or [None] * self.num_stages
+        return [name or f"stage{index}" for index, name in enumerate(named)]
+
+    @property
+    def addresses(self) -> list[str]:
+        """The stage servers' addresses, by stage; empty when they are to be started here."""
+        return [address for stage in self.stages for address in stage.addresses]
+
+    def stage(self, index: int) -> StageConfig:
+        """The settings of one stage; defaults where the config has no table for it."""
+        return self.stages[index] if self.stages else StageConfig()
+
+    def graph(self) -> graph.Graph:
+        """Which stage reads what.
+
+        Raises:
+            ConfigError: the inputs do not form a graph with one sink.
+        """
+        sources = ["input", *self.stage_names[:-1]]
+        inputs = {
+            name: self.stage(index).inputs or [sources[index]]
+            for index, name in enumerate(self.stage_names)
+        }
+        return graph.build(inputs)
+
+    @model_validator(mode="after")
+    def _check_stages(self) -> Self:
+        if self.model is None and not self.stages:
+            raise ValueError("a job needs [model] with layers, or [[stages]] with modules")
+        names = self.stage_names
+        for name in names:
+            if names.count(name) > 1 or name in graph.SOURCES:
+                raise ValueError(f"the stage name {name!r} is taken twice or reserved")
+        with_address = len(self.addresses)
+        if with_address not in (0, self.num_stages):
+            raise ValueError(
+                f"{with_address} of {self.num_stages} stages have addresses; give one to each, or "
+                "to none to run all on localhost"
+            )
+        for index in range(self.num_stages):
+            self._check_stage(names[index], self.stage(index))
+        return self
+
+    def _check_stage(self, name: str, stage: StageConfig) -> None:
+        if self.model is None and stage.module is None:
+            raise ValueError(f"stage {name!r} needs a `module`, or the job a [model]")
+        if self.model is not None and (stage.module or stage.inputs or stage.kwargs):
+            raise ValueError(
+                f"stage {name!r}: `module`, `kwargs` and `inputs` do not go with [model], whose "
+                "layers form a chain"
+            )
+        for address in stage.addresses:
+            if not re.fullmatch(r"(\[[0-9a-fA-F:]+\]|[^:\s]+):\d{1,5}", address):
+                raise ValueError(f"stage {name!r}: {address!r} is not HOST:PORT")
+
+    @model_validator(mode="after")
+    def _check_count(self) -> Self:
+        model = self.model
+        if model is None:
+            return self
+        counts = {
+            "balance": len(model.balance) if model.balance else None,
+            "num_stages": model.num_stages,
+            "[[stages]]": len(self.stages) or None,
+        }
+        given = {key: count for key, count in counts.items() if count}
+        if len(set(given.values())) > 1:
+            said = ", ".join(f"{key} says {count}" for key, count in given.items())
+            raise ValueError(f"how many stages? {said}")
+        return self
+
+
+if set(Config.model_fields["schedule"].annotation.__args__) != set(POLICIES):  # type: ignore[union-attr]
+    raise AssertionError("the schedules of a config are those of rpcmp.schedule")

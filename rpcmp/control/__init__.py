@@ -1,0 +1,1 @@
+"""The control plane: health, job control and rendezvous over gRPC."""

@@ -1,0 +1,115 @@
+"""A stage server as others see it: typed calls, our errors instead of gRPC's."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable
+from typing import TYPE_CHECKING, TypeVar
+
+import grpc
+
+from rpcmp.control.options import CHANNEL_OPTIONS
+from rpcmp.errors import RpcmpError, UnreachableError, from_wire
+from rpcmp.v1 import control_pb2 as pb
+from rpcmp.v1.control_pb2_grpc import ControlStub
+
+if TYPE_CHECKING:
+    from rpcmp.v1.control_pb2_grpc import ControlAsyncStub
+
+CONNECT_SECONDS = 8.0
+"""How long a server may take to answer for the first time."""
+
+CALL_SECONDS = 30.0
+"""How long a server may take for any one call; it never computes."""
+
+Answer = TypeVar("Answer")
+
+
+class StageClient:
+    """A connection to one stage server.
+
+    Args:
+        name: the stage's, for errors.
+        address: HOST:PORT.
+    """
+
+    def __init__(self, name: str, address: str) -> None:
+        self.name = name
+        self.address = address
+        self._channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+        self._stub: ControlAsyncStub = ControlStub(self._channel)
+
+    async def connect(self) -> pb.DescribeResponse:
+        """Wait until the server answers, and say who it is.
+
+        Raises:
+            UnreachableError: nobody answers within CONNECT_SECONDS.
+        """
+        request = pb.DescribeRequest()
+        try:
+            async with asyncio.timeout(CONNECT_SECONDS):
+                return await self._stub.Describe(request, wait_for_ready=True)
+        except TimeoutError as error:
+            raise UnreachableError(
+                f"stage {self.name!r} at {self.address} does not answer within "
+                f"{CONNECT_SECONDS:.0f} s; is `rpcmp serve` running there?"
+            ) from error
+        except grpc.aio.AioRpcError as error:
+            raise self._translate(error) from error
+
+    async def describe(self) -> pb.DescribeResponse:
+        """Who the server is and what it does."""
+        return await self._call(self._stub.Describe(pb.DescribeRequest(), timeout=CALL_SECONDS))
+
+    async def prepare(self, request: pb.PrepareRequest) -> pb.PrepareResponse:
+        """Claim the server."""
+        return await self._call(self._stub.Prepare(request, timeout=CALL_SECONDS))
+
+    async def start(self, request: pb.StartRequest) -> pb.StartResponse:
+        """Hand the worker its stage."""
+        return await self._call(self._stub.Start(request, timeout=CALL_SECONDS))
+
+    async def stop(self, request: pb.StopRequest) -> pb.StopResponse:
+        """Free the server."""
+        return await self._call(self._stub.Stop(request, timeout=CALL_SECONDS))
+
+    async def drain(self) -> pb.DrainResponse:
+        """Let the server take no new jobs."""
+        return await self._call(self._stub.Drain(pb.DrainRequest(), timeout=CALL_SECONDS))
+
+    async def watch(self, request: pb.WatchRequest) -> AsyncIterator[pb.WatchResponse]:
+        """What happens to the worker, until the claim ends.
+
+        Raises:
+            UnreachableError: the server is gone.
+        """
+        stream = self._stub.Watch(request)
+        try:
+            async for change in stream:
+                yield change
+        except grpc.aio.AioRpcError as error:
+            raise self._translate(error) from error
+        finally:
+            stream.cancel()
+
+    async def close(self) -> None:
+        """Close the connection."""
+        await self._channel.close()
+
+    async def _call(self, call: Awaitable[Answer]) -> Answer:
+        try:
+            return await call
+        except grpc.aio.AioRpcError as error:
+            raise self._translate(error) from error
+
+    def _translate(self, error: grpc.aio.AioRpcError) -> RpcmpError:
+        """The error that the server raised, with its place; else that it is unreachable."""
+        where = f"stage {self.name!r} at {self.address}"
+        details = error.details() or ""
+        if error.code() is grpc.StatusCode.FAILED_PRECONDITION and details.startswith("{"):
+            data = json.loads(details)
+            if set(data["fields"]) == {"message"}:
+                data["fields"]["message"] = f"{where}: {data['fields']['message']}"
+            return from_wire(json.dumps(data))
+        return UnreachableError(f"lost {where}: {error.code().name}: {details}")

@@ -1,0 +1,60 @@
+"""gRPC settings that both ends share, and the version of what they say."""
+
+from __future__ import annotations
+
+import platform
+from importlib import metadata
+
+from rpcmp.v1 import control_pb2 as pb
+
+PROTOCOL = 1
+"""Raised whenever a message or the data plane changes its meaning."""
+
+MAX_MESSAGE = 64 * 2**20
+"""Bytes; enough for the code that a job ships."""
+
+# A host that vanished without closing its connections is noticed within KEEPALIVE + its timeout.
+_KEEPALIVE: list[tuple[str, int]] = [
+    ("grpc.keepalive_time_ms", 3_000),
+    ("grpc.keepalive_timeout_ms", 4_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.max_receive_message_length", MAX_MESSAGE),
+    ("grpc.max_send_message_length", MAX_MESSAGE),
+]
+
+CHANNEL_OPTIONS: list[tuple[str, int]] = [
+    *_KEEPALIVE,
+    # A server that is restarted is found again at once, not after a minute of back-off.
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+    ("grpc.enable_http_proxy", 0),
+]
+
+SERVER_OPTIONS: list[tuple[str, int]] = [
+    *_KEEPALIVE,
+    ("grpc.http2.min_ping_interval_without_data_ms", 1_000),
+    # With SO_REUSEPORT two servers would share a port and each get half of the calls.
+    ("grpc.so_reuseport", 0),
+]
+
+
+def versions() -> pb.Versions:
+    """What this host runs; read from package metadata, so torch is not imported."""
+    major, minor, _ = platform.python_version_tuple()
+    return pb.Versions(
+        rpcmp=metadata.version("rpcmp"),
+        torch=metadata.version("torch"),
+        python=f"{major}.{minor}",
+        protocol=PROTOCOL,
+    )
+
+
+def differences(ours: pb.Versions, theirs: pb.Versions) -> list[str]:
+    """ "torch: 2.13.0 here, 2.12.1 there" for all that differs; local build tags do not count."""
+    result = []
+    for field in ("protocol", "rpcmp", "torch", "python"):
+        mine, other = str(getattr(ours, field)), str(getattr(theirs, field))
+        if mine.partition("+")[0] != other.partition("+")[0]:
+            result.append(f"{field}: {mine} here, {other} there")
+    return result

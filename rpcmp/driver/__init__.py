@@ -1,0 +1,1 @@
+"""The driver process: the training loop, and the stages as one model."""

@@ -1,0 +1,114 @@
+"""What a user's own program can ask of its driver process; see rpcmp.pipeline for the other end."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from rpcmp.config import Config
+from rpcmp.driver.group import Group
+from rpcmp.errors import JobError, RpcmpError, one_line, to_wire
+from rpcmp.handoff import Handoff
+
+
+class Calls:
+    """The calls, by name; arguments and answers are what `rpcmp.handoff` can carry."""
+
+    def __init__(self, config: Config, group: Group) -> None:
+        self._config = config
+        self._group = group
+        self._step = 0
+
+    def train_step(self, inputs: Any, targets: Any) -> float:
+        """One optimizer step; returns the mean loss."""
+        loss = self.forward_backward(inputs, targets)
+        if self._config.max_grad_norm is not None:
+            self.clip_grad_norm_(self._config.max_grad_norm, 2.0)
+        self.optimizer_step()
+        if self._config.scheduler_interval == "step":
+            self.step_scheduler(loss)
+        return loss
+
+    def forward_backward(self, inputs: Any, targets: Any) -> float:
+        """Accumulate gradients; returns the mean loss."""
+        return self._group.forward_backward(inputs, targets, self._step + 1)
+
+    def evaluate(self, inputs: Any, targets: Any) -> dict[str, Any]:
+        """Number of samples, loss and metrics."""
+        found = self._group.evaluate(inputs, targets, self._step)
+        return {"num_samples": found.num_samples, "loss": found.loss, "metrics": found.metrics}
+
+    def predict(self, inputs: Any) -> Any:
+        """The last stage's outputs."""
+        return self._group.predict(inputs, self._step)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Parameters and buffers of the unsplit model."""
+        return self._group.state_dict()
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Take over parameters and buffers."""
+        self._group.load_state_dict(state)
+
+    def parameters_sha256(self) -> str:
+        """The hash of rpcmp.digest."""
+        return self._group.parameters_sha256()
+
+    def live_state(self) -> dict[str, dict[str, int]]:
+        """Counts of what a step must not leave behind, by stage."""
+        return self._group.live_state()
+
+    def optimizer_step(self) -> None:
+        """Update the parameters and clear the gradients."""
+        self._group.optimizer.step()
+        self._step += 1
+
+    def zero_grad(self) -> None:
+        """Clear the gradients."""
+        self._group.optimizer.zero_grad()
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float) -> float:
+        """Clip the gradients; returns their norm before."""
+        return float(self._group.optimizer.clip_grad_norm_(max_norm, norm_type))
+
+    def step_scheduler(self, loss: float) -> None:
+        """Let the learning-rate schedulers step."""
+        self._group.optimizer.step_scheduler(loss)
+
+    def optimizer_state_dict(self) -> dict[str, Any]:
+        """The optimizers' and schedulers' state."""
+        return {"step": self._step, **self._group.optimizer.state_dict()}
+
+    def load_optimizer_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what `optimizer_state_dict` returned."""
+        self._group.optimizer.load_state_dict(state)
+        self._step = state["step"]
+
+
+def serve(config: Config, group: Group, fd: int) -> None:
+    """Answer calls until the caller hangs up.
+
+    Args:
+        config, group: the job.
+        fd: this process's end of the socket pair.
+    """
+    calls = Calls(config, group)
+    handoff = Handoff(socket.socket(fileno=fd))
+    while True:
+        try:
+            name, *arguments = handoff.receive()
+        except EOFError:
+            return
+        handoff.send(_answer(getattr(Calls, name), calls, arguments))
+
+
+def _answer(method: Callable[..., Any], calls: Calls, arguments: list[Any]) -> dict[str, Any]:
+    try:
+        return {"result": method(calls, *arguments)}
+    except RpcmpError as error:
+        return {"error": to_wire(error)}
+    except Exception as error:
+        return {"error": to_wire(JobError(f"{method.__name__} failed: {one_line(error)}"))}

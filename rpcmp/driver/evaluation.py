@@ -1,0 +1,39 @@
+"""What an evaluation gives: means over samples, put together from parts of any size."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Means over the samples that were evaluated.
+
+    Attributes:
+        num_samples: how many.
+        loss: the mean loss.
+        metrics: the mean of each metric, by name.
+    """
+
+    num_samples: int
+    loss: float
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+def mean(parts: Iterable[Evaluation]) -> Evaluation:
+    """The evaluation of all parts together, each weighted by its samples."""
+    parts = list(parts)
+    total = sum(part.num_samples for part in parts)
+
+    def weighted(values: Iterable[float]) -> float:
+        pairs = zip(parts, values, strict=True)
+        return math.fsum(part.num_samples / total * value for part, value in pairs)
+
+    names = parts[0].metrics if parts else {}
+    return Evaluation(
+        total,
+        weighted(part.loss for part in parts),
+        {name: weighted(part.metrics[name] for part in parts) for name in names},
+    )

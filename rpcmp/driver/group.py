@@ -1,0 +1,210 @@
+"""The stages as the driver sees them: one call for a train step, an evaluation or a prediction.
+
+A round cuts a mini-batch into micro-batches, keeps a few of them in flight, one thread and one
+autograd context each, and puts the answers together. The backward of micro-batch 0 runs while
+micro-batch 3 still goes forward: which stage does what, and when, is the business of the stages'
+schedules and not of the driver.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from typing import Any
+
+import torch
+
+from rpcmp import digest, microbatch, plan, transport, tree
+from rpcmp.config import Config
+from rpcmp.driver.evaluation import Evaluation, mean
+from rpcmp.driver.optimizer import DistributedOptimizer
+from rpcmp.errors import JobError, NonFiniteLossError, RpcmpError, StageError, from_wire
+from rpcmp.members import DRIVER, member
+from rpcmp.source import Source
+from rpcmp.transport import Raised
+from rpcmp.work import Evaluated, Mode, Work
+from rpcmp.worker.optimizer import StageOptimizer
+from rpcmp.worker.stage import DRIVER_PORT, Stage
+
+AHEAD = 2
+"""Micro-batches that the driver asks for beyond what the stages may hold: their questions then lie
+at the first stage before it has room for them, and no stage waits for the driver."""
+
+
+def in_flight(config: Config) -> int:
+    """Micro-batches that the driver has under way at once."""
+    return min(max(plan.limits(config).values()) + AHEAD, config.num_microbatches)
+
+
+class Group:
+    """All stages of a job, after every process has joined. One round at a time.
+
+    Args:
+        config: the job.
+        source: what this process serves to the stages.
+    """
+
+    def __init__(self, config: Config, source: Source) -> None:
+        self._config = config
+        self._source = source
+        self._sink = member(config.graph().sink)
+        self._stage_rrefs = {
+            name: transport.remote_service(member(name)) for name in config.stage_names
+        }
+        self.optimizer = DistributedOptimizer(
+            {
+                name: transport.remote_part(rref, _optimizer_of)
+                for name, rref in self._stage_rrefs.items()
+            }
+        )
+        self._round = 0
+        self._threads = ThreadPoolExecutor(in_flight(config), "rpcmp-microbatch")
+
+    def forward_backward(self, inputs: Any, targets: Any, step: int) -> float:
+        """Accumulate the gradients of a mini-batch; the optimizer does not step.
+
+        Args:
+            inputs, targets: trees of tensors whose first dimension counts the samples.
+            step: the optimizer step that this is for, counted from 1; seeds dropout.
+
+        Returns:
+            The mean loss.
+
+        Raises:
+            StageError: the user's code raised at a stage.
+            NonFiniteLossError: the loss is NaN or infinite.
+        """
+        losses = self._run(Mode.TRAIN, step, inputs, targets, self._train)
+        return math.fsum(losses)
+
+    def evaluate(self, inputs: Any, targets: Any, step: int) -> Evaluation:
+        """Loss and metrics of a mini-batch; parameters and gradients stay as they are."""
+
+        def run(work: Work) -> Evaluation:
+            answer: Evaluated = self._ask(work)
+            return Evaluation(work.num_samples, answer.loss, answer.metrics)
+
+        return mean(self._run(Mode.EVALUATE, step, inputs, targets, run))
+
+    def predict(self, inputs: Any, step: int) -> Any:
+        """The last stage's outputs for `inputs`, joined again along the first dimension."""
+        return _concatenate(
+            self._run(Mode.PREDICT, step, inputs, None, lambda work: self._ask(work).value)
+        )
+
+    def parameters_sha256(self) -> str:
+        """The hash of `rpcmp.digest` over the unsplit model."""
+        return digest.combine(self._merge(Stage.digests))
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Parameters and buffers of the unsplit model, on the host."""
+        return self._merge(Stage.state_dict)
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        """Take over the parameters and buffers of the unsplit model."""
+        self._everywhere(Stage.load_state_dict, state)
+
+    def live_state(self) -> dict[str, dict[str, int]]:
+        """For each stage and the driver, counts of what a step must not leave behind."""
+        return {**self._everywhere(Stage.live_state), DRIVER: transport.live_state()}
+
+    def close(self) -> None:
+        """Tell all workers to leave the group, and let go of what lives there."""
+        self._threads.shutdown()
+        self._everywhere(Stage.finish)
+        self.optimizer.release()
+        self._stage_rrefs.clear()
+
+    def _run(
+        self, mode: Mode, step: int, inputs: Any, targets: Any, run: Callable[[Work], Any]
+    ) -> list[Any]:
+        """One round: what `run` gives for each micro-batch, in order."""
+        slices = microbatch.split(inputs, self._config.num_microbatches)
+        target_slices = None
+        if targets is not None:
+            target_slices = microbatch.split(targets, self._config.num_microbatches)
+        sizes = [microbatch.num_samples(part) for part in slices]
+        self._round += 1
+        self._source.load(self._round, slices, target_slices)
+        works = [
+            Work(self._round, step, index, len(sizes), size, sum(sizes), mode)
+            for index, size in enumerate(sizes)
+        ]
+        try:
+            return self._in_parallel(works, run)
+        finally:
+            self._source.clear()
+
+    def _in_parallel(self, works: list[Work], run: Callable[[Work], Any]) -> list[Any]:
+        futures = [self._threads.submit(run, work) for work in works]
+        _, waiting = wait(futures, return_when=FIRST_EXCEPTION)
+        errors = [f.exception() for f in futures if f.done() and not f.cancelled()]
+        first = next((error for error in errors if error is not None), None)
+        if first is None:
+            return [future.result() for future in futures]
+        for future in waiting:
+            future.cancel()
+        failures = self._abort()
+        wait(futures)
+        raise _root_cause(failures, first) from first
+
+    def _abort(self) -> list[RpcmpError]:
+        """Free whoever waits for this round; returns what failed, at whichever stage."""
+        futures = {
+            name: transport.call_rref(rref, Stage.abort, self._round)
+            for name, rref in self._stage_rrefs.items()
+        }
+        answers = [transport.outcome(future, name) for name, future in futures.items()]
+        lost = [from_wire(answer.error) for answer in answers if isinstance(answer, Raised)]
+        noted = [answer for answer in answers if not isinstance(answer, Raised)]
+        return [*(from_wire(raised.error) for found in noted for raised in found), *lost]
+
+    def _ask(self, work: Work) -> Any:
+        future = transport.call(self._sink, Stage.forward, work, DRIVER_PORT)
+        return transport.result(future, self._sink)
+
+    def _train(self, work: Work) -> float:
+        with transport.autograd_context() as context_id:
+            loss: torch.Tensor = self._ask(work).value
+            value = loss.item()
+            if not math.isfinite(value):
+                raise NonFiniteLossError(value, work.step, work.microbatch)
+            transport.backward(context_id, loss)
+        return value
+
+    def _merge(self, method: Callable[..., Any]) -> dict[str, Any]:
+        parts = self._everywhere(method).values()
+        return {name: value for part in parts for name, value in part.items()}
+
+    def _everywhere(self, method: Callable[..., Any], *args: Any) -> dict[str, Any]:
+        futures = {
+            name: transport.call_rref(rref, method, *args)
+            for name, rref in self._stage_rrefs.items()
+        }
+        return {name: transport.result(future, name) for name, future in futures.items()}
+
+
+def _optimizer_of(stage: Stage) -> StageOptimizer:
+    return stage.optimizer
+
+
+def _root_cause(failures: list[RpcmpError], first: BaseException) -> BaseException:
+    """Which of all errors of a round to show: the user's own, the earliest micro-batch's first."""
+    own = [error for error in failures if isinstance(error, StageError)]
+    if own:
+        return min(own, key=lambda error: error.microbatch or 0)
+    if isinstance(first, RpcmpError) and type(first) is not JobError:
+        return first
+    return failures[0] if failures else JobError(f"the backward failed: {first}")
+
+
+def _concatenate(parts: list[Any]) -> Any:
+    """Trees of equal shape as one, tensors joined along the first dimension."""
+    columns = zip(*(tree.leaves(part) for part in parts), strict=True)
+
+    def join(leaf: Any) -> Any:
+        column = next(columns)
+        return torch.cat(column) if isinstance(leaf, torch.Tensor) and leaf.dim() else leaf
+
+    return tree.map_leaves(join, parts[0])

@@ -1,0 +1,80 @@
+"""The optimizers of all stages as one.
+
+What concerns the whole model, the gradient norm, is put together from the norm of every parameter,
+in the order of the unsplit model: the same bits for every balance.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.futures import Future
+
+from rpcmp import transport
+from rpcmp.transport import RRef
+from rpcmp.worker.optimizer import StageOptimizer, StepReport
+
+
+class DistributedOptimizer:
+    """The optimizers of all stages as one; lives on the driver.
+
+    Args:
+        optimizer_rrefs: each stage's StageOptimizer by the stage's name, in the order of the
+            unsplit model's parameters.
+    """
+
+    def __init__(self, optimizer_rrefs: dict[str, RRef[StageOptimizer]]) -> None:
+        self._rrefs = optimizer_rrefs
+
+    def step(self) -> dict[str, StepReport]:
+        """Update the parameters of all stages and clear their gradients."""
+        return self._everywhere(StageOptimizer.step)
+
+    def zero_grad(self) -> None:
+        """Clear the gradients of all stages."""
+        self._everywhere(StageOptimizer.zero_grad)
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Scale all gradients so that the norm over the whole model is at most `max_norm`.
+
+        The arithmetic is that of `torch.nn.utils.clip_grad_norm_` on the unsplit model.
+
+        Returns:
+            The norm before scaling, a float32 scalar.
+        """
+        found = self._everywhere(StageOptimizer.norms, norm_type)
+        norms = [norm for of_stage in found.values() for norm in of_stage.values()]
+        if not norms:
+            return torch.tensor(0.0)
+        total = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+        self._everywhere(StageOptimizer.scale, torch.clamp(max_norm / (total + 1e-6), max=1.0))
+        return total
+
+    def step_scheduler(self, loss: float) -> None:
+        """Let every stage's learning-rate scheduler step."""
+        self._everywhere(StageOptimizer.step_scheduler, loss)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of all stages: "state" by parameter name, the rest by stage."""
+        merged: dict[str, Any] = {"state": {}, "param_groups": {}, "scheduler": {}}
+        for part in self._everywhere(StageOptimizer.state_dict).values():
+            for key, value in part.items():
+                merged[key].update(value)
+        return merged
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what `state_dict` returned; each stage finds its own by name."""
+        self._everywhere(StageOptimizer.load_state_dict, state)
+
+    def release(self) -> None:
+        """Let go of the stages' optimizers; nothing else may be called afterwards."""
+        self._rrefs.clear()
+
+    def _everywhere(self, method: Callable[..., Future[Any]], *args: Any) -> dict[str, Any]:
+        futures = {
+            stage: transport.call_rref(rref, method, *args) for stage, rref in self._rrefs.items()
+        }
+        return {stage: transport.result(future, stage) for stage, future in futures.items()}

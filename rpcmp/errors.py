@@ -1,0 +1,183 @@
+"""Everything rpcmp raises on purpose, in one tree.
+
+    RpcmpError
+    ├── ConfigError                exit 2   the config, the command line or the user's factories
+    │   ├── FactoryError                    a "module:callable" does not import, or raised
+    │   └── VersionError                    hosts that run different software
+    ├── UnavailableError           exit 75  try again later, nothing is wrong with the job
+    │   ├── UnreachableError                no answer from a stage server
+    │   ├── BusyError                       the server trains another job
+    │   └── DrainingError                   the server is being stopped
+    ├── JobError                   exit 1   the job failed
+    │   ├── StageError                      the user's code raised at a stage
+    │   ├── WorkerDiedError                 a worker or driver process is gone
+    │   ├── NonFiniteLossError              the loss became NaN or infinite
+    │   └── MismatchError                   `rpcmp verify` found a difference
+    └── InterruptedJobError        exit 128+n  a signal ended the job
+
+Errors cross process borders as JSON (`to_wire`, `from_wire`): nothing that a peer sends is
+unpickled or looked up outside this module.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import signal
+import sys
+from typing import Any, ClassVar
+
+
+class RpcmpError(Exception):
+    """Base of all errors of this package.
+
+    `exit_code` is what the command line ends with; `fields` are the constructor's arguments and
+    travel with the error to other processes.
+    """
+
+    exit_code: ClassVar[int] = 1
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.fields: dict[str, Any] = {"message": message}
+
+
+class ConfigError(RpcmpError):
+    """The configuration, the command line or a factory that it names cannot be used."""
+
+    exit_code = 2
+
+
+class FactoryError(ConfigError):
+    """A "module:callable" of the config does not import, or raised when it was called."""
+
+
+class VersionError(ConfigError):
+    """A host runs another rpcmp, torch, Python or protocol than the driver."""
+
+
+class UnavailableError(RpcmpError):
+    """A stage server cannot take the job now."""
+
+    exit_code = 75
+
+
+class UnreachableError(UnavailableError):
+    """A stage server does not answer."""
+
+
+class BusyError(UnavailableError):
+    """A stage server belongs to another job, which goes on undisturbed."""
+
+
+class DrainingError(UnavailableError):
+    """A stage server was told to stop; the job ended after its current step."""
+
+
+class JobError(RpcmpError):
+    """The job failed; the stage servers are free again."""
+
+
+class WorkerDiedError(JobError):
+    """A worker or driver process ended when nobody had asked it to."""
+
+
+class MismatchError(JobError):
+    """`rpcmp verify` found bits that differ."""
+
+
+class StageError(JobError):
+    """The user's code raised at a stage.
+
+    Args:
+        stage: name of the stage.
+        phase: "build", "forward", "backward", "loss", "metrics" or "optimizer".
+        cause: one line, "ValueError: ...".
+        traceback: the remote traceback, formatted.
+        step: optimizer step, counted from 1; None before the first.
+        microbatch: index within the step; None where it does not apply.
+        received: what the stage had received, "from 'a': float32[8, 10]"; empty where unknown.
+    """
+
+    def __init__(
+        self,
+        stage: str,
+        phase: str,
+        cause: str,
+        traceback: str = "",
+        step: int | None = None,
+        microbatch: int | None = None,
+        received: str = "",
+    ) -> None:
+        where = "" if microbatch is None else f" of micro-batch {microbatch}"
+        when = "" if step is None else f" at step {step}"
+        what = f"; it had received {received}" if received else ""
+        message = f"stage {stage!r} failed in {phase}{where}{when}: {cause}{what}"
+        super().__init__(message)
+        self.stage, self.phase, self.step, self.microbatch = stage, phase, step, microbatch
+        self.traceback = traceback
+        self.fields = {
+            "stage": stage,
+            "phase": phase,
+            "cause": cause,
+            "traceback": traceback,
+            "step": step,
+            "microbatch": microbatch,
+            "received": received,
+        }
+
+
+class NonFiniteLossError(JobError):
+    """The loss became NaN or infinite; the optimizer has not stepped on it."""
+
+    def __init__(self, loss: float, step: int, microbatch: int) -> None:
+        super().__init__(
+            f"the loss is {loss} in micro-batch {microbatch} at step {step}; the parameters are "
+            "those of the step before (try a lower learning rate, or `max_grad_norm`)"
+        )
+        self.loss, self.step, self.microbatch = loss, step, microbatch
+        self.fields = {"loss": loss, "step": step, "microbatch": microbatch}
+
+
+class InterruptedJobError(RpcmpError):
+    """A signal ended the job; the exit code is 128 + its number."""
+
+    def __init__(self, signum: int, step: int) -> None:
+        super().__init__(f"ended by {signal.Signals(signum).name} after step {step}")
+        self.signum, self.step = signum, step
+        self.fields = {"signum": signum, "step": step}
+
+
+def exit_code(error: RpcmpError) -> int:
+    """The process exit code that belongs to `error`."""
+    if isinstance(error, InterruptedJobError):
+        return 128 + error.signum
+    return error.exit_code
+
+
+def to_wire(error: RpcmpError) -> str:
+    """`error` as JSON, to be read by `from_wire` in another process."""
+    return json.dumps({"type": type(error).__name__, "fields": error.fields})
+
+
+def from_wire(text: str) -> RpcmpError:
+    """The error that `to_wire` wrote.
+
+    An unknown type (a newer peer) becomes a JobError that shows the text, so nothing is lost.
+    """
+    data = json.loads(text)
+    kind = _by_name().get(data["type"])
+    if kind is None:
+        return JobError(f"{data['type']}: {data['fields']}")
+    return kind(**data["fields"])
+
+
+def one_line(error: BaseException) -> str:
+    """ "ValueError: message": what a traceback ends with, on one line."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _by_name() -> dict[str, type[RpcmpError]]:
+    members = inspect.getmembers(sys.modules[__name__], inspect.isclass)
+    return {name: kind for name, kind in members if issubclass(kind, RpcmpError)}

@@ -1,0 +1,84 @@
+"""A small convolutional network that reads handwritten digits.
+
+The data are the 1,797 images that ship with scikit-learn, 8 x 8 pixels each, so nothing is
+downloaded and a run takes seconds. The model is here to be copied: a list of named layers, some
+with dropout or batch normalization, that may be cut into stages anywhere.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+NUM_CLASSES = 10
+NUM_TRAINING_IMAGES = 1437  # 80 % of 1,797; the others are the test split
+SPLIT_SEED = 0
+
+
+def conv_block(in_channels: int, out_channels: int) -> nn.Sequential:
+    """Images `(N, in_channels, H, W)` to feature maps `(N, out_channels, H, W)`, float32."""
+    return nn.Sequential(
+        nn.Conv2d(in_channels, out_channels, kernel_size=3, padding=1, bias=False),
+        nn.BatchNorm2d(out_channels),
+        nn.ReLU(),
+    )
+
+
+def pooled(block: nn.Sequential) -> nn.Sequential:
+    """`block`, with the height and width of its output halved."""
+    return nn.Sequential(*block, nn.MaxPool2d(kernel_size=2))
+
+
+def hidden_block(in_features: int, out_features: int, dropout: float) -> nn.Sequential:
+    """Feature maps, flattened to `(N, in_features)`, to `(N, out_features)`, float32."""
+    return nn.Sequential(
+        nn.Flatten(),
+        nn.Linear(in_features, out_features),
+        nn.ReLU(),
+        nn.Dropout(dropout),
+    )
+
+
+def layers(width: int = 32, dropout: float = 0.3) -> list[tuple[str, Callable[[], nn.Module]]]:
+    """The model's layers in order, each a name and a factory.
+
+    A stage calls the factories of its own layers and no others. A layer is known by its name
+    wherever the cuts are: its initial weights and its checkpoint go by it.
+
+    Input: images `(N, 1, 8, 8)` float32. Output: logits `(N, 10)` float32.
+    """
+    return [
+        ("conv1", lambda: conv_block(1, width)),
+        ("conv2", lambda: pooled(conv_block(width, width))),  # (N, width, 4, 4)
+        ("conv3", lambda: conv_block(width, 2 * width)),
+        ("conv4", lambda: pooled(conv_block(2 * width, 2 * width))),  # (N, 2 * width, 2, 2)
+        ("hidden", lambda: hidden_block(8 * width, 4 * width, dropout)),
+        ("head", lambda: nn.Linear(4 * width, NUM_CLASSES)),
+    ]
+
+
+def dataset(split: str) -> TensorDataset:
+    """The digits of one split, "train" or "test".
+
+    Each item is an image `(1, 8, 8)` float32 between 0 and 1, and its class, a scalar int64.
+    """
+    images, classes = load_digits()
+    order = torch.randperm(len(classes), generator=torch.Generator().manual_seed(SPLIT_SEED))
+    chosen = {"train": order[:NUM_TRAINING_IMAGES], "test": order[NUM_TRAINING_IMAGES:]}
+    if split not in chosen:
+        raise ValueError(f"no split {split!r}: choose one of {', '.join(chosen)}")
+    return TensorDataset(images[chosen[split]], classes[chosen[split]])
+
+
+def load_digits() -> tuple[Tensor, Tensor]:
+    """All images `(1797, 1, 8, 8)` float32 between 0 and 1, and classes `(1797,)` int64."""
+    try:
+        from sklearn import datasets
+    except ImportError as error:
+        raise ImportError(
+            "the digits come with scikit-learn: pip install 'rpcmp[examples]'"
+        ) from error
+    digits = datasets.load_digits()
+    images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16  # pixels: 0 to 16
+    return images, torch.tensor(digits.target, dtype=torch.int64)

@@ -1,0 +1,70 @@
+"""Resolving "module:callable" names from a config."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+from rpcmp.config import Factory
+from rpcmp.errors import FactoryError, RpcmpError, one_line
+
+
+def resolve(name: str, what: str) -> Callable[..., Any]:
+    """The object named "module:callable".
+
+    Args:
+        name: module path and dotted attribute, such as "torch.optim:AdamW".
+        what: the config key, for the error message.
+
+    Raises:
+        FactoryError: it does not import, does not exist, or is not callable.
+    """
+    module_name, _, attribute = name.partition(":")
+    try:
+        target: Any = importlib.import_module(module_name)
+        for part in attribute.split("."):
+            target = getattr(target, part)
+    except Exception as error:
+        raise FactoryError(f"{what} = {name!r} does not import: {explain(error)}") from error
+    if not callable(target):
+        raise FactoryError(f"{what} = {name!r} is {type(target).__name__}, not callable")
+    return target  # type: ignore[no-any-return]
+
+
+def create(factory: Factory, what: str, *args: Any) -> Any:
+    """What the factory's callable returns for `args` and the config's keyword arguments.
+
+    Raises:
+        FactoryError: it does not import, or raised.
+    """
+    target = resolve(factory.callable, what)
+    try:
+        return target(*args, **factory.kwargs)
+    except RpcmpError:
+        raise
+    except Exception as error:
+        raise FactoryError(f"{what} = {factory.callable!r} failed: {explain(error)}") from error
+
+
+def function(factory: Factory, what: str) -> Callable[..., Any]:
+    """A function of tensors, such as a loss or a metric.
+
+    A class (torch.nn:CrossEntropyLoss) is built with the keyword arguments and its instance called;
+    a function gets the keyword arguments in every call.
+    """
+    target = resolve(factory.callable, what)
+    if isinstance(target, type):
+        made = create(factory, what)
+        return made  # type: ignore[no-any-return]
+    return functools.partial(target, **factory.kwargs)
+
+
+def explain(error: BaseException) -> str:
+    """The error in one line, then the part of its traceback that lies in the user's code."""
+    frames = traceback.extract_tb(error.__traceback__)
+    user = [frame for frame in frames if "importlib" not in frame.filename][1:]
+    lines = "".join(traceback.format_list(user)).rstrip()
+    return f"{one_line(error)}\n{lines}" if lines else one_line(error)

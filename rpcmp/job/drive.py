@@ -1,0 +1,114 @@
+"""Driving a job from its config to its summary: the one function behind `rpcmp drive`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from rpcmp.config import Config
+from rpcmp.errors import DrainingError, InterruptedJobError
+from rpcmp.job.session import Session
+from rpcmp.process.channel import Message
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+async def drive(
+    config: Config,
+    report: Callable[[Message], None],
+    connect: Sequence[str] | None = None,
+    evaluate: bool = True,
+    save_state: Path | None = None,
+) -> Message:
+    """Train `config` to its end.
+
+    The first SIGINT or SIGTERM lets the running step finish, the second ends the job at once.
+
+    Args:
+        config: the job.
+        report: told of every event: start, step, eval, report, summary.
+        connect: addresses of running stage servers; see Session.
+        evaluate: evaluate and write the report as well.
+        save_state: where to save the final parameters and buffers, as safetensors.
+
+    Returns:
+        The summary event.
+
+    Raises:
+        RpcmpError: why the job did not come to its end; InterruptedJobError for a signal.
+    """
+    session = Session(config, connect)
+    run = _Run(session, report)
+    task = asyncio.ensure_future(run.train(evaluate, save_state))
+    with _signals(lambda signum: run.interrupt(signum, task)):
+        try:
+            return await task
+        except asyncio.CancelledError:
+            if not run.signals:
+                raise
+            raise InterruptedJobError(run.signals[-1], run.step) from None
+        finally:
+            await session.close()
+
+
+class _Run:
+    """One run, as far as it has come."""
+
+    def __init__(self, session: Session, report: Callable[[Message], None]) -> None:
+        self._session = session
+        self._report = report
+        self._training = False
+        self._draining = ""
+        self.step = 0
+        self.signals: list[int] = []
+
+    async def train(self, evaluate: bool, save_state: Path | None) -> Message:
+        await self._session.start()
+        path = str(save_state) if save_state else ""
+        self._session.send({"op": "train", "evaluate": evaluate, "save_state": path})
+        self._training = True
+        summary: Message = {}
+        while (event := await self._session.next_event())["event"] != "done":
+            match event["event"]:
+                case "step":
+                    self.step = event["step"]
+                case "summary":
+                    summary = event
+                case "draining":
+                    self._draining = event["stage"]
+                    self._session.send({"op": "finish_step"})
+                    continue
+            self._report(event)
+        await self._session.wait_for_end()
+        if self._draining:
+            raise DrainingError(
+                f"the server of stage {self._draining!r} is being stopped; the job ended after "
+                f"step {self.step}"
+            )
+        if self.signals:
+            raise InterruptedJobError(self.signals[0], self.step)
+        return summary
+
+    def interrupt(self, signum: int, task: asyncio.Future[Message]) -> None:
+        """The first signal while training ends the run after its step, any other at once."""
+        self.signals.append(signum)
+        if len(self.signals) == 1 and self._training:
+            self._session.send({"op": "finish_step"})
+        else:
+            task.cancel()
+
+
+@contextlib.contextmanager
+def _signals(handler: Callable[[int], None]) -> Iterator[None]:
+    """Handle SIGINT and SIGTERM with `handler` within the block."""
+    loop = asyncio.get_running_loop()
+    for signum in SIGNALS:
+        loop.add_signal_handler(signum, handler, signum)
+    try:
+        yield
+    finally:
+        for signum in SIGNALS:
+            loop.remove_signal_handler(signum)

@@ -1,0 +1,62 @@
+"""Stage servers that a job starts for itself, on this machine."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import signal
+import sys
+
+from rpcmp.errors import JobError
+
+START_SECONDS = 30.0
+STOP_SECONDS = 10.0
+
+
+class LocalServers:
+    """The same `rpcmp serve` that a host would run, as children of this process."""
+
+    def __init__(self) -> None:
+        self._processes: list[asyncio.subprocess.Process] = []
+
+    async def start(self, num_stages: int) -> list[str]:
+        """Start one server a stage on a free port; returns their addresses."""
+        return await asyncio.gather(*(self._start(index) for index in range(num_stages)))
+
+    async def stop(self) -> None:
+        """End all servers; returns when they are gone."""
+        await asyncio.gather(*map(_end, self._processes))
+        self._processes.clear()
+
+    async def _start(self, stage_index: int) -> str:
+        command = [sys.executable, "-m", "rpcmp", "serve", "--stage", str(stage_index)]
+        process = await asyncio.create_subprocess_exec(
+            *(*command, "--listen", "127.0.0.1:0", "--parent", str(os.getpid())),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            start_new_session=True,  # a Ctrl-C is for the driver, which then ends its servers
+        )
+        self._processes.append(process)
+        if process.stdout is None:
+            raise AssertionError("the process was given a pipe")
+        line = b""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(START_SECONDS):
+                line = await process.stdout.readline()
+        found = re.search(r"127\.0\.0\.1:\d+", line.decode(errors="replace"))
+        if not found:
+            raise JobError(f"the server of stage {stage_index} did not start: {line!r}")
+        return found[0]
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    for signum in (signal.SIGTERM, signal.SIGKILL):
+        with contextlib.suppress(ProcessLookupError):
+            process.send_signal(signum)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(STOP_SECONDS):
+                await process.wait()
+                return
+

@@ -1,0 +1,61 @@
+"""Asking all stage servers of a job what they do."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+from rpcmp import addresses as address_rules
+from rpcmp.config import Config
+from rpcmp.control.client import StageClient
+from rpcmp.errors import ConfigError, UnreachableError
+from rpcmp.v1 import control_pb2 as pb
+
+
+async def ask_all(config: Config, addresses: Sequence[str]) -> list[dict[str, Any]]:
+    """One record a stage, in the config's order; unreachable ones say so.
+
+    Raises:
+        ConfigError: not one address a stage, or one that is not on loopback.
+    """
+    address_rules.require_loopback(addresses)
+    if len(addresses) != config.num_stages:
+        raise ConfigError(f"{config.num_stages} stages need as many addresses")
+    return await asyncio.gather(
+        *(
+            _ask(index, name, address)
+            for index, (name, address) in enumerate(
+                zip(config.stage_names, addresses, strict=True)
+            )
+        )
+    )
+
+
+async def _ask(index: int, name: str, address: str) -> dict[str, Any]:
+    client = StageClient(name, address)
+    try:
+        found = await client.connect()
+        health = "NOT_SERVING" if found.draining else "SERVING"
+    except UnreachableError:
+        found = pb.DescribeResponse()
+        health = "UNREACHABLE"
+    finally:
+        await client.close()
+    return {
+        "index": index,
+        "name": name,
+        "address": address,
+        "health": health,
+        "state": pb.ServerState.Name(found.state).removeprefix("SERVER_STATE_").lower(),
+        "job": found.job,
+        "generation": found.generation,
+        "step": found.step,
+        "parameters": found.num_parameters,
+        "memory": found.worker_memory,
+        "rpcmp": found.versions.rpcmp,
+        "torch": found.versions.torch,
+        "python": found.versions.python,
+        "supervisor_pid": found.supervisor_pid,
+        "worker_pid": found.worker_pid,
+    }

@@ -1,0 +1,69 @@
+"""How a mini-batch is cut into micro-batches.
+
+    50 samples, 7 micro-batches:  8 7 7 7 7 7 7        2 samples, 4 micro-batches:  1 1
+
+Sizes differ by at most one sample and are never zero, so no stage gets a straggler and fewer
+samples than micro-batches just means fewer micro-batches. The losses are weighted by samples: with
+a mean loss the gradients add up to those of the whole mini-batch.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from rpcmp import tree
+from rpcmp.errors import ConfigError
+
+
+def sizes(num_samples: int, num_microbatches: int) -> list[int]:
+    """Samples in each micro-batch, the larger ones first.
+
+    Raises:
+        ConfigError: there is no sample at all.
+    """
+    if num_samples < 1:
+        raise ConfigError("a mini-batch has no samples; is the dataset empty?")
+    count = min(num_samples, num_microbatches)
+    base, larger = divmod(num_samples, count)
+    return [base + 1] * larger + [base] * (count - larger)
+
+
+def num_samples(batch: Any) -> int:
+    """The size of the first dimension, which all tensors of `batch` must share.
+
+    Raises:
+        ConfigError: a leaf is no tensor, has no dimension, or the sizes differ.
+    """
+    found: dict[int, str] = {}
+    for path, leaf in tree.leaves_with_path(batch):
+        name = ".".join(str(key) for key in path) or "the batch"
+        if not isinstance(leaf, torch.Tensor) or leaf.dim() == 0:
+            raise ConfigError(
+                f"{name} is {tree.describe(leaf)}; a batch must be made of tensors whose first "
+                "dimension counts the samples"
+            )
+        found.setdefault(leaf.shape[0], name)
+    if len(found) != 1:
+        sizes_found = ", ".join(f"{name}: {size}" for size, name in found.items())
+        raise ConfigError(f"a batch needs one number of samples, not {sizes_found or 'none'}")
+    return next(iter(found))
+
+
+def split(batch: Any, num_microbatches: int) -> list[Any]:
+    """`batch` cut along the first dimension of its tensors.
+
+    Each slice is a fresh contiguous copy: a view's offset into its storage would decide which
+    vector code a kernel takes, and with it the last bits of the result.
+    """
+    result, start = [], 0
+    for size in sizes(num_samples(batch), num_microbatches):
+        end = start + size
+
+        def cut(tensor: torch.Tensor, start: int = start, end: int = end) -> torch.Tensor:
+            return tensor[start:end].clone(memory_format=torch.contiguous_format)
+
+        result.append(tree.map_tensors(cut, batch))
+        start = end
+    return result

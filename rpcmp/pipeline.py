@@ -1,0 +1,245 @@
+"""The library: a pipelined model as an object of your own program.
+
+`launch` never joins RPC in the calling process. A background thread supervises a driver process,
+as `rpcmp drive` does, and every call is handed to that process, its tensors through shared memory.
+So it works in a notebook, many times over, and after faults.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import socket
+import threading
+from collections.abc import Coroutine, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from torch import Tensor
+
+from rpcmp.config import Config
+from rpcmp.driver.evaluation import Evaluation
+from rpcmp.errors import RpcmpError, WorkerDiedError, from_wire
+from rpcmp.handoff import Handoff
+from rpcmp.job.session import Session
+
+EXPLAIN_SECONDS = 5.0
+"""A driver process that is gone says nothing; how long to wait for the reason."""
+
+Result = TypeVar("Result")
+
+
+def launch(config: Config, connect: Sequence[str] | None = None) -> Pipeline:
+    """Start a job and return its model, ready to train; use it as a context manager.
+
+    Args:
+        config: from `rpcmp.load_config`, or built in code. `data`, `epochs` and `steps` are not
+            used: the caller brings the mini-batches.
+        connect: addresses of running stage servers, one a stage; None uses the config's or, where
+            it has none, starts servers on this machine.
+
+    Raises:
+        RpcmpError: why the job cannot start; nothing is left running.
+    """
+    return Pipeline(config, connect)
+
+
+class Pipeline:
+    """A model whose stages live in other processes; made by `launch`.
+
+    Thread-safe; calls run one after the other. After an error in the user's model the gradients
+    are cleared and the pipeline can be used on; after a lost process it cannot: launch again.
+
+    Attributes:
+        optimizer: the optimizers of all stages as one.
+    """
+
+    def __init__(self, config: Config, connect: Sequence[str] | None = None) -> None:
+        self.optimizer = PipelineOptimizer(self)
+        self._caller = concurrent.futures.ThreadPoolExecutor(1, "rpcmp-calls")
+        self._background = _Background()
+        ours, theirs = socket.socketpair()
+        self._handoff = Handoff(ours)
+        try:
+            with theirs:
+                self._session = self._background.run(_start(config, connect, theirs))
+        except BaseException:
+            self._close_threads()
+            raise
+
+    def train_step(self, inputs: Any, targets: Any) -> float:
+        """One optimizer step on a mini-batch; returns the mean loss.
+
+        Clips gradients and steps the scheduler as the config says (`max_grad_norm`,
+        `scheduler_interval = "step"`).
+
+        Args:
+            inputs, targets: trees of tensors whose first dimension counts the samples.
+
+        Raises:
+            StageError: the user's code raised at a stage.
+            NonFiniteLossError: the loss is NaN or infinite.
+            WorkerDiedError, UnavailableError: a process or host is gone.
+        """
+        loss: float = self._call("train_step", inputs, targets)
+        return loss
+
+    def forward_backward(self, inputs: Any, targets: Any) -> float:
+        """Accumulate the gradients of a mini-batch without a step; returns the mean loss."""
+        loss: float = self._call("forward_backward", inputs, targets)
+        return loss
+
+    def evaluate(self, inputs: Any, targets: Any) -> Evaluation:
+        """Loss and metrics of a mini-batch, with the model in evaluation mode."""
+        return Evaluation(**self._call("evaluate", inputs, targets))
+
+    def predict(self, inputs: Any) -> Any:
+        """The model's outputs for `inputs`, in evaluation mode, without gradients."""
+        return self._call("predict", inputs)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Parameters and buffers of the unsplit model, by name."""
+        state: dict[str, Tensor] = self._call("state_dict")
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Take over the parameters and buffers of the unsplit model."""
+        self._call("load_state_dict", dict(state))
+
+    def parameters_sha256(self) -> str:
+        """One hash of all parameters and buffers; see `rpcmp.parameters_sha256`."""
+        found: str = self._call("parameters_sha256")
+        return found
+
+    def close(self) -> None:
+        """End the job and free its servers; does nothing the second time."""
+        self._handoff.close()  # the driver process sees the end of the calls, and leaves the group
+        if self._background.alive:
+            self._background.run(_end(self._session))
+        self._close_threads()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _call(self, name: str, *arguments: Any) -> Any:
+        # In a thread of its own, so that a KeyboardInterrupt hits the waiting, not the protocol.
+        answer = self._caller.submit(self._exchange, name, arguments).result()
+        if "error" in answer:
+            raise self._better(from_wire(answer["error"]))
+        return answer["result"]
+
+    def _exchange(self, name: str, arguments: tuple[Any, ...]) -> Any:
+        try:
+            self._handoff.send((name, *arguments))
+            return self._handoff.receive()
+        except (OSError, EOFError) as error:
+            lost = WorkerDiedError("the driver process is gone; launch again")
+            raise self._better(lost) from error
+
+    def _better(self, error: RpcmpError) -> RpcmpError:
+        """A lost connection's real reason, where a supervisor knows it."""
+        if not isinstance(error, WorkerDiedError) or not self._background.alive:
+            return error
+        return self._background.run(_reason(self._session)) or error
+
+    def _close_threads(self) -> None:
+        self._caller.shutdown(cancel_futures=True)
+        self._background.close()
+
+
+class PipelineOptimizer:
+    """The optimizers of all stages as one: what torch.optim has, over the whole model."""
+
+    def __init__(self, pipeline: Pipeline) -> None:
+        self._pipeline = pipeline
+
+    def step(self) -> None:
+        """Update the parameters of all stages and clear their gradients."""
+        self._pipeline._call("optimizer_step")
+
+    def zero_grad(self) -> None:
+        """Clear the gradients of all stages."""
+        self._pipeline._call("zero_grad")
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> float:
+        """Scale the gradients so that their norm over all stages is at most `max_norm`.
+
+        Returns:
+            The norm before scaling.
+        """
+        norm: float = self._pipeline._call("clip_grad_norm_", max_norm, norm_type)
+        return norm
+
+    def step_scheduler(self, loss: float = 0.0) -> None:
+        """Step the learning-rate schedulers; `loss` is for those that watch one."""
+        self._pipeline._call("step_scheduler", loss)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Optimizer and scheduler state: by parameter name, and by stage."""
+        state: dict[str, Any] = self._pipeline._call("optimizer_state_dict")
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what `state_dict` returned."""
+        self._pipeline._call("load_optimizer_state_dict", state)
+
+
+class _Background:
+    """An event loop in a thread that lives as long as the pipeline: children follow the thread."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(
+            target=self._loop.run_forever, name="rpcmp-supervisor", daemon=True
+        )
+        self._thread.start()
+
+    @property
+    def alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def run(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
+        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        try:
+            return future.result()
+        except KeyboardInterrupt:
+            future.cancel()
+            raise
+
+    def close(self) -> None:
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._loop.close()
+
+
+async def _start(
+    config: Config, connect: Sequence[str] | None, connection: socket.socket
+) -> Session:
+    fd = connection.fileno()
+    session = Session(config, connect, load_data=False, arguments=[str(fd)], pass_fds=[fd])
+    try:
+        await session.start()
+    except BaseException:
+        await session.close()
+        raise
+    session.send({"op": "serve"})
+    session.end_on_failure()
+    return session
+
+
+async def _end(session: Session) -> None:
+    await session.wait_for_end()
+    await session.close()
+
+
+async def _reason(session: Session) -> RpcmpError | None:
+    return await session.failure(EXPLAIN_SECONDS)

@@ -1,0 +1,61 @@
+"""What each worker is told: its stage, its layers, its place in the group.
+
+The driver makes the plan before anything starts, so that a balance that does not add up, a
+factory that does not import or an empty dataset ends the job before any server is touched.
+"""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from rpcmp import layers, partition
+from rpcmp.config import Config, Strict
+from rpcmp.schedule import policy
+
+class Assignment(Strict):
+    """One worker's part of a job; travels as JSON in StartRequest.assignment."""
+
+    config: Config
+    stage_index: int = Field(ge=0)
+    layers: list[str] = Field(min_length=1)
+
+    @property
+    def stage_name(self) -> str:
+        """The stage's name in the config and in every message."""
+        return self.config.stage_names[self.stage_index]
+
+    @property
+    def limit(self) -> int:
+        """Micro-batches that this stage may hold between forward and backward."""
+        return limits(self.config)[self.stage_name]
+
+
+def assign(config: Config) -> list[Assignment]:
+    """Every stage's assignment, in the config's order.
+
+    Raises:
+        ConfigError: the layers cannot be imported or the balance does not fit them.
+    """
+    return [
+        Assignment(config=config, stage_index=index, layers=names)
+        for index, names in enumerate(_layers_of_stages(config))
+    ]
+
+
+def limits(config: Config) -> dict[str, int]:
+    """Micro-batches that each stage may hold between forward and backward, by its name."""
+    graph = config.graph()
+    schedule = policy(config.schedule)
+    return {
+        name: schedule.limit(graph.depth(name), config.num_microbatches) for name in graph.stages
+    }
+
+
+def _layers_of_stages(config: Config) -> list[list[str]]:
+    if config.model is None:
+        return [[name] for name in config.stage_names]
+    available = layers.chain_layers(config)
+    balance = config.model.balance
+    if balance is None:
+        balance = partition.balance_by_size(layers.layer_sizes(available), config.num_stages)
+    return partition.cut(list(available), balance)

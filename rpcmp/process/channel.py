@@ -1,0 +1,70 @@
+"""The child's end of the line to its supervisor: JSON messages, one a line, over a socket pair.
+
+The end of the line is a message as well: the supervisor is gone, and the child has to go too.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+from typing import Any
+
+Message = dict[str, Any]
+
+_PR_SET_PDEATHSIG = 1
+
+
+class Channel:
+    """Sends and receives messages. Any thread may send; one thread receives.
+
+    Args:
+        fd: the inherited end of the socket pair.
+    """
+
+    def __init__(self, fd: int) -> None:
+        self._socket = socket.socket(fileno=fd)
+        self._lines = self._socket.makefile("rb")
+        self._lock = threading.Lock()
+
+    def send(self, message: Message) -> None:
+        """Send one message; ends the process where nobody is left to read it."""
+        data = json.dumps(message).encode() + b"\n"
+        try:
+            with self._lock:
+                self._socket.sendall(data)
+        except OSError:
+            os._exit(1)
+
+    def receive(self) -> Message | None:
+        """The next message; None when the supervisor is gone."""
+        try:
+            line = self._lines.readline()
+        except OSError:
+            return None
+        message: Message | None = json.loads(line) if line.endswith(b"\n") else None
+        return message
+
+
+def begin_child() -> Channel:
+    """The channel of this process, which `Child.spawn` has started.
+
+    The supervisor decides when a child ends, so a Ctrl-C that reaches the whole process group
+    must not end it; and where the supervisor dies without a word, the kernel ends the child.
+    """
+    fd, parent_pid = int(sys.argv[1]), int(sys.argv[2])
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    die_with_parent(parent_pid, signal.SIGKILL)
+    return Channel(fd)
+
+
+def die_with_parent(parent_pid: int, signum: signal.Signals) -> None:
+    """Get `signum` when the parent's spawning thread ends (Linux; elsewhere the channel tells)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(signum), 0, 0, 0)
+    if os.getppid() != parent_pid:  # it was faster
+        os._exit(1)

@@ -1,0 +1,202 @@
+"""Plain PyTorch on the user's modules, by the rules that make bits comparable.
+
+Imports none of the data plane, so an error there cannot hide here. The rules:
+
+- a mini-batch is cut by `torch.tensor_split` into slices of their own storage; each slice's loss
+  counts its share of the samples;
+- before each layer the generators are seeded by (seed, "train", step, micro-batch, layer);
+- every (reader, input) gets a clone of its own, and what passes between layers, forwards or as a
+  gradient, is contiguous and aligned to 64 bytes;
+- stages run in topological order, and one optimizer a stage steps after all slices.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from rpcmp import factory, layers, seeds
+from rpcmp.config import Config, Factory
+from rpcmp.data import Batches
+from rpcmp.graph import Reference
+
+
+class UnsplitModel:
+    """All stages in one process.
+
+    Args:
+        config: the job.
+        layer_names: the layers of each stage, by its name.
+    """
+
+    def __init__(self, config: Config, layer_names: dict[str, list[str]]) -> None:
+        self._config = config
+        self._graph = config.graph()
+        self._loss = factory.function(config.loss, "loss")
+        self._modules: dict[str, dict[str, nn.Module]] = {}
+        self._optimizers: list[torch.optim.Optimizer] = []
+        self._schedulers: list[Any] = []
+        for index, stage in enumerate(config.stage_names):
+            self._modules[stage] = layers.build(config, index, layer_names[stage])
+            self._add_optimizer(index, stage)
+
+    def train(self, batches: Batches, steps: int) -> Iterator[float]:
+        """Train for `steps` steps; yields the loss of each."""
+        for modules in self._modules.values():
+            for module in modules.values():
+                module.train()
+        step = 0
+        for epoch in range(1, 2 + (steps - 1) // len(batches)):
+            losses = []
+            for inputs, targets in batches.epoch(epoch):
+                step += 1
+                losses.append(self._step(inputs, targets, step))
+                yield losses[-1]
+                if step == steps:
+                    return
+            if self._config.scheduler_interval == "epoch":
+                self._step_schedulers(sum(losses) / len(losses))
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Parameters and buffers by name."""
+        return {
+            f"{layer}.{name}": value
+            for modules in self._modules.values()
+            for layer, module in modules.items()
+            for name, value in module.state_dict().items()
+            if isinstance(value, Tensor)
+        }
+
+    def parameters(self) -> list[nn.Parameter]:
+        """All parameters that are trained, in order."""
+        found = [
+            parameter
+            for modules in self._modules.values()
+            for module in modules.values()
+            for parameter in module.parameters()
+            if parameter.requires_grad
+        ]
+        return list(dict.fromkeys(found))
+
+    def _step(self, inputs: Any, targets: Any, step: int) -> float:
+        sliced = list(zip(self._slices(inputs), self._slices(targets), strict=True))
+        total = sum(_first(part).shape[0] for part, _ in sliced)
+        losses = [self._micro_batch(*part, step, index, total) for index, part in enumerate(sliced)]
+        if self._config.max_grad_norm is not None:
+            torch.nn.utils.clip_grad_norm_(self.parameters(), self._config.max_grad_norm)
+        for optimizer in self._optimizers:
+            optimizer.step()
+        for parameter in self.parameters():
+            parameter.grad = None
+        loss = math.fsum(losses)
+        if self._config.scheduler_interval == "step":
+            self._step_schedulers(loss)
+        return loss
+
+    def _micro_batch(self, inputs: Any, targets: Any, step: int, index: int, total: int) -> float:
+        loss = self._loss(self._forward(inputs, targets, step, index), targets).reshape(())
+        if not self._sums_samples():
+            loss = loss * (_first(inputs).shape[0] / total)
+        loss.backward()
+        return loss.item()
+
+    def _forward(self, inputs: Any, targets: Any, step: int, index: int) -> Any:
+        values: dict[str, Any] = {"input": inputs, "target": targets}
+        for stage, references in self._graph.inputs.items():
+            read = [_map(_clone, _part(values, reference)) for reference in references]
+            values[stage] = self._run_stage(stage, read, step, index)
+        return values[self._graph.sink]
+
+    def _run_stage(self, stage: str, read: list[Any], step: int, index: int) -> Any:
+        for position, (layer, module) in enumerate(self._modules[stage].items()):
+            if position:
+                read = [_map(_between_layers, read[0])]
+            seeds.seed_all(self._config.seed, "train", step, index, layer)
+            read = [module(*read)]
+        return read[0]
+
+    def _slices(self, batch: Any) -> list[Any]:
+        count = min(_first(batch).shape[0], self._config.num_microbatches)
+        return [
+            _map(lambda tensor, index=index: torch.tensor_split(tensor, count)[index].clone(), batch)
+            for index in range(count)
+        ]
+
+    def _sums_samples(self) -> bool:
+        keywords = getattr(self._loss, "keywords", {})
+        return getattr(self._loss, "reduction", keywords.get("reduction")) == "sum"
+
+    def _add_optimizer(self, index: int, stage: str) -> None:
+        settings = self._config.stage(index)
+        modules = self._modules[stage].values()
+        parameters = list(dict.fromkeys(p for module in modules for p in module.parameters()))
+        if settings.frozen:
+            for parameter in parameters:
+                parameter.requires_grad_(False)
+        trained = [parameter for parameter in parameters if parameter.requires_grad]
+        if not trained:
+            return
+        kwargs = {**self._config.optimizer.kwargs, **settings.optimizer}
+        source = Factory(callable=self._config.optimizer.callable, kwargs=kwargs)
+        self._optimizers.append(factory.create(source, "optimizer", trained))
+        if self._config.scheduler is not None:
+            made = factory.create(self._config.scheduler, "scheduler", self._optimizers[-1])
+            self._schedulers.append(made)
+
+    def _step_schedulers(self, loss: float) -> None:
+        for scheduler in self._schedulers:
+            if isinstance(scheduler, ReduceLROnPlateau):
+                scheduler.step(loss)
+            else:
+                scheduler.step()
+
+
+def _clone(tensor: Tensor) -> Tensor:
+    clone = tensor.clone(memory_format=torch.contiguous_format)
+    if clone.requires_grad:
+        clone.register_hook(lambda gradient: gradient.contiguous())
+    return clone
+
+
+def _between_layers(tensor: Tensor) -> Tensor:
+    tensor = _regular(tensor)
+    if tensor.requires_grad and not tensor.is_leaf:
+        tensor.register_hook(_regular)
+    return tensor
+
+
+def _regular(tensor: Tensor) -> Tensor:
+    if tensor.is_contiguous() and tensor.data_ptr() % 64 == 0:
+        return tensor
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
+def _part(values: dict[str, Any], reference: Reference) -> Any:
+    value = values[reference.producer]
+    for key in reference.path:
+        value = value[key] if isinstance(value, dict) else value[int(key)]
+    return value
+
+
+def _map(function: Callable[[Tensor], Any], value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, dict):
+        return {key: _map(function, item) for key, item in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_map(function, item) for item in value))
+    if isinstance(value, tuple | list):
+        return type(value)(_map(function, item) for item in value)
+    return value
+
+
+def _first(batch: Any) -> Tensor:
+    while not isinstance(batch, Tensor):
+        batch = next(iter(batch.values() if isinstance(batch, dict) else batch))
+    return batch
+

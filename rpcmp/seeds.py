@@ -1,0 +1,27 @@
+"""Where every random number of a run comes from.
+
+One `seed` rules everything. Each use derives its own stream from the seed and from what the
+number is for: (seed, "init", layer) for parameters, (seed, "forward", step, micro-batch, layer)
+for dropout, (seed, "epoch", epoch) for shuffling. No stream depends on where the model is cut, on
+the schedule or on which host draws from it, so none of these change a run's bits.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+
+
+def derive(*parts: int | str) -> int:
+    """A 63-bit seed from `parts`: equal parts give equal seeds on every machine."""
+    text = "\0".join(f"{type(part).__name__}:{part}" for part in parts)
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+
+
+def seed_all(*parts: int | str) -> None:
+    """Seed torch's generators, on the CPU and on every accelerator in use, from `parts`."""
+    seed = derive(*parts)
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(seed)

@@ -1,0 +1,85 @@
+"""The Control service: messages in, calls of the stage server, messages out.
+
+An error of ours travels as the status's details, in the JSON of `rpcmp.errors`, so that the driver
+raises the very error that the server did.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import grpc
+
+from rpcmp.errors import RpcmpError, to_wire
+from rpcmp.v1 import control_pb2 as pb
+from rpcmp.v1 import control_pb2_grpc
+
+if TYPE_CHECKING:
+    from rpcmp.server.server import StageServer
+
+    GrpcContext = grpc.aio.ServicerContext[Any, Any]
+
+Method = TypeVar("Method", bound=Callable[..., Awaitable[Any]])
+
+
+def answers_errors(method: Method) -> Method:
+    """Turn an RpcmpError into a failed call that carries it."""
+
+    @functools.wraps(method)
+    async def wrapper(self: Any, request: Any, grpc_context: GrpcContext) -> Any:
+        try:
+            return await method(self, request, grpc_context)
+        except RpcmpError as error:
+            await grpc_context.abort(grpc.StatusCode.FAILED_PRECONDITION, to_wire(error))
+
+    return wrapper  # type: ignore[return-value]
+
+
+class ControlServicer(control_pb2_grpc.ControlServicer):
+    """See protos/rpcmp/v1/control.proto."""
+
+    def __init__(self, server: StageServer) -> None:
+        self._server = server
+
+    async def Describe(
+        self, request: pb.DescribeRequest, grpc_context: GrpcContext
+    ) -> pb.DescribeResponse:
+        return self._server.describe()
+
+    @answers_errors
+    async def Prepare(
+        self, request: pb.PrepareRequest, grpc_context: GrpcContext
+    ) -> pb.PrepareResponse:
+        claim = await self._server.prepare(request)
+        return pb.PrepareResponse(generation=claim.generation, worker_pid=claim.worker_pid)
+
+    @answers_errors
+    async def Start(self, request: pb.StartRequest, grpc_context: GrpcContext) -> pb.StartResponse:
+        claim = self._server.claimed_by(request.job_id, request.generation)
+        await claim.start(request)
+        return pb.StartResponse(generation=claim.generation)
+
+    async def Watch(
+        self, request: pb.WatchRequest, grpc_context: GrpcContext
+    ) -> AsyncIterator[pb.WatchResponse]:
+        try:
+            claim = self._server.claimed_by(request.job_id, request.generation)
+        except RpcmpError as error:
+            await grpc_context.abort(grpc.StatusCode.FAILED_PRECONDITION, to_wire(error))
+        async for change in self._server.watch(claim):
+            yield change
+
+    async def Drain(self, request: pb.DrainRequest, grpc_context: GrpcContext) -> pb.DrainResponse:
+        await self._server.drain()
+        claim = self._server.claim
+        if claim is None:
+            return pb.DrainResponse()
+        return pb.DrainResponse(job=claim.job, generation=claim.generation)
+
+    @answers_errors
+    async def Stop(self, request: pb.StopRequest, grpc_context: GrpcContext) -> pb.StopResponse:
+        claim = self._server.claimed_by(request.job_id, request.generation)
+        await self._server.release(claim)
+        return pb.StopResponse(generation=request.generation)

@@ -1,0 +1,65 @@
+"""The Rendezvous service: the key-value store of the job that has claimed this server."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import grpc
+
+from rpcmp.errors import BusyError
+from rpcmp.server.control import answers_errors
+from rpcmp.v1 import control_pb2 as pb
+from rpcmp.v1 import control_pb2_grpc
+
+if TYPE_CHECKING:
+    from rpcmp.server.server import StageServer
+
+    GrpcContext = grpc.aio.ServicerContext[Any, Any]
+
+
+class RendezvousServicer(control_pb2_grpc.RendezvousServicer):
+    """See protos/rpcmp/v1/control.proto. The values go with the claim."""
+
+    def __init__(self, server: StageServer) -> None:
+        self._server = server
+
+    @answers_errors
+    async def Set(self, request: pb.SetRequest, grpc_context: GrpcContext) -> pb.SetResponse:
+        claim = self._server.claimed_by(request.job_id, request.generation)
+        claim.values[request.key] = request.value
+        await claim.notify()
+        return pb.SetResponse(generation=claim.generation)
+
+    @answers_errors
+    async def Get(self, request: pb.GetRequest, grpc_context: GrpcContext) -> pb.GetResponse:
+        claim = self._server.claimed_by(request.job_id, request.generation)
+        async with claim.changed:
+            await claim.changed.wait_for(
+                lambda: (
+                    self._server.claim is not claim
+                    or all(key in claim.values for key in request.keys)
+                )
+            )
+        if self._server.claim is not claim:
+            raise BusyError("the job ended while a worker waited for the others")
+        value = claim.values[request.keys[0]]
+        return pb.GetResponse(generation=claim.generation, value=value)
+
+    @answers_errors
+    async def CompareSet(
+        self, request: pb.CompareSetRequest, grpc_context: GrpcContext
+    ) -> pb.CompareSetResponse:
+        claim = self._server.claimed_by(request.job_id, request.generation)
+        held = claim.values.get(request.key)
+        if (held or b"") == request.expected:
+            held = claim.values[request.key] = request.desired
+            await claim.notify()
+        return pb.CompareSetResponse(generation=claim.generation, value=held or b"")
+
+    @answers_errors
+    async def Add(self, request: pb.AddRequest, grpc_context: GrpcContext) -> pb.AddResponse:
+        claim = self._server.claimed_by(request.job_id, request.generation)
+        value = int(claim.values.get(request.key, b"0")) + request.amount
+        claim.values[request.key] = str(value).encode()
+        await claim.notify()
+        return pb.AddResponse(generation=claim.generation, value=value)

@@ -1,0 +1,194 @@
+"""A stage server: health, control and rendezvous on one port, and at most one job at a time."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import AsyncIterator
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+from rpcmp.control.options import SERVER_OPTIONS, differences, versions
+from rpcmp.errors import BusyError, ConfigError, DrainingError, RpcmpError, VersionError
+from rpcmp.server.claim import Claim, State
+from rpcmp.server.control import ControlServicer
+from rpcmp.server.rendezvous import RendezvousServicer
+from rpcmp.v1 import control_pb2 as pb
+from rpcmp.v1.control_pb2_grpc import (
+    add_ControlServicer_to_server,
+    add_RendezvousServicer_to_server,
+)
+
+SERVICES = ("", "rpcmp.v1.Control", "rpcmp.v1.Rendezvous")
+"""What the health service answers for; "" is the server as a whole."""
+
+UNWATCHED_SECONDS = 10.0
+"""How long a claim lives that no driver watches."""
+
+DRAIN_SECONDS = 30.0
+"""How long a server that drains waits for the job to end after its current step."""
+
+
+class StageServer:
+    """One stage's server, from `start` to `drain`.
+
+    Args:
+        stage_index, replica: which stage it serves.
+        accept_code: whether jobs may bring Python files along.
+    """
+
+    def __init__(self, stage_index: int, replica: int = 0, accept_code: bool = True) -> None:
+        self.stage_index = stage_index
+        self.replica = replica
+        self.draining = False
+        self.claim: Claim | None = None
+        self._accept_code = accept_code
+        self._versions = versions()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._grpc = grpc.aio.server(options=SERVER_OPTIONS)
+        self._health = health.aio.HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc)
+        add_ControlServicer_to_server(ControlServicer(self), self._grpc)
+        add_RendezvousServicer_to_server(RendezvousServicer(self), self._grpc)
+
+    async def start(self, host: str, port: int) -> int:
+        """Listen; returns the port, which is a free one for port 0.
+
+        Raises:
+            ConfigError: the port is in use, or the host is not this machine's.
+        """
+        address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        try:
+            bound = self._grpc.add_insecure_port(address)
+        except RuntimeError as error:
+            raise ConfigError(
+                f"cannot listen on {address}: the port is in use or the address is not this "
+                "machine's; stop the other server or choose another with --listen"
+            ) from error
+        await self._grpc.start()
+        await self._set_health(health_pb2.HealthCheckResponse.SERVING)
+        return bound
+
+    async def drain(self) -> None:
+        """Take no new job and tell the running one to end after its current step."""
+        self.draining = True
+        await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
+        if self.claim is not None:
+            await self.claim.notify()
+
+    async def stop(self, seconds: float) -> None:
+        """Wait up to `seconds` for the job to end, end it otherwise, and stop listening."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._idle.wait(), seconds)
+        await self.release(self.claim)
+        await self._grpc.stop(grace=0.5)
+
+    async def prepare(self, request: pb.PrepareRequest) -> Claim:
+        """Claim this server for a job.
+
+        Raises:
+            DrainingError, BusyError, VersionError, ConfigError: why not.
+        """
+        self._check(request)
+        claim = self.claim = Claim(request)
+        self._idle.clear()
+        try:
+            await claim.open(list(request.code))
+        except BaseException:
+            await self.release(claim)
+            raise
+        asyncio.get_running_loop().call_later(UNWATCHED_SECONDS, self._release_unwatched, claim)
+        return claim
+
+    async def release(self, claim: Claim | None) -> None:
+        """End a claim, if it is still the current one."""
+        if claim is not None and claim is self.claim:
+            self.claim = None
+            await claim.close()
+            self._idle.set()
+
+    def claimed_by(self, job_id: str, generation: int) -> Claim:
+        """The current claim, which must be that of the caller.
+
+        Raises:
+            BusyError: it is not; a message of another job or of a generation that is gone.
+        """
+        claim = self.claim
+        if claim is None or (claim.job_id, claim.generation) != (job_id, generation):
+            raise BusyError(f"this server does not belong to generation {generation} of the job")
+        return claim
+
+    async def watch(self, claim: Claim) -> AsyncIterator[pb.WatchResponse]:
+        """Every change of the claim; the claim ends when the watcher does."""
+        claim.watched = True
+        try:
+            last = None
+            while self.claim is claim:
+                now = claim.snapshot()
+                now.draining = self.draining
+                if now != last:
+                    yield now
+                    last = now
+                    continue  # something may have changed while the stream was busy
+                async with claim.changed:
+                    await claim.changed.wait()
+        finally:
+            await asyncio.shield(self.release(claim))
+
+    def describe(self) -> pb.DescribeResponse:
+        """Who this server is and what it does."""
+        answer = pb.DescribeResponse(
+            stage_index=self.stage_index,
+            replica=self.replica,
+            state=State.SERVER_STATE_IDLE,
+            draining=self.draining,
+            versions=self._versions,
+            supervisor_pid=os.getpid(),
+        )
+        if self.claim is not None:
+            claim = self.claim
+            answer.state = claim.state
+            answer.job, answer.generation = claim.job, claim.generation
+            answer.stage_name, answer.step = claim.stage_name, claim.step
+            answer.num_parameters = claim.num_parameters
+            answer.worker_pid = claim.worker_pid
+            answer.worker_memory = _resident_bytes(claim.worker_pid)
+        return answer
+
+    def _check(self, request: pb.PrepareRequest) -> None:
+        if self.draining:
+            raise DrainingError("the server is being stopped")
+        if self.claim is not None:
+            raise BusyError(f"busy with job {self.claim.job!r}")
+        if (request.stage_index, request.replica) != (self.stage_index, self.replica):
+            raise ConfigError(
+                f"serves stage {self.stage_index} replica {self.replica}, not stage "
+                f"{request.stage_index} replica {request.replica}; check `addresses`"
+            )
+        if found := differences(self._versions, request.versions):
+            raise VersionError(f"other software than the driver's: {'; '.join(found)}")
+        if request.code and not self._accept_code:
+            raise ConfigError(
+                f"was started with --no-code and refuses {len(request.code)} Python files; "
+                "install the model's package on the host and set ship_code = false"
+            )
+
+    def _release_unwatched(self, claim: Claim) -> None:
+        if not claim.watched and claim is self.claim:
+            self._releasing = asyncio.ensure_future(self.release(claim))
+
+    async def _set_health(self, status: health_pb2.HealthCheckResponse.ServingStatus) -> None:
+        for service in SERVICES:
+            await self._health.set(service, status)
+
+
+def _resident_bytes(pid: int) -> int:
+    """Memory of a process, from /proc; 0 where that is not to be had."""
+    try:
+        with open(f"/proc/{pid}/statm") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError, IndexError):
+        return 0

@@ -1,0 +1,225 @@
+"""The one module that touches torch.distributed.rpc, its autograd and their private parts.
+
+A process joins one group, once. The agent is built directly instead of by `init_rpc`, which would
+open a TCPStore and a Gloo group beside it: like this a worker has one listening socket. What we
+rely on in torch is pinned down by tests/test_torch_contract.py:
+
+- `TensorPipeAgent` needs a store with `set`, `get`, `compare_set`, and for a graceful shutdown
+  `add` and `wait`; the Python store must stay referenced as long as the agent lives.
+- TensorPipe's "shm" transport busy-polls (20 to 30 % of a stage's compute on two cores): "uv" only.
+- A handler's exception comes back garbled and `Future.set_exception` as a successful value, so
+  nothing ever raises into torch: a `Raised` value carries the error, and every callback catches.
+- A response is recorded under its request's autograd context, whichever thread fulfils it.
+
+Calls name a function, not a string: `call(member, Stage.forward, work)` runs `Stage.forward` on
+the object that the other process serves. A method may return a Future and answer later; no
+handler blocks, so a few RPC threads are enough for any number of micro-batches.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed import autograd as dist_autograd
+from torch.distributed import rpc
+from torch.distributed.rpc import api as rpc_api
+from torch.futures import Future
+
+from rpcmp.errors import JobError, RpcmpError, WorkerDiedError, from_wire, one_line, to_wire
+
+NUM_RPC_THREADS = 8
+"""Threads that receive requests and run callbacks; handlers never block one."""
+
+RRef = rpc.RRef
+
+
+class Raised(NamedTuple):
+    """An error as the value of a call."""
+
+    error: str
+
+
+@dataclass
+class _Served:
+    """What this process serves to the group; empty before it joins."""
+
+    service: Any = None
+    store: dist.Store | None = None
+
+
+_served = _Served()
+
+
+def join(
+    members: Sequence[str], rank: int, store: dist.Store, service: object, in_flight: int
+) -> None:
+    """Join the group; returns when all members have.
+
+    Args:
+        members: names of the group's processes, by rank.
+        rank: this process's place in `members`.
+        store: where the members exchange addresses.
+        service: the object whose methods the others may call.
+        in_flight: backwards that may wait in this process at once. Each holds a thread of torch's
+            inter-op pool, whose default of one thread a core would deadlock.
+    """
+    torch.set_num_interop_threads(in_flight + 2)
+    _served.service, _served.store = service, store
+    # No timeout: a slow step is not a fault. Whether a peer lives is the supervisors' business.
+    options = rpc.TensorPipeRpcBackendOptions(
+        num_worker_threads=NUM_RPC_THREADS,
+        rpc_timeout=0,
+        _transports=["uv"],
+        _channels=["basic"],
+    )
+    dist_autograd._init(rank)  # before the agent: a peer may call at once
+    agent = rpc.TensorPipeAgent(store, members[rank], rank, len(members), options, {}, [])
+    rpc_api._init_rpc_states(agent)
+
+
+def leave(timeout: float) -> None:
+    """Leave the group together with all other members, or after `timeout` seconds alone."""
+    with contextlib.suppress(RuntimeError):  # a peer that is gone already cannot be waited for
+        rpc.shutdown(graceful=True, timeout=timeout)  # type: ignore[arg-type]
+
+
+def call(member: str, method: Callable[..., Any], *args: Any) -> Future[Any]:
+    """Run `method(service, *args)` in the process called `member`."""
+    return rpc.rpc_async(member, _dispatch, args=(method, args))
+
+
+def remote_service(member: str) -> RRef[Any]:
+    """A reference that keeps what `member` serves alive and names its owner."""
+    return rpc.remote(member, _get_service)
+
+
+def remote_part(owner_rref: RRef[Any], getter: Callable[[Any], Any]) -> RRef[Any]:
+    """A reference to `getter(object)`, with the object of `owner_rref` where it lives."""
+    return rpc.remote(owner_rref.owner(), _get_part, args=(owner_rref, getter))
+
+
+def call_rref(target_rref: RRef[Any], method: Callable[..., Any], *args: Any) -> Future[Any]:
+    """Run `method(object, *args)` where the object of `target_rref` lives."""
+    return rpc.rpc_async(target_rref.owner(), _dispatch_rref, args=(target_rref, method, args))
+
+
+def result(future: Future[Any], member: str) -> Any:
+    """The value of a call to `member`; blocks.
+
+    Raises:
+        RpcmpError: what the call raised.
+        WorkerDiedError: the connection broke.
+    """
+    value = outcome(future, member)
+    if isinstance(value, Raised):
+        raise from_wire(value.error)
+    return value
+
+
+def outcome(future: Future[Any], member: str) -> Any:
+    """The value of a call to `member`, or a Raised; blocks and does not raise."""
+    try:
+        return future.wait()
+    except RuntimeError as error:
+        lost = WorkerDiedError(f"lost the connection to {member!r}: {one_line(error)}")
+        return Raised(to_wire(lost))
+
+
+def when_all(futures: dict[str, Future[Any]], callback: Callable[[list[Any]], None]) -> None:
+    """Call `callback` with the outcomes of calls to members, in order, once all have ended.
+
+    The keys name the members; a callback that raises is a bug and ends the process, because torch
+    would swallow the exception and leave everybody waiting.
+    """
+
+    def finish(_: Future[Any]) -> None:
+        try:
+            callback([outcome(future, key) for key, future in futures.items()])
+        except BaseException:
+            sys.excepthook(*sys.exc_info())
+            raise
+
+    # collect_all also ends when a call fails, but as soon as the first does: hence `outcome`,
+    # which waits for the others; they fail at the same moment or their answer is on its way.
+    torch.futures.collect_all(list(futures.values())).then(finish)
+
+
+@contextlib.contextmanager
+def autograd_context() -> Iterator[int]:
+    """A distributed autograd context; gone on all members soon after the block."""
+    with dist_autograd.context() as context_id:
+        yield context_id
+
+
+def backward(context_id: int, root: torch.Tensor) -> None:
+    """Differentiate the scalar `root` across all members; blocks until every stage is done.
+
+    Raises:
+        RuntimeError: a stage's backward raised; the stage knows why.
+    """
+    dist_autograd.backward(context_id, [root])
+
+
+def live_state() -> dict[str, int]:
+    """Counts of what a step must not leave behind in this process: contexts and references."""
+    gc.collect()
+    info = {**rpc._get_debug_info()}
+    keys = ("num_autograd_contexts", "num_current_backward_passes", "num_pending_futures")
+    return {key: int(info.get(key, 0)) for key in (*keys, "num_forks", "num_owner_rrefs")}
+
+
+@rpc.functions.async_execution
+def _dispatch(method: Callable[..., Any], args: tuple[Any, ...]) -> Future[Any]:
+    return _answer(_served.service, method, args)
+
+
+@rpc.functions.async_execution
+def _dispatch_rref(
+    target_rref: RRef[Any], method: Callable[..., Any], args: tuple[Any, ...]
+) -> Future[Any]:
+    return _answer(target_rref.local_value(), method, args)
+
+
+def attempt(function: Callable[[], Any]) -> Any:
+    """What `function` returns, or a Raised with what it raised."""
+    try:
+        return function()
+    except RpcmpError as error:
+        return Raised(to_wire(error))
+    except Exception as error:
+        text = "".join(traceback.format_exception(error))
+        return Raised(to_wire(JobError(f"{one_line(error)}\n{text}")))
+
+
+def _answer(target: Any, method: Callable[..., Any], args: tuple[Any, ...]) -> Future[Any]:
+    value = attempt(lambda: method(target, *args))
+    if isinstance(value, Future):
+        return value
+    future: Future[Any] = Future()
+    future.set_result(value)
+    return future
+
+
+def _get_service() -> Any:
+    return _served.service
+
+
+def _get_part(owner_rref: RRef[Any], getter: Callable[[Any], Any]) -> Any:
+    return getter(owner_rref.local_value())
+
+
+class Store(dist.Store):
+    """Base of a store in Python, as the agent needs it; see rpcmp.control.store."""
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:  # type: ignore[override]
+        """Block until all `keys` exist."""
+        raise NotImplementedError

@@ -1,0 +1,83 @@
+"""Nested tuples, lists and dicts of tensors: what passes between stages, and batches.
+
+A leaf is anything that is not a tuple, list or dict. Named tuples keep their type.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, TypeAlias
+
+import torch
+
+Path: TypeAlias = tuple[str | int, ...]
+"""Keys and indices from the root of a tree to a leaf."""
+
+
+def leaves(tree: Any) -> Iterator[Any]:
+    """The leaves of `tree`, depth first, dicts in insertion order."""
+    for _, leaf in leaves_with_path(tree):
+        yield leaf
+
+
+def leaves_with_path(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """The leaves of `tree` with the path to each."""
+    if isinstance(tree, dict):
+        for key, child in tree.items():
+            yield from leaves_with_path(child, (*path, key))
+    elif isinstance(tree, tuple | list):
+        for index, child in enumerate(tree):
+            yield from leaves_with_path(child, (*path, index))
+    else:
+        yield path, tree
+
+
+def tensors(tree: Any) -> list[torch.Tensor]:
+    """The leaves of `tree` that are tensors."""
+    return [leaf for leaf in leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
+    """A tree of the same shape whose leaves are `function(leaf)`, in the order of `leaves`."""
+    if isinstance(tree, dict):
+        return {key: map_leaves(function, child) for key, child in tree.items()}
+    if isinstance(tree, tuple | list):
+        children = [map_leaves(function, child) for child in tree]
+        if hasattr(tree, "_fields"):
+            return type(tree)(*children)
+        return tuple(children) if isinstance(tree, tuple) else children
+    return function(tree)
+
+
+def map_tensors(function: Callable[[torch.Tensor], Any], tree: Any) -> Any:
+    """`map_leaves` that leaves everything but tensors as it is."""
+    return map_leaves(
+        lambda leaf: function(leaf) if isinstance(leaf, torch.Tensor) else leaf, tree
+    )
+
+
+def select(tree: Any, path: tuple[str, ...]) -> Any:
+    """The part of `tree` at `path`; keys of tuples and lists are their indices.
+
+    Raises:
+        LookupError: there is no such part; the message names the keys that exist.
+    """
+    for key in path:
+        if isinstance(tree, dict) and key in tree:
+            tree = tree[key]
+        elif isinstance(tree, tuple | list) and key.isdecimal() and int(key) < len(tree):
+            tree = tree[int(key)]
+        else:
+            raise LookupError(f"no part {key!r} in {describe(tree)}")
+    return tree
+
+
+def describe(tree: Any) -> str:
+    """What `tree` is made of, for people: "{'image': float32[8, 1, 8, 8]}"."""
+    if isinstance(tree, dict):
+        return "{" + ", ".join(f"{key!r}: {describe(child)}" for key, child in tree.items()) + "}"
+    if isinstance(tree, tuple | list):
+        return "(" + ", ".join(describe(child) for child in tree) + ")"
+    if isinstance(tree, torch.Tensor):
+        return f"{str(tree.dtype).removeprefix('torch.')}{list(tree.shape)}"
+    return type(tree).__name__

@@ -1,0 +1,162 @@
+"""The proof behind `rpcmp verify`: a pipelined run and one process, compared bit for bit."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from rpcmp import digest
+from rpcmp.config import Config
+from rpcmp.errors import MismatchError, WorkerDiedError, from_wire
+from rpcmp.job.drive import drive
+from rpcmp.process.channel import Message
+from rpcmp.process.child import Child
+from rpcmp.process.environment import compute_environment
+from rpcmp.tensorfile import load_tensors
+
+State = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one way of training gave.
+
+    Attributes:
+        losses: of each step.
+        state: the final parameters and buffers by name.
+    """
+
+    losses: list[float]
+    state: State
+
+
+@dataclass(frozen=True)
+class Verified:
+    """What was found identical.
+
+    Attributes:
+        caveats: settings under which identical bits are not promised.
+    """
+
+    steps: int
+    num_tensors: int
+    num_elements: int
+    parameters_sha256: str
+    caveats: list[str]
+
+
+def verify(config: Config, connect: Sequence[str] | None = None) -> Verified:
+    """Train `config.steps` steps across stage servers and in one process, and compare.
+
+    Args:
+        config: the job, with `steps`.
+        connect: addresses of running stage servers; see rpcmp.job.drive.
+
+    Raises:
+        MismatchError: the first difference.
+        RpcmpError: one of the runs failed.
+    """
+    with tempfile.TemporaryDirectory(prefix="rpcmp-verify-") as folder:
+        pipelined = asyncio.run(_pipelined(config, connect, Path(folder) / "pipelined"))
+        reference = asyncio.run(_reference(config, Path(folder) / "reference"))
+    caveats = _caveats(config)
+    if difference := first_difference(pipelined, reference):
+        raise MismatchError("; ".join([difference, *caveats]))
+    return Verified(
+        steps=len(reference.losses),
+        num_tensors=len(reference.state),
+        num_elements=sum(tensor.numel() for tensor in reference.state.values()),
+        parameters_sha256=digest.parameters_sha256(reference.state),
+        caveats=caveats,
+    )
+
+
+def first_difference(pipelined: Run, reference: Run) -> str | None:
+    """Where two runs differ first, or None: losses by step, then tensors by name."""
+    if len(pipelined.losses) != len(reference.losses):
+        return f"{len(pipelined.losses)} steps pipelined, {len(reference.losses)} in one process"
+    for step, (ours, theirs) in enumerate(
+        zip(pipelined.losses, reference.losses, strict=True), start=1
+    ):
+        if ours.hex() != theirs.hex():
+            return f"step {step}: loss {ours!r} pipelined, {theirs!r} in one process"
+    if set(pipelined.state) != set(reference.state):
+        names = sorted(set(pipelined.state) ^ set(reference.state))
+        return f"only one of the runs has {', '.join(names)}"
+    for name in sorted(reference.state):
+        if found := _tensor_difference(pipelined.state[name], reference.state[name]):
+            return f"after the last step: {name}: {found}"
+    return None
+
+
+def _tensor_difference(ours: torch.Tensor, theirs: torch.Tensor) -> str | None:
+    if (ours.dtype, ours.shape) != (theirs.dtype, theirs.shape):
+        return f"{ours.dtype}{list(ours.shape)} pipelined, {theirs.dtype}{list(theirs.shape)}"
+    different = (_bits(ours) != _bits(theirs)).any(dim=-1)
+    if not different.any():
+        return None
+    first = int(different.nonzero()[0])
+    index = [int(i) for i in torch.unravel_index(torch.tensor(first), ours.shape)]
+    mine, other = (tensor.reshape(-1)[first].item() for tensor in (ours, theirs))
+    return (
+        f"{int(different.sum())} of {different.numel()} numbers differ, the first at {index}: "
+        f"{mine!r} pipelined, {other!r} in one process"
+    )
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """One row of bytes a number: NaN equals itself, and -0.0 is not 0.0."""
+    return tensor.contiguous().reshape(-1, 1).view(torch.uint8)
+
+
+async def _pipelined(config: Config, connect: Sequence[str] | None, path: Path) -> Run:
+    losses: list[float] = []
+
+    def note(event: Message) -> None:
+        if event["event"] == "step":
+            losses.append(event["loss"])
+
+    await drive(config, note, connect, evaluate=False, save_state=path)
+    return Run(losses, load_tensors(path))
+
+
+async def _reference(config: Config, path: Path) -> Run:
+    threads = max(config.stage(index).threads for index in range(config.num_stages))
+    child = await Child.spawn("rpcmp.reference", compute_environment(threads))
+    child.send(
+        {
+            "config": config.model_dump_json(),
+            "folder": str(config.folder),
+            "steps": config.steps,
+            "save_state": str(path),
+        }
+    )
+    losses: list[float] = []
+    try:
+        async for message in child.messages():
+            match message["event"]:
+                case "step":
+                    losses.append(message["loss"])
+                case "error":
+                    raise from_wire(message["error"])
+                case "done":
+                    return Run(losses, load_tensors(path))
+    finally:
+        await child.kill()
+    raise WorkerDiedError(f"the reference process ended early: {child.exit_code}")
+
+
+def _caveats(config: Config) -> list[str]:
+    """Why the bits of this config's runs may differ without anything being wrong."""
+    stages = [config.stage(index) for index in range(config.num_stages)]
+    caveats = []
+    if len({stage.threads for stage in stages}) > 1:
+        caveats.append("stages have different `threads`, which change the order of sums")
+    if devices := sorted({stage.device for stage in stages if stage.device != "cpu"}):
+        caveats.append(f"stages compute on {', '.join(devices)}, the reference on the CPU")
+    return caveats

@@ -1,0 +1,164 @@
+"""The modules that one stage owns, and how they are run.
+
+Whatever lies between two layers is the same whether or not the model is cut there: every layer
+draws from its own random stream, and tensors and gradients that pass from layer to layer are
+contiguous and aligned, as they are after a journey between hosts. That is why the bits of a run do
+not depend on the balance.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rpcmp import factory, layers, seeds, tree
+from rpcmp.errors import ConfigError
+from rpcmp.plan import Assignment
+from rpcmp.work import Evaluated, Mode, Work
+
+ALIGNMENT = 64
+"""Bytes; what torch's allocator gives fresh tensors. Kernels choose their code by it."""
+
+
+class StageModel:
+    """One stage's layers, and for the sink the loss and the metrics.
+
+    Args:
+        assignment: which layers, and the job's config.
+
+    Raises:
+        FactoryError: something that the config names does not import or raised.
+        ConfigError: the device does not exist here, or the loss is not reduced.
+    """
+
+    def __init__(self, assignment: Assignment) -> None:
+        config = assignment.config
+        settings = config.stage(assignment.stage_index)
+        self._seed = config.seed
+        self.is_sink = config.graph().sink == assignment.stage_name
+        self.device = _device(settings.device)
+        self._modules = layers.build(config, assignment.stage_index, assignment.layers)
+        for module in self._modules.values():
+            module.to(self.device)
+            if settings.frozen:
+                module.requires_grad_(False)
+        self._loss = factory.function(config.loss, "loss") if self.is_sink else None
+        if isinstance(self._loss, nn.Module):
+            self._loss.to(self.device)
+        self._sums_samples = _sums_samples(self._loss)
+        self._metrics = {
+            name: factory.function(metric, f"metrics.{name}")
+            for name, metric in (config.metrics.items() if self.is_sink else ())
+        }
+
+    def forward(self, inputs: list[Any], work: Work) -> Any:
+        """The stage's output; the first layer gets `inputs`, the others the output before."""
+        training = work.mode is Mode.TRAIN
+        for index, (name, module) in enumerate(self._modules.items()):
+            if module.training is not training:
+                module.train(training)
+            seeds.seed_all(self._seed, work.mode.value, work.step, work.microbatch, name)
+            inputs = [module(*inputs)]
+            if index + 1 < len(self._modules):
+                inputs = [tree.map_tensors(_seam, inputs[0])]
+        return inputs[0]
+
+    def loss(self, outputs: Any, targets: Any, work: Work) -> Tensor:
+        """The micro-batch's part of the mini-batch's loss: a scalar, weighted by samples.
+
+        Raises:
+            ValueError: the loss function does not return a scalar.
+        """
+        loss = self._scalar_loss(outputs, self._to_device(targets))
+        return loss if self._sums_samples else loss * work.weight
+
+    def evaluate(self, outputs: Any, targets: Any, work: Work) -> Evaluated:
+        """Loss and metrics, each a mean over the samples of the micro-batch."""
+        targets = self._to_device(targets)
+        loss = float(self._scalar_loss(outputs, targets))
+        if self._sums_samples:
+            loss /= work.num_samples
+        metrics = {name: float(metric(outputs, targets)) for name, metric in self._metrics.items()}
+        return Evaluated(loss, metrics)
+
+    def _scalar_loss(self, outputs: Any, targets: Any) -> Tensor:
+        if self._loss is None:
+            raise RuntimeError("only the sink has a loss")
+        loss: Tensor = self._loss(outputs, targets)
+        if loss.numel() != 1:
+            raise ValueError(f"the loss is {tree.describe(loss)}, not a scalar; reduce it")
+        return loss.reshape(())
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The parameters under their names in the unsplit model; shared ones once."""
+        seen: set[nn.Parameter] = set()
+        for layer, module in self._modules.items():
+            for name, parameter in module.named_parameters():
+                if parameter not in seen:
+                    seen.add(parameter)
+                    yield f"{layer}.{name}", parameter
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Parameters and buffers under their names in the unsplit model; not copied."""
+        return {
+            f"{layer}.{name}": value
+            for layer, module in self._modules.items()
+            for name, value in module.state_dict().items()
+            if isinstance(value, Tensor)
+        }
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Take over this stage's parameters and buffers from the unsplit model's `state`.
+
+        Raises:
+            ConfigError: a tensor is missing or has another shape.
+        """
+        for layer, module in self._modules.items():
+            prefix = f"{layer}."
+            own = {
+                name.removeprefix(prefix): value
+                for name, value in state.items()
+                if name.startswith(prefix)
+            }
+            try:
+                module.load_state_dict(own)
+            except RuntimeError as error:
+                raise ConfigError(f"layer {layer!r}: {error}") from error
+
+    def _to_device(self, value: Any) -> Any:
+        return tree.map_tensors(lambda tensor: tensor.to(self.device), value)
+
+
+def _seam(tensor: Tensor) -> Tensor:
+    """`tensor` as it would arrive at another stage; so will be its gradient."""
+    tensor = _aligned(tensor)
+    if tensor.requires_grad and not tensor.is_leaf:
+        tensor.register_hook(_aligned)
+    return tensor
+
+
+def _aligned(tensor: Tensor) -> Tensor:
+    if tensor.layout is not torch.strided:
+        return tensor
+    if tensor.is_contiguous() and tensor.data_ptr() % ALIGNMENT == 0:
+        return tensor
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
+def _device(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"device = {name!r} is not to be had here: {reason}") from error
+    return device
+
+
+def _sums_samples(loss: Any) -> bool:
+    """Whether the loss adds up over samples, so that micro-batches need no weight."""
+    reduction = getattr(loss, "reduction", None) or getattr(loss, "keywords", {}).get("reduction")
+    return bool(reduction == "sum")

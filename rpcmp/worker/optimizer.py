@@ -1,0 +1,179 @@
+"""A stage's optimizer: an ordinary torch.optim one.
+
+Gradients lie in `.grad` of the stage's parameters, so any torch optimizer and scheduler works
+unchanged. `rpcmp.driver.optimizer` is the handle for all stages together.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.futures import Future
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from rpcmp import factory
+from rpcmp.worker.compute import ComputeThread
+from rpcmp.config import Factory
+from rpcmp.errors import ConfigError, RpcmpError, StageError, one_line
+from rpcmp.plan import Assignment
+from rpcmp.worker.model import StageModel
+
+
+class StepReport(NamedTuple):
+    """What a stage says after an optimizer step.
+
+    Attributes:
+        busy_seconds: time its compute thread has worked since the step before.
+        learning_rate: of its first parameter group; None without trainable parameters.
+    """
+
+    busy_seconds: float
+    learning_rate: float | None
+
+
+class StageOptimizer:
+    """One stage's optimizer and scheduler; every method runs on the stage's compute thread.
+
+    Args:
+        stage: name of the stage.
+        model: whose parameters are optimized; those that require grad.
+        assignment: the config, with the stage's own optimizer arguments.
+
+    Raises:
+        FactoryError: the optimizer or scheduler does not import, or refuses its arguments.
+    """
+
+    def __init__(
+        self, stage: str, model: StageModel, assignment: Assignment, compute: ComputeThread
+    ) -> None:
+        self.stage = stage
+        self.steps = 0
+        self._compute = compute
+        config = assignment.config
+        own = config.stage(assignment.stage_index).optimizer
+        source = Factory(
+            callable=config.optimizer.callable, kwargs={**config.optimizer.kwargs, **own}
+        )
+        self._names = [name for name, value in model.named_parameters() if value.requires_grad]
+        self._parameters = [value for _, value in model.named_parameters() if value.requires_grad]
+        self._optimizer: torch.optim.Optimizer | None = None
+        self._scheduler: Any = None
+        if self._parameters:
+            self._optimizer = factory.create(source, "optimizer", self._parameters)
+        if self._optimizer is not None and config.scheduler is not None:
+            self._scheduler = factory.create(config.scheduler, "scheduler", self._optimizer)
+
+    def step(self) -> Future[Any]:
+        """Update the parameters and clear the gradients; answers with a StepReport."""
+        return self._run(self._step)
+
+    def zero_grad(self) -> Future[Any]:
+        """Clear the gradients."""
+        return self._run(self._zero_grad)
+
+    def norms(self, norm_type: float) -> Future[Any]:
+        """The norm of each parameter's gradient by name; without those that have none."""
+        return self._run(
+            lambda: {
+                name: torch.linalg.vector_norm(parameter.grad, norm_type).cpu()
+                for name, parameter in zip(self._names, self._parameters, strict=True)
+                if parameter.grad is not None
+            }
+        )
+
+    def scale(self, factor: Tensor) -> Future[Any]:
+        """Multiply all gradients by the float32 scalar `factor`."""
+        return self._run(lambda: self._scale(factor))
+
+    def step_scheduler(self, loss: float) -> Future[Any]:
+        """Let the scheduler step; `loss` is for those that watch one."""
+        return self._run(lambda: self._step_scheduler(loss))
+
+    def state_dict(self) -> Future[Any]:
+        """The state by parameter name, the group's options and the scheduler's state."""
+        return self._run(self._state_dict)
+
+    def load_state_dict(self, state: dict[str, Any]) -> Future[Any]:
+        """Take over what `DistributedOptimizer.state_dict` returned."""
+        return self._run(lambda: self._load_state_dict(state))
+
+    def _run(self, function: Callable[[], Any]) -> Future[Any]:
+        """`function` on the compute thread; what the user's optimizer raises names the stage."""
+
+        def run() -> Any:
+            try:
+                return function()
+            except RpcmpError:
+                raise
+            except Exception as error:
+                text = "".join(traceback.format_exception(error))
+                step = self.steps + 1
+                raise StageError(self.stage, "optimizer", one_line(error), text, step) from error
+
+        return self._compute.future(run)
+
+    def _step(self) -> StepReport:
+        if self._optimizer is not None:
+            self._optimizer.step()
+        self._zero_grad()
+        self.steps += 1
+        rate = None if self._optimizer is None else float(self._optimizer.param_groups[0]["lr"])
+        return StepReport(self._compute.take_busy_seconds(), rate)
+
+    def _zero_grad(self) -> None:
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def _scale(self, factor: Tensor) -> None:
+        for parameter in self._parameters:
+            if parameter.grad is not None:
+                parameter.grad.mul_(factor.to(parameter.grad.device))
+
+    def _step_scheduler(self, loss: float) -> None:
+        if isinstance(self._scheduler, ReduceLROnPlateau):
+            self._scheduler.step(loss)
+        elif self._scheduler is not None:
+            self._scheduler.step()
+
+    def _state_dict(self) -> dict[str, Any]:
+        if self._optimizer is None:
+            return {"state": {}, "param_groups": {}, "scheduler": {}}
+        state = self._optimizer.state_dict()
+        return {
+            "state": {self._names[index]: value for index, value in state["state"].items()},
+            "param_groups": {
+                self.stage: [
+                    {key: value for key, value in group.items() if key != "params"}
+                    for group in state["param_groups"]
+                ]
+            },
+            "scheduler": {self.stage: self._scheduler.state_dict() if self._scheduler else None},
+        }
+
+    def _load_state_dict(self, state: dict[str, Any]) -> None:
+        if self._optimizer is None:
+            return
+        own = self._optimizer.state_dict()
+        try:
+            groups = state["param_groups"][self.stage]
+        except KeyError as error:
+            raise ConfigError(f"the optimizer state knows no stage {self.stage!r}") from error
+        self._optimizer.load_state_dict(
+            {
+                "state": {
+                    index: state["state"][name]
+                    for index, name in enumerate(self._names)
+                    if name in state["state"]
+                },
+                "param_groups": [
+                    {**group, "params": mine["params"]}
+                    for group, mine in zip(groups, own["param_groups"], strict=True)
+                ],
+            }
+        )
+        if self._scheduler is not None:
+            self._scheduler.load_state_dict(state["scheduler"][self.stage])
