@@ -37,9 +37,11 @@ def parameters_sha256(state_dict: Mapping[str, torch.Tensor]) -> str:
     return combine({name: tensor_line(name, tensor) for name, tensor in state_dict.items()})
 
 
-def _little_endian_bytes(tensor: torch.Tensor) -> memoryview:
+def _little_endian_bytes(tensor: torch.Tensor) -> bytes:
     flat = tensor.detach().cpu().contiguous().reshape(-1)
-    data = flat.view(torch.uint8).numpy() if flat.numel() else flat.new_empty(0).numpy()
-    if sys.byteorder == "big" and tensor.element_size() > 1:
-        data = data.reshape(-1, tensor.element_size())[:, ::-1].copy()
-    return memoryview(data).cast("B")
+    if not flat.numel():
+        return b""
+    data = flat.view(torch.uint8).numpy()
+    if sys.byteorder == "big":
+        data = data.reshape(-1, tensor.element_size())[:, ::-1]
+    return data.tobytes()

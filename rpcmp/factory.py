@@ -31,7 +31,8 @@ def resolve(name: str, what: str) -> Callable[..., Any]:
         raise FactoryError(f"{what} = {name!r} does not import: {explain(error)}") from error
     if not callable(target):
         raise FactoryError(f"{what} = {name!r} is {type(target).__name__}, not callable")
-    return target  # type: ignore[no-any-return]
+    found: Callable[..., Any] = target
+    return found
 
 
 def create(factory: Factory, what: str, *args: Any) -> Any:
@@ -57,8 +58,8 @@ def function(factory: Factory, what: str) -> Callable[..., Any]:
     """
     target = resolve(factory.callable, what)
     if isinstance(target, type):
-        made = create(factory, what)
-        return made  # type: ignore[no-any-return]
+        instance: Callable[..., Any] = create(factory, what)
+        return instance
     return functools.partial(target, **factory.kwargs)
 
 

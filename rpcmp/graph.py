@@ -104,9 +104,7 @@ def build(inputs: Mapping[str, Sequence[str]]) -> Graph:
         ConfigError: a reference to nothing, a cycle, a stage that reads nothing, or more than one
             stage that nobody reads.
     """
-    parsed = {
-        name: tuple(map(Reference.parse, references)) for name, references in inputs.items()
-    }
+    parsed = {name: tuple(map(Reference.parse, references)) for name, references in inputs.items()}
     for name, references in parsed.items():
         _check_references(name, references, list(parsed))
     graph = Graph({name: parsed[name] for name in _topological(parsed)})
@@ -121,7 +119,7 @@ def build(inputs: Mapping[str, Sequence[str]]) -> Graph:
 
 def _check_references(name: str, references: Sequence[Reference], stages: list[str]) -> None:
     if not references:
-        raise ConfigError(f"stage {name!r} reads nothing; give it inputs = [\"input\"] or a stage")
+        raise ConfigError(f'stage {name!r} reads nothing; give it inputs = ["input"] or a stage')
     for reference in references:
         if reference.producer not in (*stages, *SOURCES):
             near = get_close_matches(reference.producer, [*stages, *SOURCES], n=1, cutoff=0.5)

@@ -8,6 +8,7 @@ not depend on where it is cut.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -111,4 +112,8 @@ def _pairs(made: Any, source: str) -> Iterable[tuple[str, LayerFactory]]:
     for name, layer in pairs:
         if not isinstance(name, str) or not name or not callable(layer):
             raise ConfigError(f"{source}: {name!r}: {layer!r} is not a named layer factory")
-        yield name, (lambda built=layer: built) if isinstance(layer, nn.Module) else layer
+        yield name, functools.partial(_built, layer) if isinstance(layer, nn.Module) else layer
+
+
+def _built(module: nn.Module) -> nn.Module:
+    return module

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from rpcmp.config import Config
 from rpcmp.driver.evaluation import Evaluation
-from rpcmp.errors import RpcmpError, WorkerDiedError, from_wire
+from rpcmp.errors import JobError, RpcmpError, WorkerDiedError, from_wire
 from rpcmp.handoff import Handoff
 from rpcmp.job.session import Session
 
@@ -58,6 +58,7 @@ class Pipeline:
         self.optimizer = PipelineOptimizer(self)
         self._caller = concurrent.futures.ThreadPoolExecutor(1, "rpcmp-calls")
         self._background = _Background()
+        self._closed = False
         ours, theirs = socket.socketpair()
         self._handoff = Handoff(ours)
         try:
@@ -113,6 +114,7 @@ class Pipeline:
 
     def close(self) -> None:
         """End the job and free its servers; does nothing the second time."""
+        self._closed = True
         self._handoff.close()  # the driver process sees the end of the calls, and leaves the group
         if self._background.alive:
             self._background.run(_end(self._session))
@@ -130,6 +132,8 @@ class Pipeline:
         self.close()
 
     def _call(self, name: str, *arguments: Any) -> Any:
+        if self._closed:
+            raise JobError("the pipeline is closed; launch again")
         # In a thread of its own, so that a KeyboardInterrupt hits the waiting, not the protocol.
         answer = self._caller.submit(self._exchange, name, arguments).result()
         if "error" in answer:

@@ -6,11 +6,14 @@ factory that does not import or an empty dataset ends the job before any server 
 
 from __future__ import annotations
 
+import torch
 from pydantic import Field
+from torch import nn
 
-from rpcmp import layers, partition
-from rpcmp.config import Config, Strict
+from rpcmp import factory, layers, partition
+from rpcmp.config import Config, Factory, Strict
 from rpcmp.schedule import policy
+
 
 class Assignment(Strict):
     """One worker's part of a job; travels as JSON in StartRequest.assignment."""
@@ -34,8 +37,10 @@ def assign(config: Config) -> list[Assignment]:
     """Every stage's assignment, in the config's order.
 
     Raises:
-        ConfigError: the layers cannot be imported or the balance does not fit them.
+        ConfigError: the layers cannot be imported or the balance does not fit them, or something
+            that every host has (torch's own losses, optimizers, schedulers) refuses the config.
     """
+    _try_out(config)
     return [
         Assignment(config=config, stage_index=index, layers=names)
         for index, names in enumerate(_layers_of_stages(config))
@@ -59,3 +64,31 @@ def _layers_of_stages(config: Config) -> list[list[str]]:
     if balance is None:
         balance = partition.balance_by_size(layers.layer_sizes(available), config.num_stages)
     return partition.cut(list(available), balance)
+
+
+def _try_out(config: Config) -> None:
+    """Build what comes from torch or rpcmp, on nothing: a wrong name or argument shows at once.
+
+    The user's own losses and optimizers may need packages that only the stages' hosts have.
+    """
+    for name, source in (("loss", config.loss), *_metrics(config)):
+        if _everywhere(source):
+            factory.function(source, name)
+    if not _everywhere(config.optimizer):
+        return
+    for index, stage in enumerate(config.stage_names):
+        own = config.stage(index).optimizer
+        kwargs = {**config.optimizer.kwargs, **own}
+        source = Factory(callable=config.optimizer.callable, kwargs=kwargs)
+        where = f"optimizer of stage {stage!r}" if own else "optimizer"
+        optimizer = factory.create(source, where, [nn.Parameter(torch.zeros(1))])
+        if config.scheduler is not None and _everywhere(config.scheduler):
+            factory.create(config.scheduler, "scheduler", optimizer)
+
+
+def _metrics(config: Config) -> list[tuple[str, Factory]]:
+    return [(f"metrics.{name}", metric) for name, metric in config.metrics.items()]
+
+
+def _everywhere(source: Factory) -> bool:
+    return source.callable.partition(":")[0].partition(".")[0] in ("torch", "rpcmp")

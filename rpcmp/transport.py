@@ -24,13 +24,14 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
+from torch._C._distributed_autograd import _init as _init_autograd
+from torch._C._distributed_autograd import backward as _backward
+from torch._C._distributed_rpc import TensorPipeAgent
+from torch.distributed import Store, rpc  # type: ignore[attr-defined]
 from torch.distributed import autograd as dist_autograd
-from torch.distributed import rpc
 from torch.distributed.rpc import api as rpc_api
 from torch.futures import Future
 
@@ -53,15 +54,13 @@ class _Served:
     """What this process serves to the group; empty before it joins."""
 
     service: Any = None
-    store: dist.Store | None = None
+    store: Store | None = None
 
 
 _served = _Served()
 
 
-def join(
-    members: Sequence[str], rank: int, store: dist.Store, service: object, in_flight: int
-) -> None:
+def join(members: Sequence[str], rank: int, store: Store, service: object, in_flight: int) -> None:
     """Join the group; returns when all members have.
 
     Args:
@@ -81,35 +80,40 @@ def join(
         _transports=["uv"],
         _channels=["basic"],
     )
-    dist_autograd._init(rank)  # before the agent: a peer may call at once
-    agent = rpc.TensorPipeAgent(store, members[rank], rank, len(members), options, {}, [])
+    _init_autograd(rank)  # before the agent: a peer may call at once
+    agent = TensorPipeAgent(store, members[rank], rank, len(members), options, {}, [])
     rpc_api._init_rpc_states(agent)
 
 
 def leave(timeout: float) -> None:
     """Leave the group together with all other members, or after `timeout` seconds alone."""
     with contextlib.suppress(RuntimeError):  # a peer that is gone already cannot be waited for
-        rpc.shutdown(graceful=True, timeout=timeout)  # type: ignore[arg-type]
+        rpc.shutdown(graceful=True, timeout=timeout)
 
 
 def call(member: str, method: Callable[..., Any], *args: Any) -> Future[Any]:
     """Run `method(service, *args)` in the process called `member`."""
-    return rpc.rpc_async(member, _dispatch, args=(method, args))
+    future: Future[Any] = rpc.rpc_async(member, _dispatch, args=(method, args))
+    return future
 
 
 def remote_service(member: str) -> RRef[Any]:
     """A reference that keeps what `member` serves alive and names its owner."""
-    return rpc.remote(member, _get_service)
+    service_rref: RRef[Any] = rpc.remote(member, _get_service)
+    return service_rref
 
 
 def remote_part(owner_rref: RRef[Any], getter: Callable[[Any], Any]) -> RRef[Any]:
     """A reference to `getter(object)`, with the object of `owner_rref` where it lives."""
-    return rpc.remote(owner_rref.owner(), _get_part, args=(owner_rref, getter))
+    part_rref: RRef[Any] = rpc.remote(owner_rref.owner(), _get_part, args=(owner_rref, getter))
+    return part_rref
 
 
 def call_rref(target_rref: RRef[Any], method: Callable[..., Any], *args: Any) -> Future[Any]:
     """Run `method(object, *args)` where the object of `target_rref` lives."""
-    return rpc.rpc_async(target_rref.owner(), _dispatch_rref, args=(target_rref, method, args))
+    arguments = (target_rref, method, args)
+    future: Future[Any] = rpc.rpc_async(target_rref.owner(), _dispatch_rref, args=arguments)
+    return future
 
 
 def result(future: Future[Any], member: str) -> Any:
@@ -166,7 +170,7 @@ def backward(context_id: int, root: torch.Tensor) -> None:
     Raises:
         RuntimeError: a stage's backward raised; the stage knows why.
     """
-    dist_autograd.backward(context_id, [root])
+    _backward(context_id, [root])
 
 
 def live_state() -> dict[str, int]:
@@ -177,12 +181,12 @@ def live_state() -> dict[str, int]:
     return {key: int(info.get(key, 0)) for key in (*keys, "num_forks", "num_owner_rrefs")}
 
 
-@rpc.functions.async_execution
+@rpc.functions.async_execution  # type: ignore[untyped-decorator]
 def _dispatch(method: Callable[..., Any], args: tuple[Any, ...]) -> Future[Any]:
     return _answer(_served.service, method, args)
 
 
-@rpc.functions.async_execution
+@rpc.functions.async_execution  # type: ignore[untyped-decorator]
 def _dispatch_rref(
     target_rref: RRef[Any], method: Callable[..., Any], args: tuple[Any, ...]
 ) -> Future[Any]:
@@ -215,11 +219,3 @@ def _get_service() -> Any:
 
 def _get_part(owner_rref: RRef[Any], getter: Callable[[Any], Any]) -> Any:
     return getter(owner_rref.local_value())
-
-
-class Store(dist.Store):
-    """Base of a store in Python, as the agent needs it; see rpcmp.control.store."""
-
-    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:  # type: ignore[override]
-        """Block until all `keys` exist."""
-        raise NotImplementedError

@@ -51,9 +51,7 @@ def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
 
 def map_tensors(function: Callable[[torch.Tensor], Any], tree: Any) -> Any:
     """`map_leaves` that leaves everything but tensors as it is."""
-    return map_leaves(
-        lambda leaf: function(leaf) if isinstance(leaf, torch.Tensor) else leaf, tree
-    )
+    return map_leaves(lambda leaf: function(leaf) if isinstance(leaf, torch.Tensor) else leaf, tree)
 
 
 def select(tree: Any, path: tuple[str, ...]) -> Any:

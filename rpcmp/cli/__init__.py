@@ -1,11 +1,13 @@
 """The command line: parse, call one library function, map errors to exit codes.
 
-    0  done (a drained server too)      1  failed      2  usage or configuration
-    75 temporary: a stage is unreachable or busy       128+n  ended by signal n
+0  done (a drained server too)      1  failed      2  usage or configuration
+75 temporary: a stage is unreachable or busy       128+n  ended by signal n
 """
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 
 import click
@@ -38,10 +40,23 @@ cli.add_command(verify)
 
 def main() -> None:
     """Run the command line; the process ends here."""
+    sys.exit(_run())
+
+
+def _run() -> int:
     try:
-        cli()
+        return cli.main(standalone_mode=False) or 0
     except RpcmpError as error:
         if isinstance(error, StageError) and error.traceback:
             click.echo(error.traceback.rstrip(), err=True)
         click.echo(f"rpcmp: {error}", err=True)
-        sys.exit(exit_code(error))
+        return exit_code(error)
+    except click.ClickException as error:
+        error.show()
+        return error.exit_code
+    except (click.Abort, KeyboardInterrupt):
+        return 128 + signal.SIGINT
+    except BrokenPipeError:
+        # Whoever read our output is gone; Python must not complain about it when it flushes.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE

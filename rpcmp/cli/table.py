@@ -13,6 +13,9 @@ COLUMNS = (
     *("torch", "supervisor", "worker"),
 )
 
+WIDTH = 140
+"""Characters that a row may take."""
+
 
 def stage_table(stages: Iterable[dict[str, Any]]) -> None:
     """Print a row a stage."""
@@ -31,8 +34,8 @@ def stage_table(stages: Iterable[dict[str, Any]]) -> None:
             str(stage["supervisor_pid"] or "-"),
             str(stage["worker_pid"] or "-"),
         )
-    console = Console()
-    console.print(table, soft_wrap=not console.is_terminal)
+    # Never narrower than the table: a terminal wraps lines more legibly than rich truncates cells.
+    Console(width=max(Console().width, WIDTH)).print(table)
 
 
 def _or_dash(number: int) -> str:

@@ -95,7 +95,7 @@ class StageClient:
 
     async def close(self) -> None:
         """Close the connection."""
-        await self._channel.close()
+        await self._channel.close(None)
 
     async def _call(self, call: Awaitable[Answer]) -> Answer:
         try:

@@ -10,9 +10,10 @@ from datetime import timedelta
 from typing import Any
 
 import grpc
+from torch.distributed import Store  # type: ignore[attr-defined]
 
 from rpcmp.control.options import CHANNEL_OPTIONS
-from rpcmp.transport import Store
+from rpcmp.errors import UnreachableError
 from rpcmp.v1 import control_pb2 as pb
 from rpcmp.v1.control_pb2_grpc import RendezvousStub
 
@@ -30,7 +31,13 @@ class GrpcStore(Store):
     def __init__(self, address: str, job_id: str, generation: int) -> None:
         super().__init__()
         self._channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
-        grpc.channel_ready_future(self._channel).result(timeout=CONNECT_SECONDS)
+        try:
+            grpc.channel_ready_future(self._channel).result(timeout=CONNECT_SECONDS)
+        except grpc.FutureTimeoutError as error:
+            raise UnreachableError(
+                f"the rendezvous at {address} does not answer within {CONNECT_SECONDS:.0f} s; it "
+                "is the first stage's server, which every other stage must be able to reach"
+            ) from error
         self._stub = RendezvousStub(self._channel)
         self._job: dict[str, Any] = {"job_id": job_id, "generation": generation}
 
@@ -49,7 +56,7 @@ class GrpcStore(Store):
     def add(self, key: str, value: int) -> int:
         return self._stub.Add(pb.AddRequest(**self._job, key=key, amount=value)).value
 
-    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:  # type: ignore[override]
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         # A peer that never comes is the supervisors' business, not a timeout's.
         self._stub.Get(pb.GetRequest(**self._job, keys=keys))
 

@@ -8,6 +8,7 @@ schedules and not of the driver.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
@@ -19,7 +20,14 @@ from rpcmp import digest, microbatch, plan, transport, tree
 from rpcmp.config import Config
 from rpcmp.driver.evaluation import Evaluation, mean
 from rpcmp.driver.optimizer import DistributedOptimizer
-from rpcmp.errors import JobError, NonFiniteLossError, RpcmpError, StageError, from_wire
+from rpcmp.errors import (
+    ConfigError,
+    JobError,
+    NonFiniteLossError,
+    RpcmpError,
+    StageError,
+    from_wire,
+)
 from rpcmp.members import DRIVER, member
 from rpcmp.source import Source
 from rpcmp.transport import Raised
@@ -75,7 +83,12 @@ class Group:
             StageError: the user's code raised at a stage.
             NonFiniteLossError: the loss is NaN or infinite.
         """
-        losses = self._run(Mode.TRAIN, step, inputs, targets, self._train)
+        try:
+            losses = self._run(Mode.TRAIN, step, inputs, targets, self._train)
+        except JobError:
+            with contextlib.suppress(RpcmpError):  # a worker that is gone has no gradients
+                self.optimizer.zero_grad()
+            raise
         return math.fsum(losses)
 
     def evaluate(self, inputs: Any, targets: Any, step: int) -> Evaluation:
@@ -120,6 +133,12 @@ class Group:
         self, mode: Mode, step: int, inputs: Any, targets: Any, run: Callable[[Work], Any]
     ) -> list[Any]:
         """One round: what `run` gives for each micro-batch, in order."""
+        samples = microbatch.num_samples(inputs)
+        if targets is not None and microbatch.num_samples(targets) != samples:
+            raise ConfigError(
+                f"{samples} inputs and {microbatch.num_samples(targets)} targets do not make a "
+                "mini-batch"
+            )
         slices = microbatch.split(inputs, self._config.num_microbatches)
         target_slices = None
         if targets is not None:

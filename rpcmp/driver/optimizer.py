@@ -49,7 +49,7 @@ class DistributedOptimizer:
         norms = [norm for of_stage in found.values() for norm in of_stage.values()]
         if not norms:
             return torch.tensor(0.0)
-        total = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+        total: Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
         self._everywhere(StageOptimizer.scale, torch.clamp(max_norm / (total + 1e-6), max=1.0))
         return total
 

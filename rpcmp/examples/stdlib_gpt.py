@@ -1,9 +1,9 @@
 """A small GPT that learns to write Python from the source of Python's own standard library.
 
 The text is on every machine that has Python, so nothing is downloaded. The model reads it character
-by character: a vocabulary of 96 symbols needs no tokenizer, and what the model has learned can be
-read straight from its samples. It has 3.2 million parameters in layers of equal cost, which divide
-evenly over 2 or 4 stages.
+by character: a vocabulary of 96 characters needs no tokenizer. It is a list of layers, of which the
+blocks, all alike, hold nearly all of the 3.2 million parameters and cost nearly all of the time, so
+that the model divides evenly over 2 or 4 stages.
 """
 
 import sysconfig
@@ -13,61 +13,69 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
+from torch.nn import functional
 from torch.utils.data import TensorDataset
 
-ALPHABET = "\n" + "".join(map(chr, range(ord(" "), ord("~") + 1)))  # a character's index: its token
-VOCABULARY = len(ALPHABET)
-CONTEXT = 64  # characters the model looks at, itself included
-MAX_CHARACTERS = 4_000_000
-HELD_OUT = 0.1  # of the text, at its end
+CONTEXT = 64  # characters in a window: as far as the model looks back
+VOCABULARY = 96  # the newline is token 0, ASCII from " " to "~" are tokens 1 to 95
+MAX_CHARACTERS = 4_000_000  # of the text
+TRAINING_SHARE = 0.9  # of the text, from its beginning; the rest is the test split
+PROMPT = 'def read(self, size=-1):\n    """Read at most size bytes and return them."""\n    if '
 
 
-# The model
+# The model: vectors travel from layer to layer as (N, T, width) float32, N windows of T characters.
+
+
+def layers(
+    blocks: int = 4, width: int = 256, heads: int = 4, dropout: float = 0.1
+) -> list[tuple[str, Callable[[], nn.Module]]]:
+    """The model's layers in order, each a name and a factory: embedding, block0, ..., head.
+
+    Input: tokens `(N, T)` int64, T at most `CONTEXT`. Output: for each place the logits of the
+    token after it, `(N, T, VOCABULARY)` float32.
+    """
+    return [
+        ("embedding", lambda: Embedding(width, dropout)),
+        *((f"block{index}", lambda: Block(width, heads, dropout)) for index in range(blocks)),
+        ("head", lambda: nn.Sequential(nn.LayerNorm(width), nn.Linear(width, VOCABULARY))),
+    ]
 
 
 class Embedding(nn.Module):
-    """Tokens `(N, T)` int64 to vectors `(N, T, width)` float32, each a character and its place."""
+    """From tokens `(N, T)` int64 to vectors: the sum of what a character is and where it is."""
 
-    def __init__(self, width: int, context: int, dropout: float) -> None:
+    def __init__(self, width: int, dropout: float) -> None:
         super().__init__()
         self.characters = nn.Embedding(VOCABULARY, width)
-        self.positions = nn.Embedding(context, width)
+        self.positions = nn.Parameter(waves(CONTEXT, width))
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        places = torch.arange(tokens.shape[1], device=tokens.device)
-        vectors: Tensor = self.dropout(self.characters(tokens) + self.positions(places))
+        places = self.positions[: tokens.shape[1]]
+        vectors: Tensor = self.dropout(self.characters(tokens) + places)
         return vectors
 
 
-class SelfAttention(nn.Module):
-    """Vectors `(N, T, width)` to the same shape, each a mixture of itself and those before it."""
+def waves(length: int, width: int) -> Tensor:
+    """Sines and cosines over `length` places, `(length, width)` float32, from fast to slow.
 
-    def __init__(self, width: int, heads: int, dropout: float) -> None:
-        super().__init__()
-        self.heads = heads
-        self.dropout = dropout
-        self.query_key_value = nn.Linear(width, 3 * width)
-        self.output = nn.Linear(width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        separate = self.query_key_value(x).unflatten(-1, (3, self.heads, -1))
-        query, key, value = separate.transpose(1, 3).unbind(2)  # each (N, heads, T, width / heads)
-        mixed = F.scaled_dot_product_attention(
-            query, key, value, is_causal=True, dropout_p=self.dropout if self.training else 0.0
-        )
-        output: Tensor = self.output(mixed.transpose(1, 2).flatten(2))
-        return output
+    Positions are learned, but a start from waves rather than noise makes "one place back" the same
+    rotation everywhere, and attention finds it much sooner.
+    """
+    speeds = length ** -torch.linspace(0, 1, width // 2)
+    angles = torch.arange(length).unsqueeze(1) * speeds
+    return torch.cat([angles.sin(), angles.cos()], dim=1)
 
 
 class Block(nn.Module):
-    """Vectors `(N, T, width)` to the same shape: attention, then an MLP on every position."""
+    """From vectors to vectors: each gathers from those before it, then is worked on alone."""
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
         self.attention = nn.Sequential(
-            nn.LayerNorm(width), SelfAttention(width, heads, dropout), nn.Dropout(dropout)
+            nn.LayerNorm(width),
+            SelfAttention(width, heads, dropout),
+            nn.Dropout(dropout),
         )
         self.mlp = nn.Sequential(
             nn.LayerNorm(width),
@@ -77,7 +85,116 @@ class Block(nn.Module):
             nn.Dropout(dropout),
         )
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attention(x)
-        x = x + self.mlp(x)
-        return x
+    def forward(self, vectors: Tensor) -> Tensor:
+        gathered: Tensor = vectors + self.attention(vectors)
+        finished: Tensor = gathered + self.mlp(gathered)
+        return finished
+
+
+class SelfAttention(nn.Module):
+    """From vectors to vectors, each a mixture of itself and those before it, one for each head."""
+
+    def __init__(self, width: int, heads: int, dropout: float) -> None:
+        super().__init__()
+        self.heads = heads
+        self.dropout = dropout
+        self.project = nn.Linear(width, 3 * width)
+        self.combine = nn.Linear(width, width)
+
+    def forward(self, vectors: Tensor) -> Tensor:
+        by_head = self.project(vectors).unflatten(-1, (3, self.heads, -1)).transpose(1, 3)
+        query, key, value = by_head.unbind(2)  # each (N, heads, T, width / heads)
+        mixed = functional.scaled_dot_product_attention(
+            query, key, value, dropout_p=self.dropout if self.training else 0.0, is_causal=True
+        )
+        combined: Tensor = self.combine(mixed.transpose(1, 2).flatten(2))
+        return combined
+
+
+# The text.
+
+
+def dataset(split: str, windows: int) -> TensorDataset:
+    """So many windows, evenly spread over one split of the text, "train" or "test".
+
+    Each item is the tokens of a window and, as the target, the token after each: both `(CONTEXT,)`
+    int64.
+    """
+    tokens = library_tokens()
+    boundary = int(TRAINING_SHARE * len(tokens))
+    parts = {"train": tokens[:boundary], "test": tokens[boundary:]}
+    if split not in parts:
+        raise ValueError(f"no split {split!r}: choose one of {', '.join(parts)}")
+    part = parts[split]
+    starts = torch.linspace(0, len(part) - CONTEXT - 1, windows, dtype=torch.float64).long()
+    stretches = part[starts.unsqueeze(1) + torch.arange(CONTEXT + 1)]
+    return TensorDataset(stretches[:, :-1], stretches[:, 1:])
+
+
+@cache
+def library_tokens() -> Tensor:
+    """The text `(L,)` int64: the library's public top-level modules, from A to Z."""
+    folder = Path(sysconfig.get_path("stdlib"))
+    modules = sorted(folder.glob("[a-z]*.py"))
+    if not modules:
+        raise FileNotFoundError(f"this Python has no source of its standard library in {folder}")
+    text = "".join(module.read_text(encoding="utf-8", errors="replace") for module in modules)
+    return encode(text[:MAX_CHARACTERS])
+
+
+def encode(text: str) -> Tensor:
+    """Tokens `(len(text),)` int64. Control characters become newlines; what is not ASCII, "?"."""
+    codes = torch.frombuffer(bytearray(text, "ascii", "replace"), dtype=torch.uint8).long()
+    return (codes - 31).clamp(0, VOCABULARY - 1)
+
+
+def decode(tokens: Tensor) -> str:
+    """The text of tokens `(L,)` int64."""
+    return "".join(chr(token + 31) if token else "\n" for token in tokens.tolist())
+
+
+# What training is judged by, and what it is for.
+
+
+def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Mean cross-entropy in nats, from logits `(N, T, VOCABULARY)` and tokens `(N, T)` int64."""
+    return functional.cross_entropy(outputs.flatten(0, 1), targets.flatten())
+
+
+def entropy_ratio(outputs: Tensor, targets: Tensor) -> Tensor:
+    """The loss as a share of what it costs to know only how frequent each character is.
+
+    1.0 is a model that has learned nothing else. Arguments as those of `loss`.
+    """
+    return loss(outputs, targets) / unigram_entropy()
+
+
+@cache
+def unigram_entropy() -> float:
+    """Entropy, in nats a character, of how often each character occurs in the whole text."""
+    tokens = library_tokens()
+    shares = tokens.bincount().double() / len(tokens)
+    return float(torch.special.entr(shares).sum())
+
+
+def sample(
+    predict: Callable[[Tensor], Tensor],
+    prompt: str = PROMPT,
+    characters: int = 120,
+    temperature: float = 0.7,
+    seed: int = 0,
+) -> str:
+    """The prompt, continued by so many characters.
+
+    `predict` is the trained model: tokens `(1, CONTEXT)` int64 in, logits
+    `(1, CONTEXT, VOCABULARY)` out. It is called once a character.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    tokens = encode(prompt)
+    for _ in range(characters):
+        seen = tokens[-CONTEXT:]
+        window = functional.pad(seen, (0, CONTEXT - len(seen)))  # never seen from before it
+        logits = predict(window.unsqueeze(0))[0, len(seen) - 1]
+        chances = (logits / temperature).softmax(dim=-1)
+        tokens = torch.cat([tokens, chances.multinomial(1, generator=generator)])
+    return decode(tokens)

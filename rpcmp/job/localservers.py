@@ -59,4 +59,3 @@ async def _end(process: asyncio.subprocess.Process) -> None:
             async with asyncio.timeout(STOP_SECONDS):
                 await process.wait()
                 return
-

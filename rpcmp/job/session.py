@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import uuid
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 from rpcmp import addresses as address_rules
@@ -25,10 +25,12 @@ from rpcmp.control.options import versions
 from rpcmp.errors import (
     ConfigError,
     DrainingError,
+    JobError,
     RpcmpError,
     UnreachableError,
     WorkerDiedError,
     from_wire,
+    one_line,
 )
 from rpcmp.job import code
 from rpcmp.job.localservers import LocalServers
@@ -192,7 +194,7 @@ class Session:
         self._follow(self._watch(client))
 
     async def _join(self, assignments: list[str]) -> None:
-        place = {
+        place: dict[str, Any] = {
             "job_id": self.job_id,
             "generation": self.generation,
             "rendezvous": self._addresses[0],
@@ -200,9 +202,7 @@ class Session:
         }
         await _all(
             client.start(
-                pb.StartRequest(
-                    **place, stage_name=client.name, assignment=assignment, rank=rank
-                )
+                pb.StartRequest(**place, stage_name=client.name, assignment=assignment, rank=rank)
             )
             for rank, (client, assignment) in enumerate(
                 zip(self._clients, assignments, strict=True)
@@ -247,8 +247,15 @@ class Session:
         if not self._ending and not self._failure.done():
             self._failure.set_exception(error)
 
-    def _follow(self, coroutine: Any) -> None:
-        self._tasks.append(asyncio.create_task(coroutine))
+    def _follow(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        async def follow() -> None:
+            try:
+                await coroutine
+            except Exception as error:  # ours: nobody awaits a follower, so tell those who wait
+                self._fail(JobError(f"supervising the job failed: {one_line(error)}"))
+                raise
+
+        self._tasks.append(asyncio.create_task(follow()))
 
     async def _expect(self, event: str) -> Message:
         while (message := await self.events.get())["event"] != event:
@@ -259,7 +266,8 @@ class Session:
         """What `awaitable` gives, unless the job fails first."""
         task = asyncio.ensure_future(awaitable)
         try:
-            await asyncio.wait([task, self._failure], return_when=asyncio.FIRST_COMPLETED)
+            futures: list[asyncio.Future[Any]] = [task, self._failure]
+            await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
             if self._failure.done():
                 self._failure.result()
             return await task
@@ -272,9 +280,11 @@ class Session:
 async def _all(awaitables: Any) -> None:
     """Run all together; let all end, then raise the first error."""
     results = await asyncio.gather(*awaitables, return_exceptions=True)
-    for result in results:
-        if isinstance(result, BaseException):
-            raise result
+    errors = [result for result in results if isinstance(result, BaseException)]
+    if len(errors) > 1 and all(isinstance(error, UnreachableError) for error in errors):
+        raise UnreachableError("; ".join(map(str, errors)))
+    for error in errors:
+        raise error
 
 
 async def _both(first: Awaitable[Any], second: Awaitable[Any]) -> tuple[Any, Any]:

@@ -25,9 +25,7 @@ async def ask_all(config: Config, addresses: Sequence[str]) -> list[dict[str, An
     return await asyncio.gather(
         *(
             _ask(index, name, address)
-            for index, (name, address) in enumerate(
-                zip(config.stage_names, addresses, strict=True)
-            )
+            for index, (name, address) in enumerate(zip(config.stage_names, addresses, strict=True))
         )
     )
 

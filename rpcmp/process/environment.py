@@ -29,5 +29,7 @@ def compute_environment(threads: int) -> dict[str, str]:
         "MKL_CBWR": "AUTO,STRICT",
         "TP_SOCKET_IFNAME": "lo",
         "PYTHONUNBUFFERED": "1",
+        # When a group ends, TensorPipe warns of every connection that closes.
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
         "GRPC_VERBOSITY": "ERROR",
     }

@@ -12,6 +12,7 @@ Imports none of the data plane, so an error there cannot hide here. The rules:
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -103,7 +104,7 @@ class UnsplitModel:
         if not self._sums_samples():
             loss = loss * (_first(inputs).shape[0] / total)
         loss.backward()
-        return loss.item()
+        return float(loss.item())
 
     def _forward(self, inputs: Any, targets: Any, step: int, index: int) -> Any:
         values: dict[str, Any] = {"input": inputs, "target": targets}
@@ -122,10 +123,11 @@ class UnsplitModel:
 
     def _slices(self, batch: Any) -> list[Any]:
         count = min(_first(batch).shape[0], self._config.num_microbatches)
-        return [
-            _map(lambda tensor, index=index: torch.tensor_split(tensor, count)[index].clone(), batch)
-            for index in range(count)
-        ]
+
+        def piece(index: int, tensor: Tensor) -> Tensor:
+            return torch.tensor_split(tensor, count)[index].clone()
+
+        return [_map(functools.partial(piece, index), batch) for index in range(count)]
 
     def _sums_samples(self) -> bool:
         keywords = getattr(self._loss, "keywords", {})
@@ -199,4 +201,3 @@ def _first(batch: Any) -> Tensor:
     while not isinstance(batch, Tensor):
         batch = next(iter(batch.values() if isinstance(batch, dict) else batch))
     return batch
-

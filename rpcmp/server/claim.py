@@ -11,14 +11,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import shutil
-import tempfile
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
-from rpcmp.errors import ConfigError, WorkerDiedError, to_wire
-from rpcmp.process.child import Child
+from rpcmp.errors import WorkerDiedError, one_line, to_wire
 from rpcmp.process.channel import Message
+from rpcmp.process.child import Child
 from rpcmp.process.environment import compute_environment
+from rpcmp.server import codefolder
 from rpcmp.v1 import control_pb2 as pb
 
 State = pb.ServerState
@@ -35,7 +34,7 @@ class Claim:
         self.job = request.job
         self.job_id = request.job_id
         self.generation = request.generation
-        self.state: pb.ServerState = State.SERVER_STATE_CLAIMED
+        self.state: pb.ServerState.ValueType = State.SERVER_STATE_CLAIMED
         self.stage_name = ""
         self.step = 0
         self.num_parameters = 0
@@ -64,9 +63,7 @@ class Claim:
             ConfigError: a file would land outside of the job's folder.
         """
         if code:
-            self._folder = Path(tempfile.mkdtemp(prefix="rpcmp-"))
-            for file in code:
-                _unpack(file, self._folder)
+            self._folder = codefolder.unpack(code)
         environment = compute_environment(self._threads)
         self._child = await Child.spawn("rpcmp.worker", environment)
         self._listening = asyncio.create_task(self._listen(self._child))
@@ -96,7 +93,7 @@ class Claim:
             with contextlib.suppress(asyncio.CancelledError):
                 await self._listening
         if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
+            codefolder.remove(self._folder)
         await self._become(State.SERVER_STATE_ENDED)
 
     def snapshot(self) -> pb.WatchResponse:
@@ -114,13 +111,17 @@ class Claim:
         async with self.changed:
             self.changed.notify_all()
 
-    async def _become(self, state: pb.ServerState) -> None:
+    async def _become(self, state: pb.ServerState.ValueType) -> None:
         self.state = state
         await self.notify()
 
     async def _listen(self, child: Child) -> None:
-        async for message in child.messages():
-            await self._heard(message)
+        try:
+            async for message in child.messages():
+                await self._heard(message)
+        except (ValueError, KeyError) as error:  # no message of ours: the worker's memory is broken
+            self.error = to_wire(WorkerDiedError(f"the worker speaks nonsense: {one_line(error)}"))
+            await child.kill()
         self.exit_code = await child.wait() or 0
         left = self.state == State.SERVER_STATE_ENDED
         if not left and not self.error:
@@ -154,12 +155,3 @@ class Claim:
         how = f"was ended by signal {-code}" if code < 0 else f"exited with code {code}"
         stage = repr(self.stage_name) if self.stage_name else "this server"
         return f"the worker of stage {stage} (pid {child.pid}) {how} at step {self.step + 1}"
-
-
-def _unpack(file: pb.CodeFile, folder: Path) -> None:
-    relative = PurePosixPath(file.path)
-    if relative.is_absolute() or ".." in relative.parts or not relative.parts:
-        raise ConfigError(f"refusing to unpack code to {file.path!r}")
-    target = folder.joinpath(*relative.parts)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_bytes(file.content)

@@ -66,10 +66,10 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
     ) -> AsyncIterator[pb.WatchResponse]:
         try:
             claim = self._server.claimed_by(request.job_id, request.generation)
+            async for change in self._server.watch(claim):
+                yield change
         except RpcmpError as error:
             await grpc_context.abort(grpc.StatusCode.FAILED_PRECONDITION, to_wire(error))
-        async for change in self._server.watch(claim):
-            yield change
 
     async def Drain(self, request: pb.DrainRequest, grpc_context: GrpcContext) -> pb.DrainResponse:
         await self._server.drain()

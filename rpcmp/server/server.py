@@ -11,7 +11,8 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from rpcmp.control.options import SERVER_OPTIONS, differences, versions
-from rpcmp.errors import BusyError, ConfigError, DrainingError, RpcmpError, VersionError
+from rpcmp.errors import BusyError, ConfigError, DrainingError, VersionError
+from rpcmp.server import codefolder
 from rpcmp.server.claim import Claim, State
 from rpcmp.server.control import ControlServicer
 from rpcmp.server.rendezvous import RendezvousServicer
@@ -49,7 +50,7 @@ class StageServer:
         self._idle = asyncio.Event()
         self._idle.set()
         self._grpc = grpc.aio.server(options=SERVER_OPTIONS)
-        self._health = health.aio.HealthServicer()
+        self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc)
         add_ControlServicer_to_server(ControlServicer(self), self._grpc)
         add_RendezvousServicer_to_server(RendezvousServicer(self), self._grpc)
@@ -69,6 +70,7 @@ class StageServer:
                 "machine's; stop the other server or choose another with --listen"
             ) from error
         await self._grpc.start()
+        codefolder.sweep()
         await self._set_health(health_pb2.HealthCheckResponse.SERVING)
         return bound
 
@@ -123,6 +125,8 @@ class StageServer:
 
     async def watch(self, claim: Claim) -> AsyncIterator[pb.WatchResponse]:
         """Every change of the claim; the claim ends when the watcher does."""
+        if claim.watched:
+            raise BusyError("somebody else watches this job already")
         claim.watched = True
         try:
             last = None

@@ -13,7 +13,6 @@ import os
 import sys
 import threading
 
-
 from rpcmp import transport
 from rpcmp.control.store import GrpcStore
 from rpcmp.errors import JobError, RpcmpError, StageError, one_line, to_wire

@@ -98,7 +98,7 @@ class Boundary(torch.autograd.Function):
     """The one node of a stage in the distributed graph of a micro-batch."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: FunctionCtx,
         run_backward: Callable[[Gradients], list[Tensor | None]],
         outputs: list[Tensor],
@@ -137,8 +137,8 @@ def connect(
             edges.append(answer.presence)
     anchor = torch.empty(0, requires_grad=True)
     with torch.enable_grad():
-        connected: tuple[Tensor, ...] = Boundary.apply(run_backward, outputs, anchor, *edges)
-    return connected
+        apply: Callable[..., tuple[Tensor, ...]] = Boundary.apply
+        return apply(run_backward, outputs, anchor, *edges)
 
 
 def sum_gradients(contributions: Sequence[Tensor | None]) -> Tensor | None:

@@ -16,15 +16,15 @@ import torch
 from torch import Tensor
 
 from rpcmp import tree
-from rpcmp.worker import boundary
-from rpcmp.worker.boundary import Gradients, LocalTape
-from rpcmp.worker.compute import ComputeThread, Task
 from rpcmp.errors import StageError, one_line
 from rpcmp.graph import Port, Reference
 from rpcmp.members import DRIVER
 from rpcmp.schedule import Action
-from rpcmp.worker.model import StageModel
 from rpcmp.work import Mode, Outputs, Work
+from rpcmp.worker import boundary
+from rpcmp.worker.boundary import Gradients, LocalTape
+from rpcmp.worker.compute import ComputeThread, Task
+from rpcmp.worker.model import StageModel
 
 
 class Execution:

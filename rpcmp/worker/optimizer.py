@@ -16,10 +16,10 @@ from torch.futures import Future
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from rpcmp import factory
-from rpcmp.worker.compute import ComputeThread
 from rpcmp.config import Factory
 from rpcmp.errors import ConfigError, RpcmpError, StageError, one_line
 from rpcmp.plan import Assignment
+from rpcmp.worker.compute import ComputeThread
 from rpcmp.worker.model import StageModel
 
 

@@ -23,18 +23,18 @@ from torch import Tensor
 from torch.futures import Future
 
 from rpcmp import digest, transport
-from rpcmp.worker.compute import ComputeThread, Task
 from rpcmp.errors import JobError, StageError, to_wire
-from rpcmp.worker.execution import Execution
 from rpcmp.graph import SOURCES, Port
-from rpcmp.worker.optimizer import StageOptimizer
 from rpcmp.members import DRIVER, member
 from rpcmp.plan import Assignment
 from rpcmp.schedule import Action, policy
 from rpcmp.source import Source
-from rpcmp.worker.model import StageModel
 from rpcmp.transport import Raised
 from rpcmp.work import Mode, Work
+from rpcmp.worker.compute import ComputeThread, Task
+from rpcmp.worker.execution import Execution
+from rpcmp.worker.model import StageModel
+from rpcmp.worker.optimizer import StageOptimizer
 
 DRIVER_PORT = 0
 """The sink's only port: its reader is the driver, which wants the loss or the outputs."""

@@ -1,0 +1,200 @@
+"""Real processes for tests: started, waited for by condition, ended by the test that began them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+TOKEN = "RPCMP_TEST_TOKEN"
+DEADLINE = 60.0
+ZOO = Path(__file__).parent / "zoo"
+EXAMPLES = Path(__file__).parent.parent / "rpcmp" / "examples"
+
+
+def poll_for(condition: Callable[[], Any], what: str, timeout: float = DEADLINE) -> Any:
+    """Wait until `condition()` is true; returns its value."""
+    ends = time.monotonic() + timeout
+    pause = threading.Event()
+    while not (value := condition()):
+        if time.monotonic() > ends:
+            raise AssertionError(f"waited {timeout:.0f} s for {what}")
+        pause.wait(0.02)
+    return value
+
+
+def with_token(token: str) -> list[psutil.Process]:
+    """The living processes that carry `token` in their environment, but for this one."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            carries = process.environ().get(TOKEN) == token
+            if carries and process.pid != os.getpid() and process.status() != "zombie":
+                found.append(process)
+    return found
+
+
+@dataclass
+class Result:
+    """How a command ended."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def events(self) -> list[dict[str, Any]]:
+        """The JSON lines of its standard output."""
+        return [json.loads(line) for line in self.out.splitlines() if line.startswith("{")]
+
+    def event(self, name: str) -> dict[str, Any]:
+        """The last event of that name."""
+        return [event for event in self.events if event["event"] == name][-1]
+
+    @property
+    def losses(self) -> list[float]:
+        return [event["loss"] for event in self.events if event["event"] == "step"]
+
+
+@dataclass
+class Running:
+    """A command that runs; its output is collected as it comes."""
+
+    process: subprocess.Popen[str]
+    out: list[str] = field(default_factory=list)
+    err: list[str] = field(default_factory=list)
+    readers: list[threading.Thread] = field(default_factory=list)
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def wait_for_line(self, pattern: str, timeout: float = DEADLINE) -> re.Match[str]:
+        """The first line of standard output that matches."""
+
+        def found() -> re.Match[str] | None:
+            for line in list(self.out):
+                if match := re.search(pattern, line):
+                    return match
+            if self.process.poll() is not None and not any(r.is_alive() for r in self.readers):
+                raise AssertionError(f"ended without {pattern!r}: {self.result()}")
+            return None
+
+        match: re.Match[str] = poll_for(found, f"a line like {pattern!r}", timeout)
+        return match
+
+    def wait(self, timeout: float = DEADLINE) -> Result:
+        """How it ends by itself."""
+        self.process.wait(timeout)
+        for reader in self.readers:
+            reader.join(timeout)
+        return self.result()
+
+    def result(self) -> Result:
+        return Result(self.process.returncode, "".join(self.out), "".join(self.err))
+
+
+@contextlib.contextmanager
+def running(*command: str | Path, cwd: Path | None = None) -> Iterator[Running]:
+    """`rpcmp COMMAND...`, interrupted and then killed if it still runs at the end."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "rpcmp", *map(str, command)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=cwd,
+        start_new_session=True,
+    )
+    run = Running(process)
+    for stream, lines in ((process.stdout, run.out), (process.stderr, run.err)):
+        reader = threading.Thread(target=lines.extend, args=[stream], daemon=True)
+        run.readers.append(reader)
+        reader.start()
+    try:
+        yield run
+    finally:
+        for signum in (signal.SIGINT, signal.SIGINT, signal.SIGKILL):
+            if process.poll() is None:
+                process.send_signal(signum)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(10)
+        for reader in run.readers:
+            reader.join(10)
+
+
+def rpcmp(*command: str | Path, timeout: float = 120.0) -> Result:
+    """Run `rpcmp COMMAND...` to its end."""
+    with running(*command) as run:
+        return run.wait(timeout)
+
+
+@dataclass
+class Server:
+    """A running `rpcmp serve`."""
+
+    run: Running
+    address: str
+
+    @property
+    def pid(self) -> int:
+        return self.run.pid
+
+
+@contextlib.contextmanager
+def running_servers(num_stages: int, *options: str) -> Iterator[list[Server]]:
+    """One stage server a stage, on free ports."""
+    with contextlib.ExitStack() as stack:
+        runs = [
+            stack.enter_context(
+                running("serve", "--stage", str(index), "--listen", "127.0.0.1:0", *options)
+            )
+            for index in range(num_stages)
+        ]
+        yield [Server(run, run.wait_for_line(r"SERVING on (\S+)")[1]) for run in runs]
+
+
+def connect(servers: Sequence[Server]) -> str:
+    """The value of --connect for `servers`."""
+    return ",".join(server.address for server in servers)
+
+
+def status(config: Path, servers: Sequence[Server]) -> list[dict[str, Any]]:
+    """What `rpcmp status --json` says."""
+    result = rpcmp("status", config, "--json", "--connect", connect(servers))
+    stages: list[dict[str, Any]] = json.loads(result.out)["stages"]
+    return stages
+
+
+class JobFolder:
+    """A folder with the test models beside the configs."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        shutil.copytree(ZOO, folder, ignore=shutil.ignore_patterns("__pycache__"))
+
+    def config(self, text: str, name: str = "job.toml") -> Path:
+        """Write a config; what the test does not say is filled in from a small default."""
+        path = self.folder / name
+        defaults = {
+            "loss": 'loss = "torch.nn:MSELoss"',
+            "steps": "steps = 2",
+            "num_microbatches": "num_microbatches = 4",
+        }
+        head = [line for key, line in defaults.items() if not re.search(rf"(?m)^\s*{key} ?=", text)]
+        data = '[data]\ntrain = "zoo:regression"\nbatch_size = 10\n'
+        tail = [] if re.search(r"(?m)^\s*\[data\]", text) else [data]
+        path.write_text("\n".join([*head, text, *tail]))
+        return path

@@ -1,0 +1,274 @@
+"""The edge between a stage's own tape and the distributed one; here both are plain autograd."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from rpcmp import tree
+from rpcmp.work import Outputs
+from rpcmp.worker.boundary import LocalTape, connect, sum_gradients
+
+CPU = torch.device("cpu")
+
+
+def answer(*tensors: Tensor) -> Outputs:
+    """What another stage would send: tensors with their presence."""
+    return Outputs(tensors, torch.ones(len(tensors), requires_grad=True))
+
+
+def from_driver(value: Any) -> Outputs:
+    """What the driver sends: a slice of the batch."""
+    return Outputs(value, None)
+
+
+def run_stage(function: Callable[..., Any], received: Sequence[Outputs]) -> tuple[Tensor, ...]:
+    """A whole stage: its outputs as its readers see them."""
+    tape = LocalTape(received, CPU)
+    outputs = tape.leave(function(*tape.inputs))
+    return connect(tape.backward, [output.detach().clone() for output in outputs], received)
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+# LocalTape: the stage's own part.
+
+
+def test_a_stage_gives_the_gradients_of_plain_autograd() -> None:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2))
+    received, gradient = random(4, 3).requires_grad_(), random(4, 2, seed=1)
+
+    plain = torch.autograd.grad(module(received), [received, *module.parameters()], gradient)
+
+    tape = LocalTape([Outputs(received, None)], CPU)
+    tape.leave(module(*tape.inputs))
+    found = tape.backward([gradient])
+    grads = [parameter.grad for parameter in module.parameters()]
+    for ours, theirs in zip([*found, *grads], plain, strict=True):
+        assert ours is not None
+        assert torch.equal(ours, theirs)
+    assert received.grad is None
+
+
+def test_gradients_of_micro_batches_accumulate_in_the_parameters() -> None:
+    weight = nn.Parameter(torch.tensor([1.0]))
+    for scale in (1.0, 10.0):
+        tape = LocalTape([from_driver(torch.tensor([scale]))], CPU)
+        tape.leave(weight * tape.inputs[0])
+        tape.backward([torch.ones(1)])
+    assert weight.grad is not None
+    assert weight.grad.tolist() == [11]
+
+
+def test_every_input_gets_its_gradients_in_order_and_its_presence() -> None:
+    x, y, z = (torch.ones(1, requires_grad=True) for _ in range(3))
+    tape = LocalTape([answer(x, y), from_driver(torch.ones(1)), answer(z)], CPU)
+    (x_in, y_in), _, (z_in,) = tape.inputs
+    tape.leave(2 * x_in + 3 * y_in + 5 * z_in)
+    found = tape.backward([torch.ones(1)])
+    assert [grad if grad is None else grad.tolist() for grad in found] == [
+        [2],
+        [3],
+        [1, 1],
+        None,
+        [5],
+        [1],
+    ]
+
+
+def test_what_no_gradient_reached_stays_none_and_is_said_to_be_absent() -> None:
+    used, unused, number = (torch.ones(1, requires_grad=True) for _ in range(3))
+    idle = nn.Parameter(torch.ones(1))
+    tape = LocalTape([answer(used, unused), answer(number)], CPU)
+    (used_in, unused_in), _ = tape.inputs
+    tape.leave([used_in * 2, unused_in * idle])
+    found = tape.backward([torch.ones(1), None])
+    assert idle.grad is None
+    assert [grad if grad is None else grad.tolist() for grad in found] == [
+        [2],
+        None,
+        [1, 0],
+        None,
+        [0],
+    ]
+
+
+def test_integers_and_plain_values_pass_and_get_no_gradient() -> None:
+    index, value = torch.tensor([1]), torch.ones(3, requires_grad=True)
+    tape = LocalTape([Outputs({"index": index, "scale": 2, "value": value}, torch.ones(2))], CPU)
+    (received,) = tape.inputs
+    assert received["scale"] == 2
+    outputs = tape.leave([received["value"][received["index"]], received["index"]])
+    none, grad, presence = tape.backward([torch.ones(1), None])
+    assert none is None
+    assert grad is not None
+    assert presence is not None
+    assert (grad.tolist(), presence.tolist()) == ([0, 1, 0], [0, 1])
+    assert outputs == []  # let go of
+
+
+def test_the_first_layer_may_work_in_place() -> None:
+    received = torch.tensor([-1.0, 2.0], requires_grad=True)
+    tape = LocalTape([Outputs(received, None)], CPU)
+    tape.leave(torch.relu_(tape.inputs[0]))
+    (grad,) = tape.backward([torch.ones(2)])
+    assert grad is not None
+    assert grad.tolist() == [0, 1]
+    assert received.tolist() == [-1, 2]
+
+
+def test_the_gradients_that_leave_a_stage_are_contiguous() -> None:
+    received = random(2, 3).requires_grad_()
+    tape = LocalTape([Outputs(received, None)], CPU)
+    tape.leave(tape.inputs[0].T)
+    (grad,) = tape.backward([random(3, 2)])
+    assert grad is not None
+    assert grad.is_contiguous()
+
+
+@pytest.mark.parametrize(
+    "end", [lambda tape: tape.backward([torch.ones(2)]), LocalTape.free], ids=["backward", "abort"]
+)
+def test_nothing_of_a_micro_batch_lives_on_after_its_end(end: Callable[[LocalTape], Any]) -> None:
+    kept: list[weakref.ref[Any]] = []
+
+    def save(tensor: Tensor) -> list[Tensor]:
+        saved = _Saved([tensor])
+        kept.append(weakref.ref(saved))
+        return saved
+
+    tape = LocalTape([Outputs(torch.ones(2, requires_grad=True), None)], CPU)
+    with torch.autograd.graph.saved_tensors_hooks(save, lambda saved: saved[0]):
+        tape.leave(tape.inputs[0] * tape.inputs[0])
+    assert all(saved() is not None for saved in kept)
+    end(tape)
+    assert len(kept) == 2
+    assert all(saved() is None for saved in kept)
+    assert tape.inputs == []
+
+
+class _Saved(list[Tensor]):
+    """What autograd has saved; a list that can be referred to weakly."""
+
+
+# Boundary: the node in the distributed graph.
+
+
+def test_two_stages_give_the_bits_of_one_model() -> None:
+    torch.manual_seed(0)
+    first, second = nn.Linear(3, 4), nn.Linear(4, 1)
+    batch = random(5, 3)
+
+    second(torch.tanh(first(batch))).sum().backward()
+    plain = [parameter.grad for parameter in (*first.parameters(), *second.parameters())]
+    first.zero_grad()
+    second.zero_grad()
+
+    (hidden,) = run_stage(lambda x: torch.tanh(first(x)), [from_driver(batch)])
+    (loss,) = run_stage(lambda x: second(x[0]).sum(), [answer(hidden)])
+    loss.backward()
+    for parameter, grad in zip((*first.parameters(), *second.parameters()), plain, strict=True):
+        assert parameter.grad is not None
+        assert grad is not None
+        assert torch.equal(parameter.grad, grad)
+
+
+def test_outputs_of_several_kinds_are_connected_in_order() -> None:
+    def split(x: Tensor) -> dict[str, Any]:
+        return {"half": (x / 2, x.argmax()), "mask": x > 0, "double": x * 2}
+
+    received = torch.tensor([1.0, -3.0], requires_grad=True)
+    outputs = run_stage(split, [Outputs(received, None)])
+    assert [tree.describe(output) for output in outputs] == [
+        "float32[2]",
+        "int64[]",
+        "bool[2]",
+        "float32[2]",
+    ]
+    assert [output.requires_grad for output in outputs] == [True, False, False, True]
+    (outputs[0].sum() + 10 * outputs[3].sum()).backward()
+    assert received.grad is not None
+    assert received.grad.tolist() == [20.5, 20.5]
+
+
+def test_an_output_that_nobody_used_has_no_gradient_instead_of_zeros() -> None:
+    seen: list[Sequence[Tensor | None]] = []
+
+    def run_backward(gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+        seen.append(gradients)
+        return [None]
+
+    received = torch.ones(1, requires_grad=True)
+    outputs = [torch.ones(1), torch.ones(1)]
+    used, _ = connect(run_backward, outputs, [Outputs(received, None)])
+    used.backward()
+    ((gradient, nothing),) = seen
+    assert gradient is not None
+    assert gradient.tolist() == [1]
+    assert nothing is None
+    assert received.grad is None
+
+
+def test_a_stage_that_reads_only_the_batch_is_differentiated_too() -> None:
+    weight = nn.Parameter(torch.ones(2))
+    (output,) = run_stage(lambda x: weight * x, [from_driver(torch.tensor([3.0, 4.0]))])
+    assert output.requires_grad
+    output.sum().backward()
+    assert weight.grad is not None
+    assert weight.grad.tolist() == [3, 4]
+
+
+def test_presence_tells_the_stage_before_which_gradients_are_real() -> None:
+    presence = torch.ones(2, requires_grad=True)
+    used, unused = (torch.ones(1, requires_grad=True) for _ in range(2))
+    (output,) = run_stage(lambda pair: pair[0] * 0, [Outputs((used, unused), presence)])
+    output.backward()
+    assert used.grad is not None
+    assert used.grad.tolist() == [0]  # a gradient of zero is one
+    assert unused.grad is None
+    assert presence.grad is not None
+    assert presence.grad.tolist() == [1, 0]
+
+
+def test_a_stage_is_connected_even_where_gradients_are_switched_off() -> None:
+    with torch.no_grad():  # threads of RPC have a mode of their own
+        (output,) = connect(lambda gradients: [], [torch.ones(1)], [])
+    assert output.requires_grad
+
+
+# The order of sums.
+
+
+def test_gradients_are_summed_latest_reader_first() -> None:
+    early, middle, late = torch.tensor(1e8), torch.tensor(-1e8), torch.tensor(1.0)
+    assert sum_gradients([early, middle, late]) == (late + middle) + early
+    assert sum_gradients([late, middle, early]) == 1
+    assert sum_gradients([early, middle, late]) == 0
+
+
+def test_plain_autograd_sums_in_the_same_order() -> None:
+    value = torch.zeros(50, requires_grad=True)
+    factors = [random(50, seed=seed) * 10**seed for seed in range(5)]
+    torch.stack([value.clone() * factor for factor in factors]).sum().backward()
+    summed = sum_gradients(factors)
+    assert value.grad is not None
+    assert summed is not None
+    assert torch.equal(value.grad, summed)
+    assert not torch.equal(value.grad, torch.stack(factors).sum(dim=0))  # the order does show
+
+
+def test_readers_without_a_gradient_do_not_count() -> None:
+    one = torch.ones(1)
+    assert sum_gradients([None, None]) is None
+    assert sum_gradients([]) is None
+    assert sum_gradients([None, one, None]) is one
+    assert sum_gradients([one, None, one]) == 2
+    assert one == 1

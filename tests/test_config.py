@@ -1,0 +1,234 @@
+"""What a config may say, and what it means."""
+
+from __future__ import annotations
+
+import copy
+import typing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import BaseModel, ValidationError
+
+from rpcmp import graph, schedule
+from rpcmp.config import Config, DataConfig, Factory, ModelConfig, StageConfig
+from rpcmp.configfile import parse, section_of
+from rpcmp.errors import ConfigError
+
+LAYERS: dict[str, Any] = {"loss": "m:loss", "model": {"layers": "m:layers"}}
+BRANCHES: dict[str, Any] = {
+    "loss": "m:loss",
+    "stages": [
+        {"name": "image", "module": "m:Image", "inputs": ["input.image"]},
+        {"name": "text", "module": "m:Text", "inputs": ["input.text"]},
+        {"name": "head", "module": "m:Head", "inputs": ["image", "text"]},
+    ],
+}
+
+
+def layers(*stages: dict[str, Any], **model: Any) -> dict[str, Any]:
+    """A config with [model] and these [[stages]]."""
+    return {**LAYERS, "model": {"layers": "m:layers", **model}, "stages": list(stages)}
+
+
+def branches(index: int, **stage: Any) -> dict[str, Any]:
+    """BRANCHES with settings of one stage changed."""
+    changed = copy.deepcopy(BRANCHES)
+    changed["stages"][index].update(stage)
+    return changed
+
+
+def test_the_defaults_are_as_documented() -> None:
+    assert parse(LAYERS).model_dump() == {
+        "name": "job",
+        "seed": 0,
+        "epochs": None,
+        "steps": None,
+        "num_microbatches": 4,
+        "schedule": "1f1b",
+        "max_grad_norm": None,
+        "evaluate_every": 1,
+        "ship_code": True,
+        "model": {"layers": "m:layers", "kwargs": {}, "balance": None, "num_stages": None},
+        "stages": [],
+        "loss": {"callable": "m:loss", "kwargs": {}},
+        "optimizer": {"callable": "torch.optim:SGD", "kwargs": {"lr": 0.01}},
+        "scheduler": None,
+        "scheduler_interval": "epoch",
+        "metrics": {},
+        "report": None,
+        "data": None,
+    }
+
+
+def test_the_defaults_of_a_stage_are_as_documented() -> None:
+    assert StageConfig().model_dump() == {
+        "name": None,
+        "module": None,
+        "kwargs": {},
+        "inputs": None,
+        "addresses": [],
+        "device": "cpu",
+        "threads": 1,
+        "optimizer": {},
+        "frozen": False,
+    }
+
+
+def test_the_defaults_of_the_data_are_as_documented() -> None:
+    assert DataConfig(train=Factory(callable="m:train")).model_dump() == {
+        "train": {"callable": "m:train", "kwargs": {}},
+        "test": None,
+        "batch_size": 32,
+        "shuffle": True,
+        "drop_last": False,
+        "num_workers": 0,
+    }
+
+
+@pytest.mark.parametrize("section", [Config, ModelConfig, StageConfig, DataConfig, Factory])
+def test_every_key_is_described(section: type[BaseModel]) -> None:
+    assert all(key.description for key in section.model_fields.values())
+
+
+def test_the_schedules_are_those_that_exist() -> None:
+    assert set(typing.get_args(Config.model_fields["schedule"].annotation)) == set(
+        schedule.POLICIES
+    )
+
+
+def test_a_config_does_not_change() -> None:
+    with pytest.raises(ValidationError, match="frozen"):
+        parse(LAYERS).seed = 1
+
+
+def test_a_config_survives_the_journey_to_another_process() -> None:
+    data = {
+        **BRANCHES,
+        "max_grad_norm": 1,
+        "metrics": {"accuracy": {"callable": "m:accuracy", "kwargs": {"k": [1, 2.5, "x", None]}}},
+        "data": {"train": "m:train"},
+    }
+    config = parse(data)
+    assert Config.model_validate_json(config.model_dump_json()) == config
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("-inf")])
+def test_infinite_arguments_survive_the_journey_to_another_process(value: float) -> None:
+    config = parse({**LAYERS, "loss": {"callable": "m:loss", "kwargs": {"most": value}}})
+    assert Config.model_validate_json(config.model_dump_json()).loss.kwargs == {"most": value}
+
+
+def test_a_copy_in_another_folder_leaves_the_original_where_it_is(tmp_path: Path) -> None:
+    config = parse(LAYERS)
+    assert config.folder == Path.cwd()
+    assert config.with_folder(tmp_path).folder == tmp_path
+    assert config.folder == Path.cwd()
+
+
+@pytest.mark.parametrize(
+    ("data", "names"),
+    [
+        (LAYERS, ["stage0"]),
+        (layers(num_stages=3), ["stage0", "stage1", "stage2"]),
+        (layers(balance=[2, 1]), ["stage0", "stage1"]),
+        (layers({"name": "first"}, {}, balance=[2, 1]), ["first", "stage1"]),
+        (layers({}, {}, num_stages=2, balance=[1, 1]), ["stage0", "stage1"]),
+        (BRANCHES, ["image", "text", "head"]),
+    ],
+)
+def test_stages_are_counted_and_named(data: dict[str, Any], names: list[str]) -> None:
+    config = parse(data)
+    assert config.num_stages == len(names)
+    assert config.stage_names == names
+
+
+def test_layers_form_a_chain() -> None:
+    config = parse(layers({"name": "a"}, {"name": "b"}))
+    assert config.graph() == graph.chain(["a", "b"])
+
+
+def test_a_stage_without_inputs_reads_the_one_before() -> None:
+    config = parse({"loss": "m:loss", "stages": [{"module": "m:A"}, {"module": "m:B"}]})
+    assert config.graph() == graph.chain(["stage0", "stage1"])
+
+
+def test_named_stages_form_the_graph_that_they_say() -> None:
+    built = parse(BRANCHES).graph()
+    assert built.sink == "head"
+    assert [str(reference) for reference in built.inputs["head"]] == ["image", "text"]
+
+
+def test_addresses_go_by_stage() -> None:
+    config = parse(layers({"addresses": ["127.0.0.1:1"]}, {"addresses": ["[::1]:2"]}))
+    assert config.addresses == ["127.0.0.1:1", "[::1]:2"]
+
+
+def test_a_stage_without_a_table_has_the_defaults() -> None:
+    assert parse(layers(num_stages=2)).stage(1) == StageConfig()
+    assert parse(layers({}, {"threads": 2})).stage(1).threads == 2
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ({"loss": "m:loss"}, r"needs \[model\] with layers, or \[\[stages\]\] with modules"),
+        (layers({}, {}, balance=[1, 1, 1]), r"balance says 3, \[\[stages\]\] says 2"),
+        (layers(num_stages=2, balance=[1, 1, 1]), "balance says 3, num_stages says 2"),
+        (layers({}, num_stages=2), r"num_stages says 2, \[\[stages\]\] says 1"),
+        (layers({"name": "a"}, {"name": "a"}), "stage name 'a' is taken twice"),
+        (layers({}, {"name": "stage0"}), "stage name 'stage0' is taken twice"),
+        (layers({"name": "input"}), "stage name 'input' is taken twice or reserved"),
+        (layers({"name": "target"}), "stage name 'target' is taken twice or reserved"),
+        (layers({"name": "a.b"}), "stages.0.name: not of the form letters, digits"),
+        (layers({"name": ""}), "stages.0.name: not of the form letters, digits"),
+        (layers({"module": "m:A"}), "stage 'stage0': `module`, `kwargs` and `inputs` do not go"),
+        (layers({"inputs": ["input"]}), "do not go with"),
+        (layers({"kwargs": {"a": 1}}), "do not go with"),
+        (branches(0, module=None), "stage 'image' needs a `module`"),
+        (branches(0, inputs=["head"]), "`inputs` form a cycle: 'image' reads 'head' reads 'image'"),
+        (branches(2, inputs=["image"]), "nobody reads the stages 'text', 'head'"),
+        (branches(2, inputs=["image", "txet"]), "no stage 'txet'; did you mean 'text'"),
+        (layers({"addresses": ["127.0.0.1:1"]}, {}), "1 of 2 stages have addresses"),
+        (layers({"addresses": ["127.0.0.1"]}), "'127.0.0.1' is not HOST:PORT"),
+        (layers({"addresses": ["a b:1"]}), "'a b:1' is not HOST:PORT"),
+        (layers({"addresses": ["a:1", "b:1"]}), "stages.0.addresses: .* at most 1 item"),
+        (layers(balance=[2, 0]), "model.balance.1: .* greater than or equal to 1"),
+        ({**LAYERS, "num_microbatches": 0}, "num_microbatches: .* greater than or equal to 1"),
+        ({**LAYERS, "steps": 0}, "steps: .* greater than or equal to 1"),
+        ({**LAYERS, "max_grad_norm": 0.0}, "max_grad_norm: .* greater than 0"),
+        ({**LAYERS, "schedule": "1F1B"}, "schedule: .* 'gpipe' or '1f1b'"),
+        ({**LAYERS, "name": "my job"}, "name: not of the form letters"),
+        ({**LAYERS, "loss": "torch.nn.MSELoss"}, "loss.callable: not of the form"),
+        ({**LAYERS, "loss": "m:f()"}, "loss.callable: not of the form"),
+    ],
+)
+def test_what_does_not_fit_together_is_refused(data: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse(data)
+
+
+def keys_with_wrong_values() -> list[tuple[str, object]]:
+    """Every key of a job, with a value of a type that none of them takes."""
+    wrong: dict[str, object] = dict.fromkeys(Config.model_fields, 1.5)
+    wrong["max_grad_norm"] = "1.5"
+    return list(wrong.items())
+
+
+@pytest.mark.parametrize(("key", "value"), keys_with_wrong_values())
+def test_a_value_of_the_wrong_type_is_refused_and_not_converted(key: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=rf"\n  {key}: .*\(got {value!r}\)"):
+        parse({**LAYERS, key: value})
+
+
+@pytest.mark.parametrize(("key", "value"), [("seed", "1"), ("seed", True), ("ship_code", 1)])
+def test_numbers_strings_and_booleans_are_different_things(key: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=rf"{key}: .*valid"):
+        parse({**LAYERS, key: value})
+
+
+def test_every_section_refuses_unknown_keys() -> None:
+    kinds = [section_of(key.annotation) for key in Config.model_fields.values()]
+    sections: set[type[BaseModel]] = {Config, *(kind for kind in kinds if kind is not None)}
+    assert sections == {Config, ModelConfig, StageConfig, DataConfig, Factory}
+    assert all(section.model_config["extra"] == "forbid" for section in sections)

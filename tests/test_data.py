@@ -1,0 +1,123 @@
+"""Mini-batches: one order a seed and epoch, whoever asks and however often."""
+
+from __future__ import annotations
+
+from multiprocessing import resource_tracker
+from typing import Any
+
+import pytest
+import torch
+
+from rpcmp import data, seeds
+from rpcmp.config import DataConfig, Factory
+from rpcmp.errors import ConfigError
+
+
+def load(
+    name: str = "numbers", seed: int = 0, training: bool = True, samples: int = 10, **options: Any
+) -> data.Batches:
+    """The mini-batches of a dataset of tests.models."""
+    kwargs = {} if name == "Noise" else {"samples": samples}
+    train = Factory(callable=f"tests.models:{name}", kwargs=kwargs)
+    section = DataConfig(train=train, **{"batch_size": 4, **options})
+    return data.load(train, "data.train", section, seed, training)
+
+
+def order(batches: data.Batches, epoch: int = 1) -> list[list[int]]:
+    """The indices in each mini-batch."""
+    return [inputs.tolist() for inputs, _ in batches.epoch(epoch)]
+
+
+def test_inputs_and_targets_stay_together() -> None:
+    for inputs, targets in load().epoch(1):
+        assert torch.equal(targets, inputs * 10)
+
+
+def test_every_sample_comes_once_an_epoch() -> None:
+    batches = order(load())
+    assert [len(batch) for batch in batches] == [4, 4, 2]
+    assert sorted(index for batch in batches for index in batch) == list(range(10))
+
+
+def test_an_epochs_order_depends_on_the_seed_and_the_epoch_alone() -> None:
+    used = load()
+    first, second = order(used, 1), order(used, 2)
+    assert first != second
+    torch.rand(5)  # what the model draws does not matter
+    assert order(used, 1) == order(load(), 1) == first
+    assert order(load(), 2) == second
+    assert order(load(seed=1), 1) != first
+
+
+@pytest.fixture(scope="module")
+def tracker() -> None:
+    """A helper process of multiprocessing's, which lives on: started before a test looks for its
+    own."""
+    resource_tracker.ensure_running()
+
+
+@pytest.mark.usefixtures("tracker")
+def test_the_order_is_the_same_for_every_number_of_loader_processes() -> None:
+    here, there = load(), load(num_workers=1)
+    for epoch in (1, 2):
+        assert order(there, epoch) == order(here, epoch)
+
+
+def test_without_shuffling_and_in_evaluation_samples_come_in_order() -> None:
+    in_order = [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+    assert order(load(shuffle=False), 3) == in_order
+    assert order(load(training=False), 3) == in_order
+
+
+def test_an_incomplete_mini_batch_is_dropped_in_training_only() -> None:
+    dropping = load(drop_last=True)
+    assert len(dropping) == len(order(dropping)) == 2
+    assert len(load(drop_last=True, training=False)) == 3
+    assert len(load(samples=8, drop_last=True)) == 2
+
+
+def test_random_transforms_are_the_same_in_every_run_and_differ_between_epochs() -> None:
+    def drawn(epoch: int, seed: int = 0) -> torch.Tensor:
+        return torch.cat([inputs for inputs, _ in load("Noise", seed).epoch(epoch)])
+
+    assert torch.equal(drawn(1), drawn(1))
+    assert not torch.equal(drawn(1), drawn(2))
+    assert not torch.equal(drawn(1), drawn(1, seed=1))
+
+
+def test_a_random_transform_does_not_depend_on_what_happens_between_mini_batches() -> None:
+    undisturbed = [inputs for inputs, _ in load("Noise").epoch(1)]
+    disturbed = []
+    for inputs, _ in load("Noise").epoch(1):
+        disturbed.append(inputs)
+        seeds.seed_all("a training step")
+    assert torch.equal(torch.cat(undisturbed), torch.cat(disturbed))
+
+
+def test_items_that_are_no_pairs_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"must be \(input, target\) pairs"):
+        next(load("triples").epoch(1))
+
+
+@pytest.mark.parametrize(
+    ("options", "samples"), [({}, 0), ({"drop_last": True}, 3), ({"drop_last": True}, 0)]
+)
+def test_a_dataset_without_a_mini_batch_is_refused(options: dict[str, Any], samples: int) -> None:
+    with pytest.raises(ConfigError, match=f"data.train: {samples} samples make no mini-batch"):
+        load(samples=samples, **options)
+
+
+@pytest.mark.parametrize("value", [3, iter([1])])
+def test_what_has_no_length_or_items_is_refused(value: object) -> None:
+    train = Factory(callable="tests.models:returned", kwargs={"value": value})
+    with pytest.raises(ConfigError, match=r"'tests.models:returned' is not a map-style dataset"):
+        data.load(train, "data.train", DataConfig(train=train), 0, training=True)
+
+
+def test_a_list_of_pairs_is_a_dataset() -> None:
+    pairs = [({"image": torch.ones(2)}, index) for index in range(3)]
+    train = Factory(callable="tests.models:returned", kwargs={"value": pairs})
+    batches = data.load(train, "data.train", DataConfig(train=train), 0, training=False)
+    ((inputs, targets),) = batches.epoch(1)
+    assert inputs["image"].shape == (3, 2)
+    assert targets.tolist() == [0, 1, 2]

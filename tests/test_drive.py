@@ -1,0 +1,127 @@
+"""`rpcmp drive` from the outside: what it shows, and one hash for every way to cut a model."""
+
+from __future__ import annotations
+
+import os
+import pty
+import subprocess
+import sys
+
+import pytest
+
+from tests.processes import EXAMPLES, JobFolder, rpcmp
+
+
+def test_digits_reaches_98_percent() -> None:
+    result = rpcmp("drive", EXAMPLES / "digits.toml", "--json")
+    assert result.code == 0, result.err
+    summary = result.event("summary")
+    assert summary["metrics"]["accuracy"] >= 0.98
+    assert summary["steps"] == len(result.losses)
+    assert len(summary["parameters_sha256"]) == 64
+    assert result.event("eval")["accuracy"] == summary["metrics"]["accuracy"]
+    step = result.event("step")
+    assert step["loss"] == summary["loss"]
+    assert step["samples_per_s"] > 0
+    assert set(step["busy"]) == {"stage0", "stage1"}
+    assert [event["event"] for event in result.events[-1:]] == ["summary"]
+    assert result.events[0]["event"] == "start"
+
+
+def test_one_hash_for_every_balance_and_schedule() -> None:
+    hashes = {
+        rpcmp(
+            *("drive", EXAMPLES / "digits.toml", "--json", "--steps", "3"),
+            *("--set", f"model.num_stages={num_stages}", "--set", f"schedule={schedule}"),
+        ).event("summary")["parameters_sha256"]
+        for num_stages, schedule in ((1, "1f1b"), (2, "gpipe"), (3, "1f1b"), (4, "1f1b"))
+    }
+    assert len(hashes) == 1
+
+
+def test_plain_lines_where_there_is_no_terminal(job: JobFolder) -> None:
+    config = job.config("""
+        epochs = 2
+        report = "zoo:report"
+        [model]
+        layers = "zoo:mlp"
+        num_stages = 2
+        [metrics]
+        error = "zoo:error"
+        [data]
+        train = "zoo:regression"
+        test = { callable = "zoo:regression", kwargs = { samples = 7 } }
+        batch_size = 25
+    """)
+    text = config.read_text().replace("steps = 2", "")
+    config.write_text(text)
+    result = rpcmp("drive", config, "-v")
+    assert result.code == 0, result.err
+    lines = result.out.splitlines()
+    assert lines[0] == "job: 4 steps, 1f1b, stages stage0, stage1"
+    assert [line.split()[1] for line in lines if line.startswith("step")] == [
+        "1/4",
+        "2/4",
+        "3/4",
+        "4/4",
+    ]
+    assert any(line.startswith("evaluation after step 2: loss") for line in lines)
+    assert any(line.startswith("evaluation after step 4: loss") for line in lines)
+    assert "the report says (7, 1)" in result.out
+    assert lines[-1].startswith("parameters sha256 ")
+    quiet = rpcmp("drive", config, "-q", "--steps", "1")
+    assert len(quiet.out.splitlines()) == 2
+
+
+def test_a_progress_bar_on_a_terminal(job: JobFolder) -> None:
+    config = job.config('steps = 30\n[model]\nlayers = "zoo:mlp"\nnum_stages = 2')
+    master, slave = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "rpcmp", "drive", config],
+        stdout=slave,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "COLUMNS": "140", "TERM": "xterm-256color"},
+    )
+    os.close(slave)
+    shown = b""
+    while True:
+        try:
+            shown += os.read(master, 65536)
+        except OSError:  # the terminal's other end is closed
+            break
+    os.close(master)
+    assert process.wait(60) == 0
+    text = shown.decode()
+    assert "samples/s" in text
+    assert "ETA" in text
+    assert "30/30" in text
+    assert "busy" in text
+    assert "parameters sha256" in text
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("steps", [200, pytest.param(1000, marks=pytest.mark.long)])
+def test_jitter_in_every_action_does_not_hang(job: JobFolder, schedule: str, steps: int) -> None:
+    config = job.config("""
+        num_microbatches = 8
+        optimizer = "zoo:JitterSGD"
+        [model]
+        layers = "zoo:jittery"
+        num_stages = 3
+        [data]
+        train = { callable = "zoo:regression", kwargs = { samples = 64 } }
+        batch_size = 16
+    """)
+    overrides = ("--set", f"schedule={schedule}", "--steps", str(steps))
+    result = rpcmp("drive", config, "--json", *overrides, timeout=280)
+    assert result.code == 0, result.err
+    assert len(result.losses) == steps
+
+
+def test_loader_processes_do_not_change_the_order(job: JobFolder) -> None:
+    config = job.config('[model]\nlayers = "zoo:mlp"\nnum_stages = 1')
+    results = [
+        rpcmp("drive", config, "--json", "--set", f"data.num_workers={count}") for count in (0, 2)
+    ]
+    assert results[0].losses == results[1].losses
+    assert len(results[1].losses) == 2

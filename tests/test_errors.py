@@ -1,0 +1,126 @@
+"""The tree of errors: how they cross process borders, and how the command line ends with them."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import signal
+
+import pytest
+
+from rpcmp import errors
+from rpcmp.errors import RpcmpError
+
+TEXT = "Zürich → 東京 \N{SNOWMAN}\nsecond line\t\x00"
+
+EXAMPLES: list[RpcmpError] = [
+    errors.StageError(
+        stage="stage1",
+        phase="forward",
+        cause=f"ValueError: {TEXT}",
+        traceback=f'File "mödel.py", line 3\n{TEXT}',
+        step=3,
+        microbatch=0,
+        received="from 'stage0': float32[8, 10]",
+    ),
+    errors.StageError("stage0", "build", "OSError"),
+    errors.NonFiniteLossError(math.inf, step=4, microbatch=2),
+    errors.InterruptedJobError(signal.SIGTERM, step=9),
+    *(
+        kind(TEXT)
+        for kind in (
+            errors.RpcmpError,
+            errors.ConfigError,
+            errors.FactoryError,
+            errors.VersionError,
+            errors.UnavailableError,
+            errors.UnreachableError,
+            errors.BusyError,
+            errors.DrainingError,
+            errors.JobError,
+            errors.WorkerDiedError,
+            errors.MismatchError,
+        )
+    ),
+]
+
+
+def tree(kind: type[RpcmpError]) -> set[type[RpcmpError]]:
+    """`kind` and all that derive from it."""
+    return {kind}.union(*(tree(child) for child in kind.__subclasses__()))
+
+
+def test_there_is_an_example_of_every_error() -> None:
+    assert {type(error) for error in EXAMPLES} == tree(RpcmpError)
+
+
+def test_the_docstring_draws_every_error() -> None:
+    drawn = set(re.findall(r"\b[A-Z]\w+Error\b", errors.__doc__ or ""))
+    assert drawn == {kind.__name__ for kind in tree(RpcmpError)}
+
+
+@pytest.mark.parametrize("error", EXAMPLES, ids=lambda error: type(error).__name__)
+def test_an_error_arrives_as_it_was_sent(error: RpcmpError) -> None:
+    wire = errors.to_wire(error)
+    arrived = errors.from_wire(wire)
+    assert type(arrived) is type(error)
+    assert str(arrived) == str(error)
+    assert arrived.fields == error.fields
+    assert vars(arrived) == vars(error)
+    assert wire.isascii()
+
+
+def test_a_loss_that_is_not_a_number_arrives() -> None:
+    arrived = errors.from_wire(errors.to_wire(errors.NonFiniteLossError(math.nan, 1, 0)))
+    assert isinstance(arrived, errors.NonFiniteLossError)
+    assert math.isnan(arrived.loss)
+
+
+def test_an_unknown_error_of_a_newer_peer_is_shown_whole() -> None:
+    wire = json.dumps({"type": "QuotaError", "fields": {"message": TEXT}})
+    arrived = errors.from_wire(wire)
+    assert type(arrived) is errors.JobError
+    assert "QuotaError" in str(arrived)
+    assert "Zürich" in str(arrived)
+
+
+@pytest.mark.parametrize("name", ["ValueError", "Any", "exit_code", "ClassVar", "__builtins__"])
+def test_only_errors_of_the_tree_are_built(name: str) -> None:
+    arrived = errors.from_wire(json.dumps({"type": name, "fields": {"message": "x"}}))
+    assert type(arrived) is errors.JobError
+
+
+@pytest.mark.parametrize("error", EXAMPLES, ids=lambda error: type(error).__name__)
+def test_the_exit_code_says_whose_fault_it_is(error: RpcmpError) -> None:
+    expected = 1
+    if isinstance(error, errors.ConfigError):
+        expected = 2
+    elif isinstance(error, errors.UnavailableError):
+        expected = 75
+    elif isinstance(error, errors.InterruptedJobError):
+        expected = 128 + 15
+    assert errors.exit_code(error) == expected
+
+
+def test_a_stage_error_says_where_when_and_why() -> None:
+    error = errors.StageError(
+        "b", "forward", "ValueError: x", step=3, microbatch=0, received="from 'a': float32[2]"
+    )
+    assert str(error) == (
+        "stage 'b' failed in forward of micro-batch 0 at step 3: ValueError: x; "
+        "it had received from 'a': float32[2]"
+    )
+    assert str(errors.StageError("b", "build", "why")) == "stage 'b' failed in build: why"
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (ValueError("two\n  lines"), "ValueError: two lines"),
+        (KeyError("key"), "KeyError: 'key'"),
+        (TimeoutError(), "TimeoutError"),
+    ],
+)
+def test_one_line_is_one_line(error: Exception, line: str) -> None:
+    assert errors.one_line(error) == line

@@ -1,0 +1,36 @@
+"""Means over samples, put together from parts of any size."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from rpcmp.driver.evaluation import Evaluation, mean
+
+
+def test_parts_count_by_their_samples() -> None:
+    parts = [Evaluation(3, 1.0, {"accuracy": 0.0}), Evaluation(1, 5.0, {"accuracy": 1.0})]
+    assert mean(parts) == Evaluation(4, 2.0, {"accuracy": 0.25})
+
+
+def test_one_part_is_the_whole() -> None:
+    part = Evaluation(7, 0.1, {"a": 0.3, "b": 1e-30})
+    assert mean([part]) == part
+
+
+def test_the_order_of_parts_does_not_matter() -> None:
+    parts = [Evaluation(1, 10.0**exponent) for exponent in range(-20, 20)]
+    assert mean(parts) == mean(reversed(parts))
+
+
+def test_a_loss_that_is_not_a_number_stays_so() -> None:
+    assert math.isnan(mean([Evaluation(1, math.nan), Evaluation(1, 1.0)]).loss)
+
+
+def test_parts_may_come_from_a_generator() -> None:
+    assert mean(Evaluation(1, float(loss)) for loss in (1, 3)).loss == pytest.approx(2)
+
+
+def test_nothing_evaluated_is_no_samples() -> None:
+    assert mean([]) == Evaluation(0, 0.0)

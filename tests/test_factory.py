@@ -1,0 +1,88 @@
+"""Resolving "module:callable" and calling what it names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from rpcmp import factory
+from rpcmp.config import Factory
+from rpcmp.errors import FactoryError, StageError
+from tests import models
+
+
+def named(name: str, **kwargs: Any) -> Factory:
+    """A factory of tests.models, or any "module:callable"."""
+    return Factory(callable=name if ":" in name else f"tests.models:{name}", kwargs=kwargs)
+
+
+def test_a_name_resolves_to_the_object() -> None:
+    assert factory.resolve("tests.models:layers", "model.layers") is models.layers
+    assert factory.resolve("torch:Tensor.add", "loss") is torch.Tensor.add
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("no_such_module:f", "ModuleNotFoundError: No module named 'no_such_module'"),
+        ("tests.models:no_such_name", "AttributeError: .*no_such_name"),
+        ("tests.models:FEATURES", "is int, not callable"),
+    ],
+)
+def test_a_name_that_does_not_resolve_says_why(name: str, message: str) -> None:
+    with pytest.raises(FactoryError, match=f"loss = '{name}'.*{message}"):
+        factory.resolve(name, "loss")
+
+
+def test_a_module_that_raises_on_import_shows_its_line(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "raises_on_import.py").write_text("width = 3\nwidth.oops\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(FactoryError, match=r"(?s)no attribute 'oops'.*line 2.*width\.oops"):
+        factory.resolve("raises_on_import:f", "loss")
+
+
+def test_a_factory_gets_positional_and_configured_arguments() -> None:
+    made = factory.create(named("torch.optim:SGD", lr=0.5), "optimizer", [torch.ones(1)])
+    assert made.param_groups[0]["lr"] == 0.5
+
+
+def test_a_factory_that_raises_shows_the_users_lines_only() -> None:
+    with pytest.raises(FactoryError) as caught:
+        factory.create(named("raising"), "data.train")
+    message = str(caught.value)
+    assert "data.train = 'tests.models:raising' failed: ValueError: out of order\n" in message
+    assert "models.py" in message
+    assert "factory.py" not in message
+
+
+def test_wrong_arguments_are_the_factorys_error() -> None:
+    with pytest.raises(FactoryError, match="unexpected keyword argument 'depth'"):
+        factory.create(named("layers", depth=3), "model.layers")
+
+
+def test_errors_of_rpcmp_pass_through(monkeypatch: pytest.MonkeyPatch) -> None:
+    error = StageError("a", "build", "why")
+
+    def fail() -> None:
+        raise error
+
+    monkeypatch.setattr(models, "raising", fail)
+    with pytest.raises(StageError) as caught:
+        factory.create(named("raising"), "loss")
+    assert caught.value is error
+
+
+def test_a_class_of_functions_is_built_once() -> None:
+    loss = factory.function(named("torch.nn:MSELoss", reduction="sum"), "loss")
+    assert isinstance(loss, nn.MSELoss)
+    assert loss.reduction == "sum"
+
+
+def test_a_function_gets_its_arguments_in_every_call() -> None:
+    loss = factory.function(named("mean_absolute_error", scale=2.0), "loss")
+    assert loss(torch.tensor([1.0, 3.0]), torch.tensor([2.0, 2.0])) == 2.0

@@ -1,0 +1,243 @@
+"""Faults on real processes: a clear error, and the stage servers are free again afterwards."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+
+import psutil
+import pytest
+
+from tests.processes import (
+    EXAMPLES,
+    JobFolder,
+    Server,
+    connect,
+    poll_for,
+    rpcmp,
+    running,
+    running_servers,
+    status,
+)
+
+
+@pytest.fixture(scope="module")
+def shared_servers() -> Iterator[list[Server]]:
+    """Servers that outlive all faults of this module, which is the point of it."""
+    with running_servers(2) as started:
+        yield started
+
+
+def drive(job: JobFolder, servers: list[Server], text: str, *options: str) -> tuple[int, str]:
+    """Exit code and standard error of a job on `servers`, which must be idle afterwards."""
+    config = job.config(text)
+    result = rpcmp("drive", config, "--connect", connect(servers), *options)
+    for stage in status(config, servers):
+        assert (stage["health"], stage["job"], stage["worker_pid"]) == ("SERVING", "", 0)
+    return result.code, result.err
+
+
+def troubled(balance: str, **arguments: object) -> str:
+    kwargs = ", ".join(f"{key} = {value!r}" for key, value in arguments.items())
+    return f'[model]\nlayers = "zoo:troubled"\nbalance = {balance}\nkwargs = {{ {kwargs} }}'
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+@pytest.mark.parametrize(("position", "stage"), [(0, "stage0"), (2, "stage1")])
+def test_an_exception_in_the_model_names_stage_step_and_microbatch(
+    job: JobFolder, shared_servers: list[Server], phase: str, position: int, stage: str
+) -> None:
+    text = troubled("[2, 2]", phase=phase, position=position, step=2)
+    code, err = drive(job, shared_servers, text)
+    assert code == 1
+    assert f"stage '{stage}' failed in {phase} of micro-batch 0 at step 2: ValueError" in err
+    assert "planted: größer als erlaubt" in err
+    assert "zoo.py" in err  # the remote traceback, in the user's own file
+    assert "in trouble" in err
+
+
+def test_a_shape_mismatch_names_both_stages_and_the_shapes(
+    job: JobFolder, shared_servers: list[Server]
+) -> None:
+    code, err = drive(job, shared_servers, '[model]\nlayers="zoo:mismatched"\nbalance=[1, 1]')
+    assert code == 1
+    assert "stage 'stage1' failed in forward of micro-batch 0 at step 1" in err
+    assert "it had received from 'stage0': float32[3, 5]" in err
+    assert "(3x5 and 20x1)" in err
+
+
+def test_a_loss_that_is_not_finite_stops_the_job(
+    job: JobFolder, shared_servers: list[Server]
+) -> None:
+    text = troubled("[2, 2]", phase="forward", step=2, kind="nan")
+    code, err = drive(job, shared_servers, text)
+    assert code == 1
+    assert "the loss is nan in micro-batch 0 at step 2" in err
+
+
+def test_a_remote_factory_that_raises_names_the_stage(
+    job: JobFolder, shared_servers: list[Server]
+) -> None:
+    text = '[model]\nlayers = "zoo:broken_layers"\nbalance = [1, 1]'
+    code, err = drive(job, shared_servers, text)
+    assert code == 1
+    assert "stage 'stage1' failed in build" in err
+    assert "this factory is broken" in err
+    assert "broken_factory" in err
+
+
+def test_a_remote_module_that_does_not_import_names_the_stage(
+    job: JobFolder, shared_servers: list[Server]
+) -> None:
+    text = """
+        [[stages]]
+        module = "zoo:Encoder"
+        [[stages]]
+        module = "zoo:NoSuchThing"
+    """
+    code, err = drive(job, shared_servers, text)
+    assert code == 1
+    assert "stage 'stage1' failed in build" in err
+    assert "has no attribute 'NoSuchThing'" in err
+
+
+@pytest.mark.parametrize(("kind", "how"), [("kill", "signal 9"), ("exit", "code 7")])
+def test_a_worker_that_dies_is_named(
+    job: JobFolder, shared_servers: list[Server], kind: str, how: str
+) -> None:
+    text = troubled("[2, 2]", phase="backward", position=0, step=2, kind=kind)
+    code, err = drive(job, shared_servers, text)
+    assert code == 1
+    assert "the worker of stage 'stage0'" in err
+    assert how in err
+
+
+def test_a_busy_stage_names_the_other_job_which_goes_on(
+    job: JobFolder, shared_servers: list[Server]
+) -> None:
+    where = connect(shared_servers)
+    text = 'name = "other"\nsteps = 40\n[model]\nlayers="zoo:jittery"\nbalance=[3, 2]'
+    other = job.config(text, "other.toml")
+    with running("drive", other, "--connect", where, "--json") as first:
+        first.wait_for_line('"step"')
+        second = rpcmp("drive", job.config(text, "second.toml"), "--connect", where)
+        assert second.code == 75
+        assert "busy with job 'other'" in second.err
+        finished = first.wait()
+    assert finished.code == 0
+    assert len(finished.losses) == 40
+
+
+def test_an_unreachable_stage_is_named_within_ten_seconds(
+    job: JobFolder, shared_servers: list[Server]
+) -> None:
+    config = job.config('[model]\nlayers = "zoo:mlp"\nbalance = [2, 2]')
+    nobody = "127.0.0.1:1"
+    where = f"{shared_servers[0].address},{nobody}"
+    result = rpcmp("drive", config, "--connect", where, timeout=12)
+    assert result.code == 75
+    assert f"stage 'stage1' at {nobody} does not answer" in result.err
+    assert status(config, shared_servers)[0]["job"] == ""
+
+
+def test_the_driver_killed_leaves_idle_servers(
+    job: JobFolder, shared_servers: list[Server]
+) -> None:
+    config = job.config('steps = 100000\n[model]\nlayers = "zoo:mlp"\nbalance = [2, 2]')
+    with running("drive", config, "--connect", connect(shared_servers), "--json") as run:
+        run.wait_for_line('"step"')
+        driver = psutil.Process(run.pid).children()
+        run.process.kill()
+        run.wait()
+
+    def idle() -> bool:
+        return all(
+            (stage["health"], stage["job"], stage["worker_pid"]) == ("SERVING", "", 0)
+            for stage in status(config, shared_servers)
+        )
+
+    poll_for(idle, "idle servers", timeout=10)
+    poll_for(lambda: not any(p.is_running() for p in driver), "the driver process to end")
+
+
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_lets_the_step_finish_and_the_job_end(
+    job: JobFolder, shared_servers: list[Server], signum: signal.Signals, code: int
+) -> None:
+    config = job.config('steps = 100000\n[model]\nlayers = "zoo:jittery"\nbalance = [3, 2]')
+    with running("drive", config, "--connect", connect(shared_servers), "--json") as run:
+        run.wait_for_line('"step"')
+        run.process.send_signal(signum)
+        result = run.wait()
+    assert result.code == code
+    assert result.event("summary")["steps"] == result.event("step")["step"]
+    assert f"ended by {signum.name} after step" in result.err
+    assert all(stage["job"] == "" for stage in status(config, shared_servers))
+
+
+def test_a_second_signal_ends_the_job_at_once(job: JobFolder) -> None:
+    text = '[model]\nlayers = "zoo:jittery"\nbalance = [3, 2]\nkwargs = { milliseconds = 60000.0 }'
+    with running("drive", job.config(text), "--json") as run:
+        run.wait_for_line('"start"')
+        run.process.send_signal(signal.SIGINT)
+        run.process.send_signal(signal.SIGTERM)
+        assert run.wait().code in (130, 143)
+
+
+def test_a_server_told_to_stop_ends_the_job_after_its_step(job: JobFolder) -> None:
+    config = job.config('steps = 100000\n[model]\nlayers = "zoo:jittery"\nbalance = [3, 2]')
+    with running_servers(2) as servers:
+        with running("drive", config, "--connect", connect(servers), "--json") as run:
+            run.wait_for_line('"step"')
+            servers[1].run.process.terminate()
+            result = run.wait()
+        assert servers[1].run.wait().code == 0
+        assert result.code == 75
+        assert "the server of stage 'stage1' is being stopped" in result.err
+        servers[0].run.process.send_signal(signal.SIGINT)
+        assert servers[0].run.wait().code == 130
+
+
+def test_a_server_killed_ends_the_job(job: JobFolder) -> None:
+    config = job.config('steps = 100000\n[model]\nlayers = "zoo:mlp"\nbalance = [2, 2]')
+    with running_servers(2) as servers:
+        with running("drive", config, "--connect", connect(servers), "--json") as run:
+            run.wait_for_line('"step"')
+            servers[1].run.process.kill()
+            result = run.wait()
+        assert result.code == 75
+        assert "lost stage 'stage1'" in result.err
+
+
+def test_a_port_in_use_is_refused() -> None:
+    with running_servers(1) as (server,):
+        result = rpcmp("serve", "--stage", "0", "--listen", server.address)
+    assert result.code == 2
+    assert f"cannot listen on {server.address}" in result.err
+
+
+def test_code_is_refused_by_a_server_that_takes_none(job: JobFolder) -> None:
+    config = job.config('[model]\nlayers = "zoo:mlp"\nbalance = [4]')
+    with running_servers(1, "--no-code") as servers:
+        result = rpcmp("drive", config, "--connect", connect(servers))
+    assert result.code == 2
+    assert "--no-code and refuses 1 Python files" in result.err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--set", "num_microbatch=3"], "unknown key; did you mean 'num_microbatches'?"),
+        (["--set", "model.balance=[9, 9]"], "adds up to 18, but the model has 6 layers"),
+        (["--set", "model.layers='digits:nothing'"], "has no attribute 'nothing'"),
+        (["--set", "data.train='missing_module:x'"], "No module named 'missing_module'"),
+        (["--set", "loss='torch.nn:CrossEntropy'"], "loss = 'torch.nn:CrossEntropy'"),
+        (["--connect", "10.0.0.1:50051,10.0.0.2:50051"], "not a loopback address"),
+        (["--connect", "127.0.0.1:50051"], "2 stages need as many addresses"),
+    ],
+)
+def test_bad_input_fails_before_anything_starts(options: list[str], message: str) -> None:
+    result = rpcmp("drive", EXAMPLES / "digits.toml", *options)
+    assert result.code == 2, result.err
+    assert message in result.err
+    assert result.out == ""

@@ -1,0 +1,189 @@
+"""The library: launch, train, evaluate, predict, go on after faults."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+import rpcmp
+from rpcmp.config import Config
+from rpcmp.errors import NonFiniteLossError, StageError, WorkerDiedError
+from tests.processes import ZOO, poll_for, running_servers
+from tests.zoo import zoo
+
+pytestmark = pytest.mark.usefixtures("token")
+
+BATCH = 10
+
+
+def config(**more: object) -> Config:
+    data = {
+        "loss": "torch.nn:MSELoss",
+        "num_microbatches": 4,
+        "model": {"layers": "zoo:mlp", "balance": [2, 2]},
+        "optimizer": {"callable": "torch.optim:Adam", "kwargs": {"lr": 0.01}},
+        **more,
+    }
+    return Config.model_validate(data).with_folder(ZOO)
+
+
+@pytest.fixture(scope="module")
+def pipeline() -> Iterator[rpcmp.Pipeline]:
+    """One pipeline for the tests of this module that leave it usable."""
+    with rpcmp.launch(config()) as launched:
+        yield launched
+
+
+@pytest.fixture
+def batch() -> tuple[Tensor, Tensor]:
+    inputs, targets = zoo.regression(BATCH).tensors
+    return inputs, targets
+
+
+def test_training_lowers_the_loss(
+    pipeline: rpcmp.Pipeline, batch: tuple[Tensor, Tensor]
+) -> None:
+    before = pipeline.evaluate(*batch).loss
+    for _ in range(30):
+        assert isinstance(pipeline.train_step(*batch), float)
+    after = pipeline.evaluate(*batch)
+    assert after.loss < before
+    assert after.num_samples == BATCH
+
+
+def test_nothing_is_left_behind_after_a_step(
+    pipeline: rpcmp.Pipeline, batch: tuple[Tensor, Tensor]
+) -> None:
+    pipeline.train_step(*batch)
+    before = pipeline._call("live_state")
+    for _ in range(3):
+        pipeline.train_step(*batch)
+        pipeline.evaluate(*batch)
+        pipeline.predict(batch[0])
+
+    def clean() -> bool:
+        state = pipeline._call("live_state")
+        counts = [
+            count
+            for process in state.values()
+            for key, count in process.items()
+            if key not in ("num_owner_rrefs", "num_forks")  # the stage and its optimizer
+        ]
+        return not any(counts) and state == before
+
+    poll_for(clean, "contexts, memoized outputs and RRefs to be gone")
+
+
+def test_predictions_are_those_of_the_unsplit_model(
+    pipeline: rpcmp.Pipeline, batch: tuple[Tensor, Tensor]
+) -> None:
+    unsplit = torch.nn.Sequential()
+    for name, factory in zoo.mlp():
+        unsplit.add_module(name, factory())
+    unsplit.load_state_dict(pipeline.state_dict())
+    unsplit.eval()
+    with torch.no_grad():
+        expected = unsplit(batch[0])
+    torch.testing.assert_close(pipeline.predict(batch[0]), expected)
+    assert pipeline.parameters_sha256() == rpcmp.parameters_sha256(unsplit.state_dict())
+
+
+def test_state_dicts_bring_model_and_optimizer_back(
+    pipeline: rpcmp.Pipeline, batch: tuple[Tensor, Tensor]
+) -> None:
+    model, optimizer = pipeline.state_dict(), pipeline.optimizer.state_dict()
+    first = [pipeline.train_step(*batch) for _ in range(3)]
+    pipeline.load_state_dict(model)
+    pipeline.optimizer.load_state_dict(optimizer)
+    assert [pipeline.train_step(*batch) for _ in range(3)] == first
+
+
+def test_gradients_can_be_accumulated_and_clipped(
+    pipeline: rpcmp.Pipeline, batch: tuple[Tensor, Tensor]
+) -> None:
+    state = pipeline.state_dict()
+    pipeline.forward_backward(*batch)
+    pipeline.forward_backward(*batch)
+    norm = pipeline.optimizer.clip_grad_norm_(0.25)
+    assert norm > 0.25
+    assert pipeline.optimizer.clip_grad_norm_(10.0) == pytest.approx(0.25, rel=1e-3)
+    pipeline.optimizer.zero_grad()
+    assert pipeline.optimizer.clip_grad_norm_(1.0) == 0.0
+    trained = {k: v for k, v in pipeline.state_dict().items() if "running" not in k}
+    assert all(torch.equal(v, state[k]) for k, v in trained.items() if v.is_floating_point())
+
+
+def test_any_number_of_samples_will_do(pipeline: rpcmp.Pipeline) -> None:
+    for samples in (50, 13, 8):
+        inputs, targets = zoo.regression(samples).tensors
+        assert pipeline.predict(inputs).shape == (samples, 1)
+        pipeline.train_step(inputs, targets)
+    inputs, targets = zoo.regression(2).tensors
+    assert pipeline.evaluate(inputs, targets).num_samples == 2
+
+
+def test_an_error_in_the_model_leaves_the_pipeline_usable(
+    pipeline: rpcmp.Pipeline, batch: tuple[Tensor, Tensor]
+) -> None:
+    with pytest.raises(StageError) as raised:
+        pipeline.train_step(torch.ones(BATCH, 3), batch[1])
+    assert (raised.value.stage, raised.value.phase) == ("stage0", "forward")
+    assert "mat1 and mat2" in raised.value.traceback
+    with pytest.raises(NonFiniteLossError):
+        pipeline.train_step(batch[0] * float("inf"), batch[1])
+    assert pipeline.optimizer.clip_grad_norm_(1.0) == 0.0  # no gradient is left of either
+
+
+def test_a_batch_that_is_none_is_refused(pipeline: rpcmp.Pipeline) -> None:
+    with pytest.raises(rpcmp.RpcmpError, match="made of tensors"):
+        pipeline.train_step([1.0, 2.0], torch.ones(2))
+    with pytest.raises(rpcmp.RpcmpError, match="no samples"):
+        pipeline.train_step(torch.ones(0, 8), torch.ones(0, 1))
+    with pytest.raises(rpcmp.RpcmpError, match="3 inputs and 4 targets"):
+        pipeline.train_step(torch.ones(3, 8), torch.ones(4, 1))
+
+
+def test_trees_in_and_out(batch: tuple[Tensor, Tensor]) -> None:
+    stages = [
+        {"name": "left", "module": "zoo:TwoHeads", "inputs": ["input.x"]},
+        {"name": "last", "module": "zoo:TwoHeads", "inputs": ["left.left"]},
+    ]
+    with rpcmp.launch(config(model=None, stages=stages)) as pipeline:
+        outputs = pipeline.predict({"x": batch[0], "ignored": torch.zeros(BATCH)})
+        assert set(outputs) == {"left", "right", "nobody"}
+        assert outputs["right"].shape == (BATCH, zoo.FEATURES)
+
+
+def test_a_worker_that_dies_ends_the_pipeline_and_the_next_one_works(
+    batch: tuple[Tensor, Tensor],
+) -> None:
+    kwargs = {"phase": "forward", "step": 2, "kind": "kill"}
+    troubled = {"layers": "zoo:troubled", "balance": [2, 2], "kwargs": kwargs}
+    with running_servers(2) as servers:
+        where = [server.address for server in servers]
+        with rpcmp.launch(config(model=troubled), connect=where) as pipeline:
+            pipeline.train_step(*batch)
+            with pytest.raises(WorkerDiedError, match=r"worker of stage 'stage0'.*signal 9"):
+                pipeline.train_step(*batch)
+            with pytest.raises(WorkerDiedError):
+                pipeline.train_step(*batch)
+        with rpcmp.launch(config(), connect=where) as pipeline:
+            pipeline.train_step(*batch)
+
+
+def test_a_pipeline_that_cannot_start_leaves_nothing() -> None:
+    with pytest.raises(rpcmp.RpcmpError, match="adds up to 2, but the model has 4 layers"):
+        rpcmp.launch(config(model={"layers": "zoo:mlp", "balance": [1, 1]}))
+
+
+def test_close_twice_is_fine_and_calls_after_it_are_refused(
+    batch: tuple[Tensor, Tensor],
+) -> None:
+    pipeline = rpcmp.launch(config(model={"layers": "zoo:mlp", "balance": [4]}))
+    pipeline.close()
+    pipeline.close()
+    with pytest.raises(rpcmp.RpcmpError, match="closed"):
+        pipeline.train_step(*batch)

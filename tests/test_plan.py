@@ -1,0 +1,84 @@
+"""What each worker is told."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from rpcmp import plan
+from rpcmp.config import Config
+from rpcmp.configfile import parse
+from rpcmp.errors import ConfigError
+from rpcmp.members import DRIVER, member, members
+from rpcmp.plan import Assignment
+
+
+def chain(width: int = 6, **model: Any) -> Config:
+    """A job with the layers of tests.models, whose sizes are 5w, w(w + 1) and w + 1."""
+    source = {"layers": "tests.models:layers", "kwargs": {"width": width}, **model}
+    return parse({"loss": "torch.nn:MSELoss", "model": source})
+
+
+BRANCHES = {
+    "loss": "m:loss",
+    "num_microbatches": 8,
+    "stages": [
+        {"name": "c", "module": "m:C", "inputs": ["a", "b"]},
+        {"name": "a", "module": "m:A", "inputs": ["input"]},
+        {"name": "b", "module": "m:B", "inputs": ["a"]},
+    ],
+}
+
+
+def layers_of(config: Config) -> list[list[str]]:
+    return [assignment.layers for assignment in plan.assign(config)]
+
+
+def test_a_balance_assigns_layers() -> None:
+    assert layers_of(chain(balance=[2, 1])) == [["first", "middle"], ["last"]]
+
+
+def test_without_a_balance_the_largest_stage_is_as_small_as_it_can_be() -> None:
+    assert layers_of(chain(width=6, num_stages=2)) == [["first"], ["middle", "last"]]
+    assert layers_of(chain(width=2, num_stages=2)) == [["first"], ["middle", "last"]]
+    assert layers_of(chain(num_stages=1)) == [["first", "middle", "last"]]
+
+
+def test_named_stages_are_a_layer_each_in_the_configs_order() -> None:
+    assignments = plan.assign(parse(BRANCHES))
+    assert [assignment.layers for assignment in assignments] == [["c"], ["a"], ["b"]]
+    assert [assignment.stage_name for assignment in assignments] == ["c", "a", "b"]
+    assert [assignment.stage_index for assignment in assignments] == [0, 1, 2]
+
+
+def test_limits_follow_the_schedule_and_the_depth() -> None:
+    config = parse(BRANCHES)
+    assert plan.limits(config) == {"a": 3, "b": 2, "c": 1}
+    assert [assignment.limit for assignment in plan.assign(config)] == [1, 3, 2]
+    assert plan.limits(parse({**BRANCHES, "schedule": "gpipe"})) == {"a": 8, "b": 8, "c": 8}
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (chain(balance=[1, 1]), "adds up to 2, but the model has 3 layers: first, middle, last"),
+        (chain(num_stages=4), "4 stages need at least as many layers, but the model has 3"),
+        (chain(layers="tests.models:raising", kwargs={}), "failed: ValueError"),
+        (chain(layers="tests.models:no_such"), "does not import"),
+    ],
+)
+def test_a_plan_that_cannot_be_made_says_why(config: Config, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        plan.assign(config)
+
+
+@pytest.mark.parametrize("config", [chain(num_stages=3), parse(BRANCHES)], ids=["chain", "graph"])
+def test_an_assignment_survives_the_journey_to_its_worker(config: Config) -> None:
+    for assignment in plan.assign(config):
+        assert Assignment.model_validate_json(assignment.model_dump_json()) == assignment
+
+
+def test_ranks_follow_the_config_and_the_driver_comes_last() -> None:
+    assert members(["a", "driver"]) == [member("a"), member("driver"), DRIVER]
+    assert len(set(members(["a", "driver"]))) == 3

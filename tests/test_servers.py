@@ -1,0 +1,136 @@
+"""Stage servers started by hand, as on several hosts: they outlive jobs, and can be looked into."""
+
+from __future__ import annotations
+
+import grpc
+import psutil
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from rpcmp import addresses
+from rpcmp.v1 import control_pb2 as pb
+from rpcmp.v1.control_pb2_grpc import ControlStub
+from tests.processes import (
+    JobFolder,
+    Server,
+    connect,
+    poll_for,
+    rpcmp,
+    running,
+    running_servers,
+    status,
+)
+
+LONG_JOB = 'name = "long-job"\nsteps = 100000\n[model]\nlayers = "zoo:jittery"\nbalance = [2, 2, 1]'
+
+
+def test_servers_take_one_job_after_the_other(job: JobFolder, servers: list[Server]) -> None:
+    config = job.config('[model]\nlayers = "zoo:mlp"\nbalance = [1, 2, 1]')
+    hashes = set()
+    for _ in range(2):
+        result = rpcmp("drive", config, "--connect", connect(servers), "--json")
+        assert result.code == 0, result.err
+        hashes.add(result.event("summary")["parameters_sha256"])
+    assert len(hashes) == 1
+
+
+def test_status_shows_a_running_job(job: JobFolder, servers: list[Server]) -> None:
+    config = job.config(LONG_JOB)
+    with running("drive", config, "--connect", connect(servers), "--json") as run:
+        run.wait_for_line('"step": 3')
+        stages = poll_for(
+            lambda: (s := status(config, servers))[0]["step"] > 0 and s, "a step in the status"
+        )
+        for stage, server in zip(stages, servers, strict=True):
+            worker = psutil.Process(stage["worker_pid"])
+            assert stage["supervisor_pid"] == server.pid == worker.ppid()
+            assert stage["address"] == server.address
+            assert (stage["job"], stage["generation"]) == ("long-job", 1)
+            assert (stage["health"], stage["state"]) == ("SERVING", "running")
+            assert stage["memory"] > 2**20
+        assert [stage["name"] for stage in stages] == ["stage0", "stage1", "stage2"]
+        assert [stage["parameters"] for stage in stages] == [144, 144, 9]
+        table = rpcmp("status", config, "--connect", connect(servers))
+        assert "long-job" in table.out
+        assert servers[2].address in table.out
+
+
+def test_a_worker_has_one_listening_socket_on_loopback(
+    job: JobFolder, servers: list[Server]
+) -> None:
+    config = job.config(LONG_JOB)
+    with running("drive", config, "--connect", connect(servers), "--json") as run:
+        run.wait_for_line('"step"')
+        (driver,) = psutil.Process(run.pid).children()
+        workers = [psutil.Process(stage["worker_pid"]) for stage in status(config, servers)]
+        for process in [*workers, driver]:
+            sockets = process.net_connections("all")
+            listening = [s for s in sockets if s.status == psutil.CONN_LISTEN]
+            assert len(listening) == 1
+            assert listening[0].laddr.ip == "127.0.0.1"
+        for server in servers:
+            sockets = psutil.Process(server.pid).net_connections("inet")
+            listening = [s for s in sockets if s.status == psutil.CONN_LISTEN]
+            assert [s.laddr.ip.removeprefix("::ffff:") for s in listening] == ["127.0.0.1"]
+
+
+def test_health_answers_for_each_service_and_drain_ends_it(servers: list[Server]) -> None:
+    with grpc.insecure_channel(servers[0].address) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        serving = health_pb2.HealthCheckResponse.SERVING
+        for service in ("", "rpcmp.v1.Control", "rpcmp.v1.Rendezvous"):
+            request = health_pb2.HealthCheckRequest(service=service)
+            assert stub.Check(request, timeout=5).status == serving
+        with pytest.raises(grpc.RpcError) as unknown:
+            stub.Check(health_pb2.HealthCheckRequest(service="nonsense"), timeout=5)
+        assert unknown.value.code() is grpc.StatusCode.NOT_FOUND
+        assert ControlStub(channel).Drain(pb.DrainRequest(), timeout=5).job == ""
+        overall = health_pb2.HealthCheckRequest()
+        assert stub.Check(overall, timeout=5).status == health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+def test_other_versions_are_refused_and_named(servers: list[Server]) -> None:
+    with grpc.insecure_channel(servers[0].address) as channel:
+        stub = ControlStub(channel)
+        versions = stub.Describe(pb.DescribeRequest(), timeout=5).versions
+        versions.torch, versions.python = "1.13.0", "3.8"
+        request = pb.PrepareRequest(job="j", job_id="1", generation=1, versions=versions)
+        with pytest.raises(grpc.RpcError) as refused:
+            stub.Prepare(request, timeout=5)
+        details = refused.value.details() or ""
+        assert "VersionError" in details
+        assert "1.13.0 there" in details
+        assert "python: 3.11 here, 3.8 there" in details or "3.8 there" in details
+
+
+def test_a_message_of_a_generation_that_is_gone_is_refused(servers: list[Server]) -> None:
+    with grpc.insecure_channel(servers[0].address) as channel:
+        stub = ControlStub(channel)
+        with pytest.raises(grpc.RpcError) as refused:
+            stub.Stop(pb.StopRequest(job_id="old", generation=3), timeout=5)
+        assert "generation 3" in (refused.value.details() or "")
+
+
+def test_the_default_ports_are_what_a_bare_connect_uses(job: JobFolder) -> None:
+    config = job.config('[model]\nlayers = "zoo:mlp"\nbalance = [4]')
+    with running("serve", "--stage", "0") as server:
+        line = server.wait_for_line("SERVING on|cannot listen")
+        assert str(addresses.default_port(0)) in line.string
+        result = rpcmp("drive", config, "--connect", "--json")
+        assert result.code == 0, result.err
+        assert rpcmp("status", config).code == 0
+    assert rpcmp("status", config).code == 75
+
+
+def test_a_server_for_another_stage_is_refused(job: JobFolder) -> None:
+    config = job.config('[model]\nlayers = "zoo:mlp"\nbalance = [2, 2]')
+    with running_servers(2) as servers:
+        result = rpcmp("drive", config, "--connect", connect(servers[::-1]))
+        assert result.code == 2
+        assert "serves stage 1 replica 0, not stage 0" in result.err
+
+
+def test_an_address_off_loopback_is_refused() -> None:
+    result = rpcmp("serve", "--stage", "0", "--listen", "0.0.0.0:0")
+    assert result.code == 2
+    assert "not a loopback address" in result.err

@@ -1,0 +1,329 @@
+"""Small models and data for process tests; shipped to the stage servers beside their configs."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+Layers = list[tuple[str, Callable[[], nn.Module]]]
+FEATURES = 8
+
+
+def regression(samples: int = 50) -> TensorDataset:
+    """Inputs (samples, 8) and targets (samples, 1), float32."""
+    generator = torch.Generator().manual_seed(7)
+    inputs = torch.randn(samples, FEATURES, generator=generator)
+    return TensorDataset(inputs, inputs.sum(dim=1, keepdim=True).sin())
+
+
+def tokens(samples: int = 40, length: int = 6, vocabulary: int = 11) -> TensorDataset:
+    """Inputs and targets (samples, length), int64."""
+    generator = torch.Generator().manual_seed(7)
+    text = torch.randint(vocabulary, (samples, length + 1), generator=generator)
+    return TensorDataset(text[:, :-1], text[:, 1:])
+
+
+def mlp(blocks: int = 3) -> Layers:
+    """Linear layers with dropout and batch normalization: all that depends on order and seeds."""
+    hidden: Layers = [(f"block{index}", lambda: Block(FEATURES)) for index in range(blocks)]
+    return [*hidden, ("head", lambda: nn.Linear(FEATURES, 1))]
+
+
+class Block(nn.Module):
+    """A residual block: its input is read twice, so the order of gradient sums shows."""
+
+    def __init__(self, features: int) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(
+            nn.Linear(features, 2 * features),
+            nn.BatchNorm1d(2 * features),
+            nn.ReLU(inplace=True),
+            nn.Dropout(0.2),
+            nn.Linear(2 * features, features),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + 0.5 * self.inner(x) + x.tanh()
+
+
+def in_place() -> Layers:
+    """Layers that change what they receive, and transposed outputs: hard on boundaries."""
+    return [
+        ("linear", lambda: nn.Linear(FEATURES, FEATURES)),
+        ("relu", lambda: nn.ReLU(inplace=True)),
+        ("transposed", Transposed),
+        ("head", lambda: nn.Linear(FEATURES, 1)),
+    ]
+
+
+class Transposed(nn.Module):
+    """Returns a tensor whose strides are not those of a fresh one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(FEATURES, FEATURES) / FEATURES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.weight @ x.t()).t()
+
+
+def trees() -> Layers:
+    """Tuples, dicts, integers, an output that nobody uses, and shapes that follow the batch."""
+    return [("first", ToDict), ("second", ToTuple), ("third", FromTuple)]
+
+
+class ToDict(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.used = nn.Linear(FEATURES, FEATURES)
+        self.unused = nn.Linear(FEATURES, 3)
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        order = torch.arange(x.shape[0]).flip(0)
+        return {"x": self.used(x), "order": order, "unused": self.unused(x), "note": "hello"}
+
+
+class ToTuple(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(FEATURES, FEATURES)
+
+    def forward(self, value: dict[str, Any]) -> tuple[Tensor, list[Tensor], None]:
+        if value["note"] != "hello":
+            raise ValueError("plain values travel too")
+        x = self.linear(value["x"])
+        return x[value["order"]], [value["order"], x.mean(dim=0, keepdim=True)], None
+
+
+class FromTuple(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(FEATURES, 1)
+
+    def forward(self, value: tuple[Tensor, list[Tensor], None]) -> Tensor:
+        x, (order, mean), _ = value
+        return self.linear((x + mean)[order])  # type: ignore[no-any-return]
+
+
+class Encoder(nn.Module):
+    """One branch of a graph; `scale` is how it differs from the others."""
+
+    def __init__(self, scale: float = 1.0, inputs: int = 1) -> None:
+        super().__init__()
+        self.scale = scale
+        self.linear = nn.Linear(FEATURES * inputs, FEATURES)
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        return self.dropout(torch.tanh(self.linear(torch.cat(inputs, dim=1)))) * self.scale
+
+
+class TwoHeads(Encoder):
+    """An encoder whose readers may pick parts of what it returns."""
+
+    def forward(self, *inputs: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
+        x = super().forward(*inputs)
+        return {"left": x, "right": x.cos(), "nobody": x.sin()}
+
+
+class Join(nn.Module):
+    def __init__(self, inputs: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(FEATURES * inputs, 1)
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        return self.linear(torch.cat(inputs, dim=1))  # type: ignore[no-any-return]
+
+
+def lstm(vocabulary: int = 11, width: int = 8) -> Layers:
+    """Embedding, LSTM, head."""
+    return [
+        ("embedding", lambda: nn.Embedding(vocabulary, width)),
+        ("lstm", lambda: First(nn.LSTM(width, width, num_layers=2, dropout=0.1, batch_first=True))),
+        ("head", lambda: nn.Linear(width, vocabulary)),
+    ]
+
+
+def error(outputs: Tensor, targets: Tensor) -> Tensor:
+    """A metric: the mean absolute error."""
+    return (outputs - targets).abs().mean()
+
+
+def report(predict: Callable[[Tensor], Tensor]) -> str:
+    """What is printed after training."""
+    return f"the report says {tuple(predict(torch.zeros(7, FEATURES)).shape)}"
+
+
+class First(nn.Module):
+    """The first of what a module returns."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.module(x)[0]  # type: ignore[no-any-return]
+
+
+def transformer(vocabulary: int = 11, width: int = 8) -> Layers:
+    """Embedding, two encoder layers, head."""
+
+    def block() -> nn.Module:
+        return nn.TransformerEncoderLayer(width, 2, 16, dropout=0.1, batch_first=True)
+
+    return [
+        ("embedding", lambda: nn.Embedding(vocabulary, width)),
+        ("block0", block),
+        ("block1", block),
+        ("head", lambda: nn.Linear(width, vocabulary)),
+    ]
+
+
+def token_loss(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Cross-entropy over all tokens."""
+    return nn.functional.cross_entropy(outputs.flatten(0, 1), targets.flatten())
+
+
+# Things that go wrong.
+
+
+class Impure(nn.Module):
+    """Depends on the process that it runs in: no two runs are alike."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (1.0 + os.getpid())
+
+
+def impure() -> Layers:
+    """A layer that no reference can reproduce."""
+    return [("impure", Impure), ("head", lambda: nn.Linear(FEATURES, 1))]
+
+
+class Trouble(nn.Module):
+    """Passes its input on until it is told to fail.
+
+    Args:
+        phase: "forward" or "backward".
+        step: in which training step; counted by the forwards that this layer has seen.
+        microbatches: micro-batches a step.
+        kind: "raise", "nan", "exit" or "segfault".
+    """
+
+    def __init__(self, phase: str, step: int, microbatches: int, kind: str = "raise") -> None:
+        super().__init__()
+        self.linear = nn.Linear(FEATURES, FEATURES)
+        self.phase, self.at, self.kind = phase, (step - 1) * microbatches + 1, kind
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += self.training
+        due = self.calls == self.at
+        if due and self.phase == "forward":
+            return trouble(self.kind, self.linear(x))
+        x = self.linear(x)
+        return BackwardTrouble.apply(x, self.kind) if due else x  # type: ignore[no-any-return, no-untyped-call]
+
+
+class BackwardTrouble(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, kind: str) -> Tensor:
+        ctx.kind = kind
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return trouble(ctx.kind, gradient), None
+
+
+def trouble(kind: str, x: Tensor) -> Tensor:
+    match kind:
+        case "nan":
+            return x * float("nan")
+        case "exit":
+            os._exit(7)
+        case "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+    raise ValueError("planted: größer als erlaubt")
+
+
+def troubled(
+    phase: str, position: int = 1, step: int = 1, microbatches: int = 4, kind: str = "raise"
+) -> Layers:
+    """Four layers, the one at `position` in trouble."""
+
+    def layer(index: int) -> Callable[[], nn.Module]:
+        if index == position:
+            return lambda: Trouble(phase, step, microbatches, kind)
+        return lambda: nn.Linear(FEATURES, FEATURES)
+
+    return [*((f"layer{i}", layer(i)) for i in range(3)), ("head", lambda: nn.Linear(FEATURES, 1))]
+
+
+def mismatched() -> Layers:
+    """The second layer expects more features than the first gives."""
+    return [("narrow", lambda: nn.Linear(FEATURES, 5)), ("wide", lambda: nn.Linear(20, 1))]
+
+
+def broken_factory() -> nn.Module:
+    """A factory that raises."""
+    raise ValueError("this factory is broken")
+
+
+def broken_layers() -> Layers:
+    """The second layer's factory raises."""
+    return [("good", lambda: nn.Linear(FEATURES, 1)), ("bad", broken_factory)]
+
+
+# Jitter.
+
+
+class Jitter(nn.Module):
+    """A layer that takes a random time in forward and in backward."""
+
+    def __init__(self, milliseconds: float) -> None:
+        super().__init__()
+        self.linear = nn.Linear(FEATURES, FEATURES)
+        self.milliseconds = milliseconds
+
+    def forward(self, x: Tensor) -> Tensor:
+        dawdle(self.milliseconds)
+        return JitterBackward.apply(self.linear(x), self.milliseconds)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class JitterBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, milliseconds: float) -> Tensor:
+        ctx.milliseconds = milliseconds
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        dawdle(ctx.milliseconds)
+        return gradient, None
+
+
+class JitterSGD(torch.optim.SGD):
+    """An optimizer that takes a random time."""
+
+    def step(self, closure: Any = None) -> Any:
+        dawdle(1.0)
+        return super().step(closure)
+
+
+def dawdle(milliseconds: float) -> None:
+    """Take up to `milliseconds`; not drawn from torch's generators."""
+    time.sleep(random.random() * milliseconds / 1000)
+
+
+def jittery(milliseconds: float = 1.0) -> Layers:
+    """Four layers that dawdle."""
+    hidden: Layers = [(f"layer{i}", lambda: Jitter(milliseconds)) for i in range(4)]
+    return [*hidden, ("head", lambda: nn.Linear(FEATURES, 1))]
