@@ -246,4 +246,4 @@ async def _end(session: Session) -> None:
 
 
 async def _reason(session: Session) -> RpcmpError | None:
-    return await session.failure(EXPLAIN_SECONDS)
+    return await session.reason(EXPLAIN_SECONDS)

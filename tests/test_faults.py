@@ -221,7 +221,7 @@ def test_code_is_refused_by_a_server_that_takes_none(job: JobFolder) -> None:
     with running_servers(1, "--no-code") as servers:
         result = rpcmp("drive", config, "--connect", connect(servers))
     assert result.code == 2
-    assert "--no-code and refuses 1 Python files" in result.err
+    assert "--no-code and refuses 2 Python files" in result.err
 
 
 @pytest.mark.parametrize(

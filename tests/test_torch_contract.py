@@ -1,0 +1,294 @@
+"""What rpcmp relies on in torch and torch does not promise; one test for each point.
+
+When a new torch fails one of these, rpcmp/transport.py has to change. A process joins one group at
+most, so a child process forms a group of one, calls itself, and prints what it found.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from torch._C._distributed_rpc import TensorPipeAgent
+from torch.distributed import Store, rpc  # type: ignore[attr-defined]
+from torch.distributed.rpc import api as rpc_api
+from torch.futures import Future
+
+from rpcmp import transport
+
+TEXT = "Zürich →"
+ALONE = "alone"
+
+Findings = dict[str, Any]
+
+
+# In the child: what it finds.
+
+
+class RecordingStore(Store):
+    """A store in Python that notes which operations the agent uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.values: dict[str, bytes] = {}
+        self.operations: list[str] = []
+
+    def set(self, key: str, value: bytes | str) -> None:
+        self.operations.append("set")
+        self.values[key] = _bytes(value)
+
+    def get(self, key: str) -> bytes:
+        self.operations.append("get")
+        return self.values[key]
+
+    def compare_set(self, key: str, expected: bytes | str, desired: bytes | str) -> bytes:
+        self.operations.append("compare_set")
+        if self.values.get(key, b"") == _bytes(expected):
+            self.values[key] = _bytes(desired)
+        return self.values[key]
+
+    def add(self, key: str, value: int) -> int:
+        self.operations.append("add")
+        total = int(self.values.get(key, b"0")) + value
+        self.values[key] = str(total).encode()
+        return total
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:  # type: ignore[override]
+        self.operations.append("wait")
+
+
+class TwoOutputs(torch.autograd.Function):
+    """Two outputs of which the caller will use one; notes the gradients that arrive."""
+
+    seen: list[Any] = []  # noqa: RUF012
+    fails = False
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
+        ctx.set_materialize_grads(False)
+        return torch.ones(2), torch.ones(3)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> None:
+        if TwoOutputs.fails:
+            raise ValueError(TEXT)
+        TwoOutputs.seen = [None if grad is None else grad.tolist() for grad in gradients]
+
+
+@rpc.functions.async_execution  # type: ignore[untyped-decorator]
+def answer_later() -> Future[Any]:
+    """The outputs, from a thread that has no autograd context."""
+    future: Future[Any] = Future()
+
+    def fulfil() -> None:
+        with torch.enable_grad():
+            future.set_result(TwoOutputs.apply(torch.empty(0, requires_grad=True)))
+
+    threading.Thread(target=fulfil).start()
+    return future
+
+
+@rpc.functions.async_execution  # type: ignore[untyped-decorator]
+def answer_with_exception() -> Future[Any]:
+    future: Future[Any] = Future()
+    future.set_exception(ValueError(TEXT))
+    return future
+
+
+def raise_in_handler() -> None:
+    raise ValueError(TEXT)
+
+
+def find() -> Findings:
+    """All findings of a group of one."""
+    store = RecordingStore()
+    found: Findings = {"unknown_transport": _error(lambda: _agent_with_transport("nonsense"))}
+    transport.join([ALONE], 0, store, {"served": True}, in_flight=3)
+    found["joining"] = store.operations.copy()
+    found["listening"] = [
+        (connection.laddr.ip, connection.status)
+        for connection in psutil.Process().net_connections(kind="inet")
+    ]
+    found["interop_threads"] = torch.get_num_interop_threads()
+    found["debug_info"] = sorted(rpc._get_debug_info())
+    found["agent_is_current"] = rpc_api._is_current_rpc_agent_set()
+    found["set_exception"] = repr(rpc.rpc_async(ALONE, answer_with_exception).wait())
+    found["raised"] = _error(lambda: rpc.rpc_async(ALONE, raise_in_handler).wait())
+    _differentiate()
+    found["gradients"] = TwoOutputs.seen
+    TwoOutputs.fails = True
+    found["raised_in_backward"] = _error(_differentiate)
+    found["left_behind"] = transport.live_state()
+    service_rref = transport.remote_service(ALONE)
+    found["reference"] = [service_rref.owner().name, service_rref.local_value()]
+    del service_rref
+    store.operations.clear()
+    transport.leave(timeout=10.0)
+    found["leaving"] = sorted(set(store.operations))
+    found["agent_is_current_afterwards"] = rpc_api._is_current_rpc_agent_set()
+    return found
+
+
+def _agent_with_transport(name: str) -> None:
+    options = rpc.TensorPipeRpcBackendOptions(_transports=[name], _channels=["basic"])
+    TensorPipeAgent(RecordingStore(), ALONE, 0, 1, options, {}, [])
+
+
+def _differentiate() -> None:
+    with transport.autograd_context() as context_id:
+        used, _ = rpc.rpc_async(ALONE, answer_later).wait()
+        transport.backward(context_id, used.sum())
+
+
+def _error(function: Any) -> str:
+    try:
+        function()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def _bytes(value: bytes | str) -> bytes:
+    return value.encode() if isinstance(value, str) else value
+
+
+# In the test process: what is expected.
+
+
+@pytest.fixture(scope="module")
+def found() -> Findings:
+    """What the child has found."""
+    child = subprocess.run(
+        [sys.executable, "-m", "tests.test_torch_contract"],
+        env={**os.environ, "TP_SOCKET_IFNAME": "lo"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert child.returncode == 0, child.stderr
+    findings: Findings = json.loads(child.stdout.splitlines()[-1])
+    return findings
+
+
+def test_the_agent_is_built_from_these_arguments() -> None:
+    signature = (TensorPipeAgent.__init__.__doc__ or "").partition(") ->")[0]
+    assert re.findall(r"(\w+): ", signature) == [
+        "self",
+        "store",
+        "name",
+        "rank",
+        "world_size",
+        "rpc_backend_options",
+        "reverse_device_maps",
+        "devices",
+    ]
+
+
+def test_a_store_in_python_serves_an_agent_with_three_operations(found: Findings) -> None:
+    assert sorted(set(found["joining"])) == ["compare_set", "get", "set"]
+
+
+def test_a_graceful_end_needs_two_more_operations(found: Findings) -> None:
+    assert found["leaving"] == ["add", "get", "set", "wait"]
+
+
+def test_an_agent_has_one_socket_and_it_listens_on_loopback(found: Findings) -> None:
+    assert found["listening"] == [["127.0.0.1", "LISTEN"]]
+
+
+def test_the_transport_can_be_chosen(found: Findings) -> None:
+    assert found["unknown_transport"] == "RuntimeError: Unknown transport: nonsense"
+
+
+def test_a_timeout_of_zero_is_none_at_all() -> None:
+    options = rpc.TensorPipeRpcBackendOptions(rpc_timeout=0, _transports=["uv"])
+    assert options.rpc_timeout == 0
+
+
+def test_the_inter_op_pool_has_the_size_that_was_asked_for(found: Findings) -> None:
+    assert found["interop_threads"] == 3 + 2
+
+
+def test_an_agent_that_was_built_directly_becomes_the_process_s_own(found: Findings) -> None:
+    assert found["agent_is_current"]
+    assert not found["agent_is_current_afterwards"]
+
+
+def test_the_counts_that_we_read_exist(found: Findings) -> None:
+    assert set(found["left_behind"]) <= set(found["debug_info"])
+
+
+def test_contexts_and_references_are_gone_after_a_step(found: Findings) -> None:
+    assert set(found["left_behind"].values()) == {0}
+
+
+def test_an_exception_in_a_future_reaches_the_caller_as_a_value(found: Findings) -> None:
+    assert found["set_exception"] == f"ValueError('{TEXT}')"
+
+
+def test_an_exception_in_a_handler_reaches_the_caller_garbled(found: Findings) -> None:
+    assert found["raised"].startswith("ValueError: ")
+    assert TEXT not in found["raised"].partition("Traceback")[0]
+
+
+def test_an_exception_in_a_backward_loses_its_type(found: Findings) -> None:
+    assert found["raised_in_backward"] == f"RuntimeError: Error on Node 0: {TEXT}"
+
+
+def test_a_response_belongs_to_its_requests_context_whichever_thread_gives_it(
+    found: Findings,
+) -> None:
+    assert found["gradients"][0] == [1, 1]
+
+
+def test_a_missing_gradient_arrives_as_zeros(found: Findings) -> None:
+    assert found["gradients"][1] == [0, 0, 0]  # hence `presence`
+
+
+def test_a_reference_names_its_owner_and_gives_its_object_there(found: Findings) -> None:
+    assert found["reference"] == [ALONE, {"served": True}]
+
+
+def test_shutdown_has_a_timeout() -> None:
+    assert {"graceful", "timeout"} <= set(inspect.signature(rpc.shutdown).parameters)
+
+
+def test_waiting_for_many_ends_with_the_first_failure() -> None:
+    fails, never = Future[int](), Future[int]()
+    ended = torch.futures.collect_all([fails, never])
+    fails.set_exception(RuntimeError("lost"))
+    with pytest.raises(RuntimeError, match="lost"):
+        ended.wait()
+
+
+def test_what_a_callback_raises_is_swallowed() -> None:
+    future = Future[int]()
+    after = future.then(lambda done: 1 // done.value())
+    future.set_result(0)
+    with pytest.raises(ZeroDivisionError):
+        after.wait()
+
+
+@contextlib.contextmanager
+def _without_destructors() -> Iterator[None]:
+    """RPC threads may still be about when the interpreter would tear itself down."""
+    yield
+    sys.stdout.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    with _without_destructors():
+        print(json.dumps(find()))
