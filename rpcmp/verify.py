@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
-from rpcmp import digest
+from rpcmp import digest, host
 from rpcmp.config import Config
 from rpcmp.errors import MismatchError, WorkerDiedError, from_wire
 from rpcmp.job.drive import drive
@@ -29,10 +29,12 @@ class Run:
     Attributes:
         losses: of each step.
         state: the final parameters and buffers by name.
+        hosts: where it ran, by stage; the reference's under "reference".
     """
 
     losses: list[float]
     state: State
+    hosts: dict[str, dict[str, str]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -64,9 +66,9 @@ def verify(config: Config, connect: Sequence[str] | None = None) -> Verified:
     with tempfile.TemporaryDirectory(prefix="rpcmp-verify-") as folder:
         pipelined = asyncio.run(_pipelined(config, connect, Path(folder) / "pipelined"))
         reference = asyncio.run(_reference(config, Path(folder) / "reference"))
-    caveats = _caveats(config)
+    caveats = host.differences(reference.hosts["reference"], pipelined.hosts) + _devices(config)
     if difference := first_difference(pipelined, reference):
-        raise MismatchError("; ".join([difference, *caveats]))
+        raise MismatchError("\n  ".join([difference, *(f"note: {text}" for text in caveats)]))
     return Verified(
         steps=len(reference.losses),
         num_tensors=len(reference.state),
@@ -121,8 +123,8 @@ async def _pipelined(config: Config, connect: Sequence[str] | None, path: Path) 
         if event["event"] == "step":
             losses.append(event["loss"])
 
-    await drive(config, note, connect, evaluate=False, save_state=path)
-    return Run(losses, load_tensors(path))
+    summary = await drive(config, note, connect, evaluate=False, save_state=path)
+    return Run(losses, load_tensors(path), summary["hosts"])
 
 
 async def _reference(config: Config, path: Path) -> Run:
@@ -145,18 +147,13 @@ async def _reference(config: Config, path: Path) -> Run:
                 case "error":
                     raise from_wire(message["error"])
                 case "done":
-                    return Run(losses, load_tensors(path))
+                    return Run(losses, load_tensors(path), {"reference": message["host"]})
     finally:
         await child.kill()
     raise WorkerDiedError(f"the reference process ended early: {child.exit_code}")
 
 
-def _caveats(config: Config) -> list[str]:
-    """Why the bits of this config's runs may differ without anything being wrong."""
-    stages = [config.stage(index) for index in range(config.num_stages)]
-    caveats = []
-    if len({stage.threads for stage in stages}) > 1:
-        caveats.append("stages have different `threads`, which change the order of sums")
-    if devices := sorted({stage.device for stage in stages if stage.device != "cpu"}):
-        caveats.append(f"stages compute on {', '.join(devices)}, the reference on the CPU")
-    return caveats
+def _devices(config: Config) -> list[str]:
+    """Stages that do not compute on the CPU, as the reference does."""
+    found = {config.stage(index).device for index in range(config.num_stages)} - {"cpu"}
+    return [f"stages compute on {', '.join(sorted(found))}, the reference on cpu"] if found else []

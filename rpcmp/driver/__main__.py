@@ -100,6 +100,7 @@ class DriverProcess:
                 "loss": training.loss,
                 "metrics": training.metrics,
                 "parameters_sha256": group.parameters_sha256(),
+                "hosts": group.hosts(),
             }
         )
         self._channel.send({"event": "done"})

@@ -118,6 +118,10 @@ class Group:
         """Take over the parameters and buffers of the unsplit model."""
         self._everywhere(Stage.load_state_dict, state)
 
+    def hosts(self) -> dict[str, dict[str, str]]:
+        """What decides the bits of each stage's host; see rpcmp.host."""
+        return self._everywhere(Stage.host)
+
     def live_state(self) -> dict[str, dict[str, int]]:
         """For each stage and the driver, counts of what a step must not leave behind."""
         return {**self._everywhere(Stage.live_state), DRIVER: transport.live_state()}

@@ -6,7 +6,7 @@ import os
 import sys
 from pathlib import Path
 
-from rpcmp import data, plan
+from rpcmp import data, host, plan
 from rpcmp.config import Config
 from rpcmp.errors import ConfigError, JobError, RpcmpError, to_wire
 from rpcmp.factory import explain
@@ -41,7 +41,7 @@ def _run(channel: Channel) -> None:
     for loss in model.train(batches, order["steps"]):
         channel.send({"event": "step", "loss": loss})
     save_tensors(model.state_dict(), Path(order["save_state"]))
-    channel.send({"event": "done"})
+    channel.send({"event": "done", "host": host.facts()})
 
 
 if __name__ == "__main__":

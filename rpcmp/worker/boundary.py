@@ -102,6 +102,7 @@ class Boundary(torch.autograd.Function):
         ctx: FunctionCtx,
         run_backward: Callable[[Gradients], list[Tensor | None]],
         outputs: list[Tensor],
+        constants: Sequence[Tensor],
         anchor: Tensor,
         *received: Tensor,
     ) -> tuple[Tensor, ...]:
@@ -110,26 +111,31 @@ class Boundary(torch.autograd.Function):
         Args:
             run_backward: gets the gradients of `outputs`, returns those of `received`; blocks.
             outputs: host tensors of their own storage. In a list, which hides them from the tape.
+            constants: those of `outputs` that depend on nothing that is trained.
             anchor: requires grad, so that there is a node even where nothing received does.
             received: all that came from other stages.
         """
         ctx.run_backward = run_backward  # type: ignore[attr-defined]
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*(out for out in outputs if not _differentiable(out)))
+        ctx.mark_non_differentiable(*constants)
         return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         run_backward, ctx.run_backward = ctx.run_backward, None
-        return (None, None, None, *run_backward(gradients))
+        return (None, None, None, None, *run_backward(gradients))
 
 
 def connect(
     run_backward: Callable[[Gradients], list[Tensor | None]],
     outputs: list[Tensor],
     received: Sequence[Outputs],
+    constants: Sequence[Tensor] = (),
 ) -> tuple[Tensor, ...]:
-    """`outputs` as the distributed tape shall see them: results of all that was `received`."""
+    """`outputs` as the distributed tape shall see them: results of all that was `received`.
+
+    `constants`, a part of them, get no gradient, so their readers need not compute one.
+    """
     edges: list[Tensor] = []
     for answer in received:
         edges += tree.tensors(answer.value)
@@ -138,7 +144,7 @@ def connect(
     anchor = torch.empty(0, requires_grad=True)
     with torch.enable_grad():
         apply: Callable[..., tuple[Tensor, ...]] = Boundary.apply
-        return apply(run_backward, outputs, anchor, *edges)
+        return apply(run_backward, outputs, constants, anchor, *edges)
 
 
 def sum_gradients(contributions: Sequence[Tensor | None]) -> Tensor | None:
@@ -152,10 +158,6 @@ def sum_gradients(contributions: Sequence[Tensor | None]) -> Tensor | None:
         if gradient is not None:
             total = gradient if total is None else total + gradient
     return total
-
-
-def _differentiable(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def _to_host(gradient: Tensor | None) -> Tensor | None:

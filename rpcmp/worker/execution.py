@@ -86,15 +86,26 @@ class Execution:
         parts = [tree.select(outputs, port.path) for port in self._ports]
         positions = {id(tensor): position for position, tensor in enumerate(produced)}
         read = [[positions[id(tensor)] for tensor in tree.tensors(part)] for part in parts]
-        fresh = [self._outputs(port, part) for port, part in zip(self._ports, parts, strict=True)]
+        constants: list[Tensor] = []
+        fresh = [
+            self._outputs(port, part, constants)
+            for port, part in zip(self._ports, parts, strict=True)
+        ]
         run_backward = functools.partial(self._backward, work, tape, read, len(produced))
-        connected = iter(boundary.connect(run_backward, tree.tensors(fresh), received))
+        connected = iter(boundary.connect(run_backward, tree.tensors(fresh), received, constants))
         answers: list[Outputs] = tree.map_tensors(lambda _: next(connected), fresh)
         return answers
 
-    def _outputs(self, port: Port, part: Any) -> Outputs:
+    def _outputs(self, port: Port, part: Any, constants: list[Tensor]) -> Outputs:
         """Copies for one reader: its answer is being sent while the stage computes on."""
-        value = tree.map_tensors(_host_copy, part)
+
+        def copy(tensor: Tensor) -> Tensor:
+            host = _host_copy(tensor)
+            if not tensor.requires_grad and port.reader != DRIVER:
+                constants.append(host)
+            return host
+
+        value = tree.map_tensors(copy, part)
         if port.reader == DRIVER:  # the driver differentiates the loss itself: it has a gradient
             return Outputs(value, None)
         return Outputs(value, torch.ones(len(tree.tensors(value))))

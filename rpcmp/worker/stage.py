@@ -22,7 +22,7 @@ from typing import Any
 from torch import Tensor
 from torch.futures import Future
 
-from rpcmp import digest, transport
+from rpcmp import digest, host, transport
 from rpcmp.errors import JobError, StageError, to_wire
 from rpcmp.graph import SOURCES, Port
 from rpcmp.members import DRIVER, member
@@ -74,6 +74,8 @@ class Stage:
         """The answer for one reader: Outputs; from the sink, Outputs or Evaluated; or Raised."""
         key = (work.round, work.microbatch)
         with self._lock:
+            if work.round <= self._aborted_round:  # asked before the abort, come after it
+                return self._at_once(self._aborted(work))
             pending = self._pending.get(key)
             first = pending is None
             if pending is None:
@@ -115,6 +117,10 @@ class Stage:
     def live_state(self) -> dict[str, int]:
         """Counts of what a step must not leave behind."""
         return {**transport.live_state(), "pending": len(self._pending)}
+
+    def host(self) -> dict[str, str]:
+        """What decides this host's bits."""
+        return host.facts()
 
     def finish(self) -> None:
         """Tell the worker to leave the group."""
@@ -178,6 +184,12 @@ class Stage:
         with self._lock:
             self._failures.append(raised)
         return raised
+
+    @staticmethod
+    def _at_once(answer: Raised) -> Future[Any]:
+        future: Future[Any] = Future()
+        future.set_result(answer)
+        return future
 
     def _aborted(self, work: Work) -> Raised:
         return Raised(to_wire(JobError(f"step {work.step} was aborted at stage {self.name!r}")))

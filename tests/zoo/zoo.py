@@ -51,7 +51,8 @@ class Block(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + 0.5 * self.inner(x) + x.tanh()
+        inner: Tensor = self.inner(x)
+        return x + 0.5 * inner + x.tanh()
 
 
 def in_place() -> Layers:
@@ -123,7 +124,8 @@ class Encoder(nn.Module):
         self.dropout = nn.Dropout(0.1)
 
     def forward(self, *inputs: Tensor) -> Tensor:
-        return self.dropout(torch.tanh(self.linear(torch.cat(inputs, dim=1)))) * self.scale
+        hidden: Tensor = self.dropout(torch.tanh(self.linear(torch.cat(inputs, dim=1))))
+        return hidden * self.scale
 
 
 class TwoHeads(Encoder):
@@ -229,7 +231,8 @@ class Trouble(nn.Module):
         if due and self.phase == "forward":
             return trouble(self.kind, self.linear(x))
         x = self.linear(x)
-        return BackwardTrouble.apply(x, self.kind) if due else x  # type: ignore[no-any-return, no-untyped-call]
+        planted: Callable[..., Tensor] = BackwardTrouble.apply
+        return planted(x, self.kind) if due else x
 
 
 class BackwardTrouble(torch.autograd.Function):
@@ -239,7 +242,7 @@ class BackwardTrouble(torch.autograd.Function):
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return trouble(ctx.kind, gradient), None
 
 
@@ -295,7 +298,8 @@ class Jitter(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         dawdle(self.milliseconds)
-        return JitterBackward.apply(self.linear(x), self.milliseconds)  # type: ignore[no-any-return, no-untyped-call]
+        slowed: Callable[..., Tensor] = JitterBackward.apply
+        return slowed(self.linear(x), self.milliseconds)
 
 
 class JitterBackward(torch.autograd.Function):
@@ -305,7 +309,7 @@ class JitterBackward(torch.autograd.Function):
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         dawdle(ctx.milliseconds)
         return gradient, None
 

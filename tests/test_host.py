@@ -1,0 +1,21 @@
+"""What decides a host's bits."""
+
+from __future__ import annotations
+
+import torch
+
+from rpcmp import host
+
+
+def test_facts_name_torch_and_threads() -> None:
+    facts = host.facts()
+    assert facts["torch"] == torch.__version__
+    assert facts["threads"] == str(torch.get_num_threads())
+    assert facts["CPU capability"]
+
+
+def test_differences_name_stage_and_fact() -> None:
+    reference = {"torch": "2.13.0", "threads": "1"}
+    hosts = {"a": {"torch": "2.13.0", "threads": "1"}, "b": {"torch": "2.13.0", "threads": "4"}}
+    assert host.differences(reference, {"a": hosts["a"]}) == []
+    assert host.differences(reference, hosts) == ["threads is 4 at stage 'b' and 1 in the reference"]
