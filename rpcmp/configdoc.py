@@ -52,8 +52,8 @@ def _type(annotation: Any) -> str:
     if origin is list:
         return f"list of {_type(arguments[0])}"
     if origin is dict:
-        return "table" if arguments[1] is Any else f"table of {_type(arguments[1])}"
-    if origin is not None:  # Annotated
+        return "table of factory" if section_of(arguments[1]) is Factory else "table"
+    if origin is not None:  # Annotated, such as config.Arguments
         return _type(arguments[0])
     if annotation is Factory:
         return "factory"

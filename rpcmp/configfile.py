@@ -6,6 +6,7 @@ name: "[data] batchsize: unknown key; did you mean 'batch_size'?".
 
 from __future__ import annotations
 
+import re
 import tomllib
 from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
@@ -38,7 +39,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
     except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from error
-    data.setdefault("name", "".join(c if c.isalnum() or c in "_-" else "-" for c in path.stem))
+    data.setdefault("name", re.sub(r"[^A-Za-z0-9_-]", "-", path.stem))
     for override in overrides:
         _apply(data, override)
     return parse(data, str(path)).with_folder(path.parent)
@@ -80,10 +81,12 @@ def _apply(data: dict[str, Any], override: str) -> None:
 
 def _descend(table: Any, key: str, override: str) -> Any:
     if isinstance(table, list):
-        return _element(table, key, override)
-    child = table.setdefault(key, {})
+        child = _element(table, key, override)
+    else:
+        child = table.setdefault(key, {})
     if isinstance(child, str):  # the short form of a factory: "torch.optim:SGD"
-        child = table[key] = {"callable": child}
+        child = {"callable": child}
+        table[int(key) if isinstance(table, list) else key] = child
     if not isinstance(child, dict | list):
         raise ConfigError(f"--set {override!r}: {key!r} is a value, not a table")
     return child

@@ -21,6 +21,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -141,20 +142,26 @@ def outcome(future: Future[Any], member: str) -> Any:
 def when_all(futures: dict[str, Future[Any]], callback: Callable[[list[Any]], None]) -> None:
     """Call `callback` with the outcomes of calls to members, in order, once all have ended.
 
-    The keys name the members; a callback that raises is a bug and ends the process, because torch
-    would swallow the exception and leave everybody waiting.
+    The keys name the members. Not `collect_all`, which ends with the first failure. A callback that
+    raises is a bug: torch swallows the exception and leaves everybody waiting, so it is shown.
     """
+    lock = threading.Lock()
+    left = len(futures)
 
-    def finish(_: Future[Any]) -> None:
+    def one_ended(_: Future[Any]) -> None:
+        nonlocal left
+        with lock:
+            left -= 1
+            if left:
+                return
         try:
             callback([outcome(future, key) for key, future in futures.items()])
         except BaseException:
             sys.excepthook(*sys.exc_info())
             raise
 
-    # collect_all also ends when a call fails, but as soon as the first does: hence `outcome`,
-    # which waits for the others; they fail at the same moment or their answer is on its way.
-    torch.futures.collect_all(list(futures.values())).then(finish)
+    for future in futures.values():
+        future.add_done_callback(one_ended)
 
 
 @contextlib.contextmanager

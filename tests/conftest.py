@@ -12,6 +12,30 @@ import pytest
 from tests import processes
 from tests.processes import Server, poll_for
 
+ALLOWED_SKIPS: dict[str, str] = {}
+"""Tests that may be skipped, by node id, and why. Any other skip fails the run."""
+
+_unexpected_skips: list[str] = []
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Note a skip that nobody has given a reason for."""
+    if report.skipped and not hasattr(report, "wasxfail") and report.nodeid not in ALLOWED_SKIPS:
+        _unexpected_skips.append(report.nodeid)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Fail the run for it: a test that never runs proves nothing."""
+    if _unexpected_skips:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say which."""
+    for nodeid in _unexpected_skips:
+        terminalreporter.write_line(f"skipped, but not in ALLOWED_SKIPS: {nodeid}", red=True)
+
 
 @pytest.fixture(autouse=True)
 def token(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:

@@ -93,3 +93,22 @@ class Noise(Dataset[tuple[Tensor, int]]):
 def mean_absolute_error(outputs: Tensor, targets: Tensor, scale: float = 1.0) -> Tensor:
     """A loss that is a function."""
     return scale * (outputs - targets).abs().mean()
+
+
+class Sum(nn.Module):
+    """Joins branches."""
+
+    def forward(self, *branches: Tensor) -> Tensor:
+        return torch.stack(branches).sum(dim=0)
+
+
+class Split(nn.Module):
+    """A linear layer whose output is given in two named halves."""
+
+    def __init__(self, features: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(features, features)
+
+    def forward(self, inputs: Tensor) -> dict[str, Any]:
+        left, right = self.linear(inputs).chunk(2, dim=1)
+        return {"left": left, "others": (right,)}

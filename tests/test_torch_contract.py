@@ -6,7 +6,6 @@ most, so a child process forms a group of one, calls itself, and prints what it 
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import json
 import os
@@ -14,16 +13,14 @@ import re
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
 import psutil
 import pytest
 import torch
-from torch._C._distributed_rpc import TensorPipeAgent
+from torch._C._distributed_rpc import TensorPipeAgent, _is_current_rpc_agent_set
 from torch.distributed import Store, rpc  # type: ignore[attr-defined]
-from torch.distributed.rpc import api as rpc_api
 from torch.futures import Future
 
 from rpcmp import transport
@@ -65,7 +62,7 @@ class RecordingStore(Store):
         self.values[key] = str(total).encode()
         return total
 
-    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:  # type: ignore[override]
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         self.operations.append("wait")
 
 
@@ -76,7 +73,7 @@ class TwoOutputs(torch.autograd.Function):
     fails = False
 
     @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
+    def forward(ctx: Any, anchor: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)
         return torch.ones(2), torch.ones(3)
 
@@ -94,7 +91,8 @@ def answer_later() -> Future[Any]:
 
     def fulfil() -> None:
         with torch.enable_grad():
-            future.set_result(TwoOutputs.apply(torch.empty(0, requires_grad=True)))
+            anchor = torch.empty(0, requires_grad=True)
+            future.set_result(TwoOutputs.apply(anchor))  # type: ignore[no-untyped-call]
 
     threading.Thread(target=fulfil).start()
     return future
@@ -123,7 +121,7 @@ def find() -> Findings:
     ]
     found["interop_threads"] = torch.get_num_interop_threads()
     found["debug_info"] = sorted(rpc._get_debug_info())
-    found["agent_is_current"] = rpc_api._is_current_rpc_agent_set()
+    found["agent_is_current"] = _is_current_rpc_agent_set()
     found["set_exception"] = repr(rpc.rpc_async(ALONE, answer_with_exception).wait())
     found["raised"] = _error(lambda: rpc.rpc_async(ALONE, raise_in_handler).wait())
     _differentiate()
@@ -137,7 +135,7 @@ def find() -> Findings:
     store.operations.clear()
     transport.leave(timeout=10.0)
     found["leaving"] = sorted(set(store.operations))
-    found["agent_is_current_afterwards"] = rpc_api._is_current_rpc_agent_set()
+    found["agent_is_current_afterwards"] = _is_current_rpc_agent_set()
     return found
 
 
@@ -221,7 +219,7 @@ def test_the_inter_op_pool_has_the_size_that_was_asked_for(found: Findings) -> N
     assert found["interop_threads"] == 3 + 2
 
 
-def test_an_agent_that_was_built_directly_becomes_the_process_s_own(found: Findings) -> None:
+def test_an_agent_that_was_built_directly_becomes_current(found: Findings) -> None:
     assert found["agent_is_current"]
     assert not found["agent_is_current_afterwards"]
 
@@ -265,30 +263,14 @@ def test_shutdown_has_a_timeout() -> None:
     assert {"graceful", "timeout"} <= set(inspect.signature(rpc.shutdown).parameters)
 
 
-def test_waiting_for_many_ends_with_the_first_failure() -> None:
-    fails, never = Future[int](), Future[int]()
-    ended = torch.futures.collect_all([fails, never])
-    fails.set_exception(RuntimeError("lost"))
-    with pytest.raises(RuntimeError, match="lost"):
-        ended.wait()
-
-
-def test_what_a_callback_raises_is_swallowed() -> None:
+def test_what_a_callback_raises_stays_in_a_future_that_nobody_waits_for() -> None:
     future = Future[int]()
     after = future.then(lambda done: 1 // done.value())
     future.set_result(0)
-    with pytest.raises(ZeroDivisionError):
+    with pytest.raises(RuntimeError, match="ZeroDivisionError"):
         after.wait()
 
 
-@contextlib.contextmanager
-def _without_destructors() -> Iterator[None]:
-    """RPC threads may still be about when the interpreter would tear itself down."""
-    yield
-    sys.stdout.flush()
-    os._exit(0)
-
-
 if __name__ == "__main__":
-    with _without_destructors():
-        print(json.dumps(find()))
+    print(json.dumps(find()), flush=True)
+    os._exit(0)  # no destructors: RPC threads may still be about

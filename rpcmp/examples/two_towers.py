@@ -31,10 +31,12 @@ class ImageTower(nn.Module):
     def __init__(self, width: int = 32, features: int = 64) -> None:
         super().__init__()
         self.encoder = nn.Sequential(
-            nn.Conv2d(1, width, kernel_size=3, padding=1),
+            nn.Conv2d(1, width, kernel_size=3, padding=1, bias=False),
+            nn.BatchNorm2d(width),
             nn.ReLU(),
             nn.MaxPool2d(kernel_size=2),
-            nn.Conv2d(width, 2 * width, kernel_size=3, padding=1),
+            nn.Conv2d(width, 2 * width, kernel_size=3, padding=1, bias=False),
+            nn.BatchNorm2d(2 * width),
             nn.ReLU(),
             nn.MaxPool2d(kernel_size=2),
             nn.Flatten(),

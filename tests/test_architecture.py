@@ -1,0 +1,170 @@
+"""Who may import whom, and that what is generated is up to date."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+PACKAGE = Path(__file__).parent.parent / "rpcmp"
+PROTOS = PACKAGE.parent / "protos"
+
+LAYERS = """
+    __init__ errors members seeds metrics tree tensorfile digest work process v1 host examples
+    graph partition schedule addresses microbatch handoff transport control
+    config source
+    configfile factory
+    configdoc data layers
+    plan
+    worker server reference
+    driver job
+    pipeline verify
+    cli
+    __main__
+"""
+"""Modules and packages of rpcmp, bottom up. A line imports only from the lines above it; inside of
+a package there are no cycles. A new module needs a place here."""
+
+ROWS = {
+    part: number for number, row in enumerate(LAYERS.strip().splitlines()) for part in row.split()
+}
+
+
+@cache
+def modules() -> dict[str, ast.Module]:
+    """Every module of rpcmp, parsed, by name, "rpcmp.worker.stage"."""
+    return {
+        ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts): ast.parse(
+            path.read_text(encoding="utf-8")
+        )
+        for path in sorted(PACKAGE.rglob("*.py"))
+    }
+
+
+def nodes(tree: ast.AST) -> Iterator[ast.AST]:
+    """All nodes of a module but for what only type checkers see."""
+    yield tree
+    for child in ast.iter_child_nodes(tree):
+        if isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING":
+            continue
+        yield from nodes(child)
+
+
+def imported_names(module: str) -> set[str]:
+    """The dotted names that a module imports, at its top or inside of functions."""
+    names: set[str] = set()
+    for node in nodes(modules()[module]):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{module} imports relatively"
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+def attributes(module: str) -> Iterator[str]:
+    """The dotted expressions of a module, "torch.nn.Linear"."""
+    for node in nodes(modules()[module]):
+        if isinstance(node, ast.Attribute):
+            yield ast.unparse(node)
+
+
+@cache
+def imports(module: str) -> frozenset[str]:
+    """The modules of rpcmp that a module imports."""
+    found = (_module_of(name) for name in imported_names(module) if name.split(".")[0] == "rpcmp")
+    return frozenset(found) - {module}
+
+
+def _module_of(name: str) -> str:
+    """The module that a dotted name lies in: "rpcmp.errors.JobError" in rpcmp.errors."""
+    while name not in modules() and f"{name}.__init__" not in modules():
+        name = name.rpartition(".")[0]
+    return name if name in modules() else f"{name}.__init__"
+
+
+def needs(module: str, found: frozenset[str] = frozenset()) -> frozenset[str]:
+    """All that a module imports, directly or not."""
+    for other in imports(module) - found:
+        found = needs(other, found | {other})
+    return found
+
+
+def part(module: str) -> str:
+    """The entry of LAYERS that a module belongs to."""
+    return module.split(".")[1]
+
+
+def test_imports_point_down() -> None:
+    wrong = [
+        f"{module} imports {other}"
+        for module in modules()
+        for other in imports(module)
+        if part(module) != part(other) and ROWS[part(module)] <= ROWS[part(other)]
+    ]
+    assert wrong == []
+
+
+def test_no_module_needs_itself() -> None:
+    assert [module for module in modules() if module in needs(module)] == []
+
+
+def test_every_module_has_its_place_and_every_place_its_module() -> None:
+    assert set(ROWS) == {part(module) for module in modules()}
+
+
+def test_only_the_transport_touches_rpc_and_what_is_private_in_torch() -> None:
+    ours = re.compile(r"torch\.distributed\.(rpc|autograd)\b|torch\.(.*\.)?_(?!_)")
+    uses = [
+        f"{module} uses {name}"
+        for module in modules()
+        for name in (*imported_names(module), *attributes(module))
+        if ours.match(name)
+    ]
+    assert any(use.startswith("rpcmp.transport ") for use in uses)
+    assert [use for use in uses if not use.startswith("rpcmp.transport ")] == []
+
+
+def test_the_reference_shares_nothing_with_what_it_is_compared_to() -> None:
+    needed = {
+        part(other)
+        for module in modules()
+        if part(module) == "reference"
+        for other in needs(module)
+    }
+    assert "layers" in needed
+    assert needed & {"worker", "driver", "transport", "source", "work"} == set()
+
+
+def test_supervisors_and_the_command_line_do_not_import_torch() -> None:
+    code = """
+import sys
+import rpcmp.cli, rpcmp.config, rpcmp.job.drive, rpcmp.job.session, rpcmp.job.status
+import rpcmp.server.serve, rpcmp.server.server
+print([name for name in ("torch", "numpy") if name in sys.modules])
+"""
+    command = [sys.executable, "-c", code]
+    assert subprocess.check_output(command, text=True, timeout=60).strip() == "[]"
+
+
+def test_the_generated_files_are_those_of_the_protos(tmp_path: Path) -> None:
+    outputs = [f"--{kind}_out={tmp_path}" for kind in ("python", "grpc_python", "mypy")]
+    outputs.append(f"--mypy_grpc_out={tmp_path}")
+    plugins = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    subprocess.run(
+        [sys.executable, "-m", "grpc_tools.protoc", f"-I{PROTOS}", *outputs]
+        + [str(path) for path in sorted(PROTOS.rglob("*.proto"))],
+        env={**os.environ, "PATH": plugins},
+        check=True,
+        timeout=60,
+    )
+    generated = {path.name: path.read_text() for path in (tmp_path / "rpcmp/v1").iterdir()}
+    committed = {path.name: path.read_text() for path in (PACKAGE / "v1").glob("control_*")}
+    assert sorted(generated) == sorted(committed)
+    for name, text in generated.items():
+        assert committed[name] == text, f"{name} is out of date"
