@@ -80,13 +80,11 @@ def _apply(data: dict[str, Any], override: str) -> None:
 
 
 def _descend(table: Any, key: str, override: str) -> Any:
-    if isinstance(table, list):
-        child = _element(table, key, override)
-    else:
-        child = table.setdefault(key, {})
+    in_list = isinstance(table, list)
+    child = _element(table, key, override) if in_list else table.setdefault(key, {})
     if isinstance(child, str):  # the short form of a factory: "torch.optim:SGD"
         child = {"callable": child}
-        table[int(key) if isinstance(table, list) else key] = child
+        table[int(key) if in_list else key] = child
     if not isinstance(child, dict | list):
         raise ConfigError(f"--set {override!r}: {key!r} is a value, not a table")
     return child

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import psutil
@@ -18,6 +20,7 @@ from tests.processes import (
     running,
     running_servers,
     status,
+    with_token,
 )
 
 
@@ -232,6 +235,7 @@ def test_code_is_refused_by_a_server_that_takes_none(job: JobFolder) -> None:
         (["--set", "model.layers='digits:nothing'"], "has no attribute 'nothing'"),
         (["--set", "data.train='missing_module:x'"], "No module named 'missing_module'"),
         (["--set", "loss='torch.nn:CrossEntropy'"], "loss = 'torch.nn:CrossEntropy'"),
+        (["--set", "model.layer='x'"], "unknown key; did you mean 'layers'?"),
         (["--connect", "10.0.0.1:50051,10.0.0.2:50051"], "not a loopback address"),
         (["--connect", "127.0.0.1:50051"], "2 stages need as many addresses"),
     ],
@@ -241,3 +245,33 @@ def test_bad_input_fails_before_anything_starts(options: list[str], message: str
     assert result.code == 2, result.err
     assert message in result.err
     assert result.out == ""
+
+
+def test_a_cycle_is_refused_before_anything_starts() -> None:
+    override = 'stages.0.inputs=["classifier"]'
+    result = rpcmp("drive", EXAMPLES / "two_towers.toml", "--set", override)
+    assert result.code == 2
+    assert "cycle: 'image' reads 'classifier' reads 'image'" in result.err
+
+
+def test_the_driver_killed_takes_its_own_servers_along(job: JobFolder, token: str) -> None:
+    config = job.config('steps = 100000\n[model]\nlayers = "zoo:mlp"\nbalance = [2, 2]')
+    with running("drive", config, "--json") as run:
+        run.wait_for_line('"step"')
+        assert len(with_token(token)) == 6  # the driver, its process, two servers, two workers
+        run.process.kill()
+        run.wait()
+        poll_for(lambda: not with_token(token), "all processes to end", timeout=10)
+
+
+def test_output_that_nobody_reads_ends_the_job(job: JobFolder) -> None:
+    config = job.config('steps = 100000\n[model]\nlayers = "zoo:mlp"\nnum_stages = 1')
+    command = [sys.executable, "-m", "rpcmp", "drive", config, "--json"]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert process.stdout.readline().startswith("{")
+        process.stdout.close()  # as `| head -n 1` does
+        assert process.wait(60) == 1
+        assert process.stderr.read() == ""

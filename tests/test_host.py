@@ -16,6 +16,7 @@ def test_facts_name_torch_and_threads() -> None:
 
 def test_differences_name_stage_and_fact() -> None:
     reference = {"torch": "2.13.0", "threads": "1"}
-    hosts = {"a": {"torch": "2.13.0", "threads": "1"}, "b": {"torch": "2.13.0", "threads": "4"}}
-    assert host.differences(reference, {"a": hosts["a"]}) == []
-    assert host.differences(reference, hosts) == ["threads is 4 at stage 'b' and 1 in the reference"]
+    other = {**reference, "threads": "4"}
+    assert host.differences(reference, {"a": reference}) == []
+    found = host.differences(reference, {"a": reference, "b": other})
+    assert found == ["threads is 4 at stage 'b' and 1 in the reference"]

@@ -5,6 +5,7 @@ Errors are planted into one of two runs of the reference itself; every one has t
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -129,14 +130,10 @@ def test_a_lost_gradient_is_found_in_the_parameters(right: Run) -> None:
     assert found.startswith("after the last step: first.0.bias: 6 of 6 numbers differ")
 
 
-def test_another_order_of_sums_is_found(right: Run) -> None:
-    wrong = train(job(), SumsInReverse, steps=1)
-    assert first_difference(wrong, train(job(), steps=1)) is not None
-    found = first_difference(train(job(), SumsInReverse), right)
-    assert found is not None
+def test_another_order_of_sums_is_found_though_it_changes_little(right: Run) -> None:
     wrong = train(job(), SumsInReverse)
-    for name, value in wrong.state.items():  # and it is no more than that
-        torch.testing.assert_close(value, right.state[name])
+    assert first_difference(wrong, right) is not None
+    torch.testing.assert_close(wrong.state, right.state)
 
 
 def test_gradients_that_were_not_cleared_are_found(right: Run) -> None:
@@ -272,22 +269,29 @@ def test_a_loss_that_sums_over_samples_needs_no_weights() -> None:
 
 def test_stages_read_what_the_graph_says() -> None:
     linear = {"module": "torch.nn:Linear", "kwargs": {"in_features": 2, "out_features": 1}}
+    split = {"module": "tests.models:Split", "kwargs": {"features": 4}}
     config = job(
         model=None,
         stages=[
             {"name": "sum", "module": "tests.models:Sum", "inputs": ["a", "b", "a", "target"]},
             {"name": "a", "inputs": ["split.left"], **linear},
             {"name": "b", "inputs": ["split.others.0"], **linear},
-            {"name": "split", "module": "tests.models:Split", "kwargs": {"features": 4}},
+            {"name": "split", "inputs": ["input"], **split},
         ],
     )
-    config = parse(
-        {
-            **config.model_dump(),
-            "stages": [
-                {**stage.model_dump(), "inputs": stage.inputs or ["input"]}
-                for stage in config.stages
-            ],
-        }
-    )
-    assert config
+    names = config.stage_names
+    _, a, b, first = (layers.build(config, i, [name])[name] for i, name in enumerate(names))
+    inputs, targets = next(batches(config).epoch(1))
+    halves = first(inputs)
+    outputs = 2 * a(halves["left"]) + b(halves["others"][0]) + targets
+    expected = nn.functional.mse_loss(outputs, targets).item()
+    assert train(config, steps=1).losses == pytest.approx([expected])
+
+
+def test_a_frozen_layer_stays_as_it_was_built() -> None:
+    config = job(stages=[{"frozen": True}, {}], model={"layers": "tests.models:layers"})
+    (first, *_) = plan.assign(config)
+    built = layers.build(config, 0, first.layers)["first"].state_dict()
+    trained = train(config).state
+    assert all(torch.equal(trained[f"first.{name}"], value) for name, value in built.items())
+    assert first_difference(Run([], trained), Run([], train(job()).state)) is not None

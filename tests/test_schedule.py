@@ -195,6 +195,16 @@ def test_gpipe_holds_everything_and_1f1b_only_its_depth() -> None:
     assert [one_f_one_b.open(stage) for stage in one_f_one_b.graph.stages] == [3, 2, 1]
 
 
+def test_gpipe_waits_for_the_last_forward_even_where_it_could_go_on() -> None:
+    run = Simulation(
+        graph.chain(["slow", "fast"]),
+        schedule.policy("gpipe"),
+        num_microbatches=3,
+        duration=lambda stage, action, microbatch: 5 if stage == "slow" else 1,
+    )
+    assert [action for action, _ in run.order("fast")] == [F, F, F, B, B, B]
+
+
 def test_nobody_holds_more_micro_batches_than_there_are() -> None:
     assert schedule.policy("1f1b").limit(depth=5, num_microbatches=2) == 2
 

@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 
@@ -56,7 +55,3 @@ def _run() -> int:
         return error.exit_code
     except (click.Abort, KeyboardInterrupt):
         return 128 + signal.SIGINT
-    except BrokenPipeError:
-        # Whoever read our output is gone; Python must not complain about it when it flushes.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 128 + signal.SIGPIPE

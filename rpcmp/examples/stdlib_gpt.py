@@ -17,7 +17,9 @@ from torch.nn import functional
 from torch.utils.data import TensorDataset
 
 CONTEXT = 64  # characters in a window: as far as the model looks back
-VOCABULARY = 96  # the newline is token 0, ASCII from " " to "~" are tokens 1 to 95
+ALPHABET = "\n\t" + "".join(map(chr, range(ord(" "), ord("~") + 1)))  # tokens are indices in it
+VOCABULARY = len(ALPHABET)
+INDENT = "    "  # is written as one character, a tab
 MAX_CHARACTERS = 4_000_000  # of the text
 TRAINING_SHARE = 0.9  # of the text, from its beginning; the rest is the test split
 PROMPT = 'def read(self, size=-1):\n    """Read at most size bytes and return them."""\n    if '
@@ -143,14 +145,17 @@ def library_tokens() -> Tensor:
 
 
 def encode(text: str) -> Tensor:
-    """Tokens `(len(text),)` int64. Control characters become newlines; what is not ASCII, "?"."""
-    codes = torch.frombuffer(bytearray(text, "ascii", "replace"), dtype=torch.uint8).long()
-    return (codes - 31).clamp(0, VOCABULARY - 1)
+    """Tokens `(L,)` int64, one a character, and one for four spaces. The unknown becomes "?"."""
+    tokens = {character: token for token, character in enumerate(ALPHABET)}
+    unknown = tokens["?"]
+    return torch.tensor(
+        [tokens.get(character, unknown) for character in text.replace(INDENT, "\t")]
+    )
 
 
 def decode(tokens: Tensor) -> str:
     """The text of tokens `(L,)` int64."""
-    return "".join(chr(token + 31) if token else "\n" for token in tokens.tolist())
+    return "".join(ALPHABET[token] for token in tokens.tolist()).replace("\t", INDENT)
 
 
 # What training is judged by, and what it is for.
