@@ -266,7 +266,7 @@ def test_the_driver_killed_takes_its_own_servers_along(job: JobFolder, token: st
 
 def test_output_that_nobody_reads_ends_the_job(job: JobFolder) -> None:
     config = job.config('steps = 100000\n[model]\nlayers = "zoo:mlp"\nnum_stages = 1')
-    command = [sys.executable, "-m", "rpcmp", "drive", config, "--json"]
+    command = [sys.executable, "-m", "rpcmp", "drive", str(config), "--json"]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True) as process:
         assert process.stdout is not None

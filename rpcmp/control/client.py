@@ -8,6 +8,8 @@ from collections.abc import AsyncIterator, Awaitable
 from typing import TYPE_CHECKING, TypeVar
 
 import grpc
+from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
+from grpc_health.v1.health_pb2_grpc import HealthStub
 
 from rpcmp.control.options import CHANNEL_OPTIONS
 from rpcmp.errors import RpcmpError, UnreachableError, from_wire
@@ -61,6 +63,12 @@ class StageClient:
     async def describe(self) -> pb.DescribeResponse:
         """Who the server is and what it does."""
         return await self._call(self._stub.Describe(pb.DescribeRequest(), timeout=CALL_SECONDS))
+
+    async def health(self) -> str:
+        """What the server's health service says: "SERVING" or "NOT_SERVING"."""
+        check = HealthStub(self._channel).Check(HealthCheckRequest(), timeout=CALL_SECONDS)
+        answer: HealthCheckResponse = await self._call(check)
+        return str(HealthCheckResponse.ServingStatus.Name(answer.status))
 
     async def prepare(self, request: pb.PrepareRequest) -> pb.PrepareResponse:
         """Claim the server."""

@@ -34,7 +34,7 @@ async def _ask(index: int, name: str, address: str) -> dict[str, Any]:
     client = StageClient(name, address)
     try:
         found = await client.connect()
-        health = "NOT_SERVING" if found.draining else "SERVING"
+        health = await client.health()
     except UnreachableError:
         found = pb.DescribeResponse()
         health = "UNREACHABLE"
