@@ -100,10 +100,7 @@ def _explain(details: ErrorDetails) -> str:
     place = [part for part in details["loc"] if part != "function-before"]
     where = ".".join(map(str, place))
     if details["type"] == "extra_forbidden":
-        valid = list(_keys(place[:-1]))
-        near = get_close_matches(str(place[-1]), valid, n=1, cutoff=0.6)
-        hint = f"did you mean {near[0]!r}?" if near else f"valid keys: {', '.join(valid)}"
-        return f"{where}: unknown key; {hint}"
+        return f"{where}: unknown key; {_nearest(str(place[-1]), place[:-1])}"
     if details["type"] == "missing":
         return f"{where}: missing"
     message = details["msg"].removeprefix("Value error, ")
@@ -116,6 +113,17 @@ def _explain(details: ErrorDetails) -> str:
 
 def _form(key: str) -> str:
     return "letters, digits, '-' and '_'" if key == "name" else '"module:callable"'
+
+
+def _nearest(key: str, place: Sequence[int | str]) -> str:
+    """The valid name that `key` was meant to be: in its own section or, else, in another."""
+    valid = list(_keys(place))
+    if near := get_close_matches(key, valid, n=1, cutoff=0.6):
+        return f"did you mean {near[0]!r}?"
+    for section in () if place else ("model", "data", "stages"):
+        if near := get_close_matches(key, list(_keys([section])), n=1, cutoff=0.6):
+            return f"did you mean {near[0]!r} in [{section}]?"
+    return f"valid keys: {', '.join(valid)}"
 
 
 def _keys(place: Sequence[int | str]) -> Iterator[str]:

@@ -158,6 +158,7 @@ def test_an_override_that_does_not_fit_is_refused(path: Path, override: str, mes
         ("[data.test]\ncallabel = 'm:t'", "data.test.callabel: .* did you mean 'callable'"),
         ("[[stages]]\nthread = 2", "stages.0.thread: .* did you mean 'threads'"),
         ("[metrics.a]\nkwarg = {}", "metrics.a.kwarg: .* did you mean 'kwargs'"),
+        ("batchsize = 3", "batchsize: unknown key; did you mean 'batch_size' in .data."),
         ("[model]\nzzz = 1", "model.zzz: unknown key; valid keys: layers, kwargs, balance, num_st"),
         ("[data]", "data.train: missing"),
         ("epochs = 1", "loss: missing"),

@@ -1,9 +1,9 @@
 """A small GPT that learns to write Python from the source of Python's own standard library.
 
 The text is on every machine that has Python, so nothing is downloaded. The model reads it character
-by character: a vocabulary of 96 characters needs no tokenizer. It is a list of layers, of which the
-blocks, all alike, hold nearly all of the 3.2 million parameters and cost nearly all of the time, so
-that the model divides evenly over 2 or 4 stages.
+by character, four spaces as one, and so needs no tokenizer. It is a list of layers in which the
+blocks, all alike, hold nearly all of the 3.2 million parameters and take nearly all of the time, so
+it divides evenly over 2 or 4 stages.
 """
 
 import sysconfig
@@ -16,16 +16,16 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import TensorDataset
 
-CONTEXT = 64  # characters in a window: as far as the model looks back
-ALPHABET = "\n\t" + "".join(map(chr, range(ord(" "), ord("~") + 1)))  # tokens are indices in it
+CONTEXT = 64  # tokens in a window: as far as the model looks back
+INDENT = "    "  # written as one character, a tab, lest most of a window be blank
+ALPHABET = "\n\t" + "".join(map(chr, range(ord(" "), ord("~") + 1)))  # a token is an index in it
 VOCABULARY = len(ALPHABET)
-INDENT = "    "  # is written as one character, a tab
 MAX_CHARACTERS = 4_000_000  # of the text
 TRAINING_SHARE = 0.9  # of the text, from its beginning; the rest is the test split
 PROMPT = 'def read(self, size=-1):\n    """Read at most size bytes and return them."""\n    if '
 
 
-# The model: vectors travel from layer to layer as (N, T, width) float32, N windows of T characters.
+# The model: vectors travel from layer to layer as (N, T, width) float32, N windows of T tokens.
 
 
 def layers(
@@ -44,7 +44,7 @@ def layers(
 
 
 class Embedding(nn.Module):
-    """From tokens `(N, T)` int64 to vectors: the sum of what a character is and where it is."""
+    """From tokens `(N, T)` int64 to vectors: what each is, plus where it is."""
 
     def __init__(self, width: int, dropout: float) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ def waves(length: int, width: int) -> Tensor:
 
 
 class Block(nn.Module):
-    """From vectors to vectors: each gathers from those before it, then is worked on alone."""
+    """From vectors to vectors: attention brings them together, then an MLP works on each alone."""
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ class Block(nn.Module):
 
 
 class SelfAttention(nn.Module):
-    """From vectors to vectors, each a mixture of itself and those before it, one for each head."""
+    """From vectors to vectors, each mixed from those up to its own place, by several heads."""
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
@@ -145,12 +145,10 @@ def library_tokens() -> Tensor:
 
 
 def encode(text: str) -> Tensor:
-    """Tokens `(L,)` int64, one a character, and one for four spaces. The unknown becomes "?"."""
+    """Tokens `(L,)` int64. A character that has none becomes a question mark."""
     tokens = {character: token for token, character in enumerate(ALPHABET)}
-    unknown = tokens["?"]
-    return torch.tensor(
-        [tokens.get(character, unknown) for character in text.replace(INDENT, "\t")]
-    )
+    characters = text.replace(INDENT, "\t")
+    return torch.tensor([tokens.get(character, tokens["?"]) for character in characters])
 
 
 def decode(tokens: Tensor) -> str:
@@ -167,16 +165,16 @@ def loss(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def entropy_ratio(outputs: Tensor, targets: Tensor) -> Tensor:
-    """The loss as a share of what it costs to know only how frequent each character is.
+    """The loss as a share of the unigram entropy; takes what `loss` takes.
 
-    1.0 is a model that has learned nothing else. Arguments as those of `loss`.
+    A model that knows how often each token occurs, and nothing else, is at 1.0.
     """
     return loss(outputs, targets) / unigram_entropy()
 
 
 @cache
 def unigram_entropy() -> float:
-    """Entropy, in nats a character, of how often each character occurs in the whole text."""
+    """Entropy, in nats, of how often each token occurs in the whole text."""
     tokens = library_tokens()
     shares = tokens.bincount().double() / len(tokens)
     return float(torch.special.entr(shares).sum())
@@ -185,20 +183,22 @@ def unigram_entropy() -> float:
 def sample(
     predict: Callable[[Tensor], Tensor],
     prompt: str = PROMPT,
-    characters: int = 120,
+    length: int = 120,
     temperature: float = 0.7,
     seed: int = 0,
 ) -> str:
-    """The prompt, continued by so many characters.
+    """The prompt, continued by `length` tokens.
 
     `predict` is the trained model: tokens `(1, CONTEXT)` int64 in, logits
-    `(1, CONTEXT, VOCABULARY)` out. It is called once a character.
+    `(1, CONTEXT, VOCABULARY)` out. It is called once a token.
     """
     generator = torch.Generator().manual_seed(seed)
     tokens = encode(prompt)
-    for _ in range(characters):
+    for _ in range(length):
         seen = tokens[-CONTEXT:]
-        window = functional.pad(seen, (0, CONTEXT - len(seen)))  # never seen from before it
+        window = functional.pad(
+            seen, (0, CONTEXT - len(seen))
+        )  # attention never looks at the padding
         logits = predict(window.unsqueeze(0))[0, len(seen) - 1]
         chances = (logits / temperature).softmax(dim=-1)
         tokens = torch.cat([tokens, chances.multinomial(1, generator=generator)])
