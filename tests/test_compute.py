@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -49,6 +50,14 @@ class Recorder:
         for action, microbatch in actions:
             self.compute.submit(number, action, microbatch, self.task(f"{action}{microbatch}"))
 
+    def call(self, function: Callable[[], Any]) -> Any:
+        """What `function` returns, run on the thread."""
+        done = threading.Event()
+        future = self.compute.future(function)
+        future.add_done_callback(lambda _: done.set())
+        assert done.wait(SECONDS)  # unlike Future.wait, this can be interrupted
+        return future.value()
+
     def task(self, name: str) -> Task:
         return Task(run=lambda: self._note(name), cancel=lambda: self._note(f"-{name}"))
 
@@ -59,7 +68,7 @@ class Recorder:
         with self._logged:
             self._logged.wait_for(lambda: len(self.log) >= len(expected), SECONDS)
         for _ in range(3):  # after each call the thread looks for actions that it must not do
-            self.compute.future(lambda: None).wait()
+            self.call(lambda: None)
         assert self.log == expected
 
     def _note(self, name: str) -> None:
@@ -194,8 +203,8 @@ def test_a_round_that_was_aborted_before_it_reached_this_stage_stays_aborted() -
 
 def test_calls_run_on_the_same_thread_even_without_a_round() -> None:
     stage = Recorder()
-    names = [stage.compute.future(lambda: threading.current_thread().name) for _ in range(2)]
-    assert [name.wait() for name in names] == ["rpcmp-compute"] * 2
+    assert stage.call(lambda: threading.current_thread().name) == "rpcmp-compute"
+    assert stage.call(threading.get_ident) == stage.call(threading.get_ident)
 
 
 def test_calls_run_in_order_and_before_actions() -> None:
@@ -216,11 +225,11 @@ def test_what_a_call_raises_is_its_answer(error: Exception, kind: type[Exception
         raise error
 
     stage = Recorder()
-    raised = stage.compute.future(fail).wait()
+    raised = stage.call(fail)
     assert isinstance(raised, Raised)
     assert type(from_wire(raised.error)) is kind
     assert str(error) in str(from_wire(raised.error))
-    assert stage.compute.future(lambda: "still here").wait() == "still here"
+    assert stage.call(lambda: "still here") == "still here"
 
 
 def test_an_idle_thread_keeps_no_micro_batch_alive() -> None:
@@ -235,9 +244,26 @@ def test_an_idle_thread_keeps_no_micro_batch_alive() -> None:
     assert kept() is None
 
 
-def test_busy_seconds_count_from_the_last_time_they_were_asked_for() -> None:
-    compute = Recorder().compute
-    first = compute.future(compute.take_busy_seconds).wait()
-    second = compute.future(compute.take_busy_seconds).wait()
-    assert first == 0.0
-    assert second > 0.0
+class Clock:
+    """A clock that goes on when told to."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def work(self, seconds: float) -> None:
+        self.now += seconds
+
+
+def test_busy_seconds_are_those_of_tasks_since_they_were_last_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr("rpcmp.worker.compute.time", clock)
+    stage = Recorder()
+    stage.call(lambda: clock.work(2.0))
+    clock.work(5.0)  # idle
+    stage.call(lambda: clock.work(1.0))
+    assert [stage.call(stage.compute.take_busy_seconds) for _ in range(2)] == [3.0, 0.0]

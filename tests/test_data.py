@@ -11,6 +11,7 @@ import torch
 from rpcmp import data, seeds
 from rpcmp.config import DataConfig, Factory
 from rpcmp.errors import ConfigError
+from tests import models
 
 
 def load(
@@ -107,17 +108,23 @@ def test_a_dataset_without_a_mini_batch_is_refused(options: dict[str, Any], samp
         load(samples=samples, **options)
 
 
-@pytest.mark.parametrize("value", [3, iter([1])])
-def test_what_has_no_length_or_items_is_refused(value: object) -> None:
-    train = Factory(callable="tests.models:returned", kwargs={"value": value})
+def load_returned(monkeypatch: pytest.MonkeyPatch, dataset: object) -> data.Batches:
+    """The mini-batches of any object."""
+    monkeypatch.setattr(models, "returned", lambda: dataset)
+    train = Factory(callable="tests.models:returned")
+    return data.load(train, "data.train", DataConfig(train=train), 0, training=False)
+
+
+@pytest.mark.parametrize("dataset", [3, iter([1]), {1}])
+def test_what_has_no_length_or_items_is_refused(
+    monkeypatch: pytest.MonkeyPatch, dataset: object
+) -> None:
     with pytest.raises(ConfigError, match=r"'tests.models:returned' is not a map-style dataset"):
-        data.load(train, "data.train", DataConfig(train=train), 0, training=True)
+        load_returned(monkeypatch, dataset)
 
 
-def test_a_list_of_pairs_is_a_dataset() -> None:
+def test_a_list_of_pairs_is_a_dataset(monkeypatch: pytest.MonkeyPatch) -> None:
     pairs = [({"image": torch.ones(2)}, index) for index in range(3)]
-    train = Factory(callable="tests.models:returned", kwargs={"value": pairs})
-    batches = data.load(train, "data.train", DataConfig(train=train), 0, training=False)
-    ((inputs, targets),) = batches.epoch(1)
+    ((inputs, targets),) = load_returned(monkeypatch, pairs).epoch(1)
     assert inputs["image"].shape == (3, 2)
     assert targets.tolist() == [0, 1, 2]

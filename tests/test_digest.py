@@ -62,7 +62,9 @@ def test_strides_and_gradients_do_not_matter() -> None:
     assert not strided.is_contiguous()
     assert digest.tensor_line("w", strided) == digest.tensor_line("w", weight)
     every_second = torch.tensor([1.0, 9.0, 2.0, 9.0])[::2]
-    assert digest.tensor_line("w", every_second) == digest.tensor_line("w", torch.tensor([1.0, 2.0]))
+    assert digest.tensor_line("w", every_second) == digest.tensor_line(
+        "w", torch.tensor([1.0, 2.0])
+    )
 
 
 def flipped(tensor: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ def test_one_part_is_the_whole() -> None:
 
 
 def test_the_order_of_parts_does_not_matter() -> None:
-    parts = [Evaluation(1, 10.0**exponent) for exponent in range(-20, 20)]
+    parts = [Evaluation(1, loss) for loss in (1e16, -1e16, 1.0)]
     assert mean(parts) == mean(reversed(parts))
 
 

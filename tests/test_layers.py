@@ -120,9 +120,12 @@ def test_a_job_without_layers_has_no_chain() -> None:
         ({}, "returns no layers"),
     ],
 )
-def test_what_is_no_list_of_layers_is_refused(value: Any, message: str) -> None:
+def test_what_is_no_list_of_layers_is_refused(
+    monkeypatch: pytest.MonkeyPatch, value: Any, message: str
+) -> None:
+    monkeypatch.setattr(models, "returned", lambda: value)
     with pytest.raises(ConfigError, match=message):
-        layers.chain_layers(config("returned", value=value))
+        layers.chain_layers(config("returned"))
 
 
 def test_a_function_that_raises_is_named() -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rpcmp import data, layers, plan
+from rpcmp import data, layers, plan, seeds
 from rpcmp.config import Config
 from rpcmp.configfile import parse
 from rpcmp.reference.training import UnsplitModel
@@ -265,6 +265,19 @@ def test_a_loss_that_sums_over_samples_needs_no_weights() -> None:
     )
     torch.testing.assert_close(cut.losses, whole.losses, rtol=1e-5, atol=1e-7)
     torch.testing.assert_close(cut.state, whole.state)
+
+
+def test_dropout_is_drawn_for_each_micro_batch_and_layer() -> None:
+    config = job(dropout=0.5, num_microbatches=2)
+    first, middle, last = layers.build(config, 0, layers.chain_layers(config)).values()
+    expected = 0.0
+    batch = next(batches(config).epoch(1))
+    slices = zip(*(tensor.tensor_split(2) for tensor in batch), strict=True)
+    for index, (inputs, targets) in enumerate(slices):
+        seeds.seed_all(0, "train", 1, index, "middle")
+        hidden = middle(first(inputs))
+        expected += nn.functional.mse_loss(last(hidden), targets).item() / 2
+    assert train(config, steps=1).losses == pytest.approx([expected])
 
 
 def test_stages_read_what_the_graph_says() -> None:

@@ -196,9 +196,7 @@ def sample(
     tokens = encode(prompt)
     for _ in range(length):
         seen = tokens[-CONTEXT:]
-        window = functional.pad(
-            seen, (0, CONTEXT - len(seen))
-        )  # attention never looks at the padding
+        window = functional.pad(seen, (0, CONTEXT - len(seen)))  # causal: padding is unseen
         logits = predict(window.unsqueeze(0))[0, len(seen) - 1]
         chances = (logits / temperature).softmax(dim=-1)
         tokens = torch.cat([tokens, chances.multinomial(1, generator=generator)])
