@@ -56,6 +56,11 @@ def broken_layers() -> Layers:
     return [("good", lambda: nn.Linear(1, 1)), ("bad", raising)]
 
 
+def lazy_layers() -> Layers:
+    """A layer whose size only its first input tells."""
+    return [("lazy", lambda: nn.LazyLinear(2))]
+
+
 def no_modules() -> list[tuple[str, Callable[[], object]]]:
     """A factory that makes something else."""
     return [("number", lambda: 3)]

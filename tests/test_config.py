@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import datetime
 import typing
 from pathlib import Path
 from typing import Any
@@ -117,6 +118,14 @@ def test_a_config_survives_the_journey_to_another_process() -> None:
 def test_infinite_arguments_survive_the_journey_to_another_process(value: float) -> None:
     config = parse({**LAYERS, "loss": {"callable": "m:loss", "kwargs": {"most": value}}})
     assert Config.model_validate_json(config.model_dump_json()).loss.kwargs == {"most": value}
+
+
+@pytest.mark.parametrize("value", [datetime.date(2020, 1, 1), object(), {1: "one"}, b"bytes"])
+@pytest.mark.parametrize("section", ["loss", "model"])
+def test_arguments_that_could_not_travel_are_refused(section: str, value: object) -> None:
+    name = "layers" if section == "model" else "callable"
+    with pytest.raises(ConfigError, match=rf"{section}\.kwargs\.x.* valid"):
+        parse({**LAYERS, section: {name: "m:f", "kwargs": {"x": value}}})
 
 
 def test_a_copy_in_another_folder_leaves_the_original_where_it_is(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from rpcmp import digest, layers
+from rpcmp import digest, layers, seeds
 from rpcmp.config import Config
 from rpcmp.configfile import parse
 from rpcmp.errors import ConfigError, FactoryError
@@ -53,11 +53,11 @@ def test_another_seed_gives_other_bits() -> None:
     )
 
 
-def test_layers_of_the_same_kind_start_differently() -> None:
-    job = config()
-    built = layers.build(job, 0, ["first", "middle"])
-    rows = [module.state_dict()["0.weight"][0, 0].item() for module in built.values()]
-    assert rows[0] != rows[1]
+def test_a_layer_is_initialized_from_the_seed_and_its_name() -> None:
+    for name, make in models.layers():
+        seeds.seed_all(3, "init", name)
+        expected = {name: make()}
+        assert sha256(layers.build(config(seed=3), 0, [name])) == sha256(expected)
 
 
 def test_a_dict_of_factories_is_the_same_model() -> None:
@@ -133,9 +133,10 @@ def test_a_function_that_raises_is_named() -> None:
         layers.chain_layers(config("raising"))
 
 
-def test_a_layer_that_cannot_be_sized_asks_for_a_balance() -> None:
-    with pytest.raises(ConfigError, match=r"(?s)layer 'bad' cannot be sized.*give a `balance`"):
-        layers.layer_sizes(layers.chain_layers(config("broken_layers")))
+@pytest.mark.parametrize(("name", "layer"), [("broken_layers", "bad"), ("lazy_layers", "lazy")])
+def test_a_layer_that_cannot_be_sized_asks_for_a_balance(name: str, layer: str) -> None:
+    with pytest.raises(ConfigError, match=rf"(?s)layer '{layer}' cannot be sized.*give a `balance"):
+        layers.layer_sizes(layers.chain_layers(config(name)))
 
 
 @pytest.mark.parametrize(

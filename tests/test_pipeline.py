@@ -43,9 +43,7 @@ def batch() -> tuple[Tensor, Tensor]:
     return inputs, targets
 
 
-def test_training_lowers_the_loss(
-    pipeline: rpcmp.Pipeline, batch: tuple[Tensor, Tensor]
-) -> None:
+def test_training_lowers_the_loss(pipeline: rpcmp.Pipeline, batch: tuple[Tensor, Tensor]) -> None:
     before = pipeline.evaluate(*batch).loss
     for _ in range(30):
         assert isinstance(pipeline.train_step(*batch), float)

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -170,6 +171,7 @@ def found() -> Findings:
     """What the child has found."""
     child = subprocess.run(
         [sys.executable, "-m", "tests.test_torch_contract"],
+        cwd=Path(__file__).parent.parent,
         env={**os.environ, "TP_SOCKET_IFNAME": "lo"},
         capture_output=True,
         text=True,

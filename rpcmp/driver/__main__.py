@@ -1,131 +1,13 @@
-"""Main program of the driver process: plan, join the group, then train or take calls.
+"""Starts the driver process.
 
-supervisor ──plan──> driver ──planned──> ...  ──join──> driver ──joined──> ...
-           ──train──> driver ──start, step, eval, report, summary, done──> ...
-           ──serve──> driver: calls come by another socket (rpcmp.launch) until it closes
+The bond with the supervisor comes first and torch, which takes a second to import, after it: a
+supervisor that dies meanwhile must not leave a process behind.
 """
 
-from __future__ import annotations
-
-import os
-import queue
-import signal
-import sys
-import threading
-import traceback
-from pathlib import Path
-
-from rpcmp import factory, plan, transport
-from rpcmp.config import Config
-from rpcmp.control.store import GrpcStore
-from rpcmp.driver import calls
-from rpcmp.driver.group import Group, in_flight
-from rpcmp.driver.training import Datasets, Training
-from rpcmp.errors import JobError, RpcmpError, one_line, to_wire
-from rpcmp.process.channel import Channel, Message, begin_child
-from rpcmp.source import Source
-from rpcmp.tensorfile import save_tensors
-
-LEAVE_SECONDS = 10.0
-"""How long the driver waits for the workers when the group ends."""
-
-
-def main() -> None:
-    """Run one job; the process ends here."""
-    channel = begin_child()
-    driver = DriverProcess(channel)
-    try:
-        driver.run()
-    except Exception as error:
-        known = error if isinstance(error, RpcmpError) else _unexpected(error)
-        channel.send({"event": "error", "error": to_wire(known)})
-        os._exit(1)
-    os._exit(0)  # no destructors: RPC threads may still be about
-
-
-class DriverProcess:
-    """The driver's side of one generation of one job."""
-
-    def __init__(self, channel: Channel) -> None:
-        self._channel = channel
-        self._messages: queue.Queue[Message] = queue.Queue()
-        self._training: Training | None = None
-        self._stop_requested = False
-        threading.Thread(target=self._listen, daemon=True).start()
-
-    def run(self) -> None:
-        """From the plan to the end of the group."""
-        config = self._plan(self._expect("plan"))
-        order = self._messages.get()
-        self._join(config, order)
-        self._channel.send({"event": "joined"})
-        work = self._messages.get()
-        group = Group(config, self._source)
-        if work["op"] == "serve":
-            calls.serve(config, group, int(sys.argv[3]))
-        else:
-            self._train(config, group, work)
-        group.close()
-        transport.leave(LEAVE_SECONDS)
-
-    def _plan(self, message: Message) -> Config:
-        folder = Path(message["folder"])
-        sys.path.insert(0, str(folder))
-        config = Config.model_validate_json(message["config"]).with_folder(folder)
-        assignments = [assignment.model_dump_json() for assignment in plan.assign(config)]
-        if message["load_data"]:
-            self._datasets = Datasets.load(config)
-        if config.report is not None:
-            factory.resolve(config.report.callable, "report")
-        self._channel.send({"event": "planned", "assignments": assignments})
-        return config
-
-    def _join(self, config: Config, order: Message) -> None:
-        self._source = Source()
-        store = GrpcStore(order["rendezvous"], order["job_id"], order["generation"])
-        transport.join(order["members"], order["rank"], store, self._source, in_flight(config))
-
-    def _train(self, config: Config, group: Group, order: Message) -> None:
-        training = Training(config, self._datasets, group, self._channel.send)
-        training.stop_requested = self._stop_requested
-        self._training = training
-        self._channel.send({"event": "start", "steps": training.total_steps()})
-        training.run(evaluate=order["evaluate"])
-        if order["save_state"]:
-            save_tensors(group.state_dict(), Path(order["save_state"]))
-        self._channel.send(
-            {
-                "event": "summary",
-                "steps": training.step,
-                "loss": training.loss,
-                "metrics": training.metrics,
-                "parameters_sha256": group.parameters_sha256(),
-                "hosts": group.hosts(),
-            }
-        )
-        self._channel.send({"event": "done"})
-
-    def _expect(self, op: str) -> Message:
-        message = self._messages.get()
-        if message["op"] != op:
-            raise JobError(f"the driver process expected {op!r}, not {message['op']!r}")
-        return message
-
-    def _listen(self) -> None:
-        while (message := self._channel.receive()) is not None:
-            if message["op"] == "finish_step":
-                self._stop_requested = True
-                if self._training is not None:
-                    self._training.stop_requested = True
-            else:
-                self._messages.put(message)
-        os._exit(128 + signal.SIGHUP)
-
-
-def _unexpected(error: Exception) -> JobError:
-    text = "".join(traceback.format_exception(error))
-    return JobError(f"the driver failed: {one_line(error)}\n{text}")
-
+from rpcmp.process.channel import begin_child
 
 if __name__ == "__main__":
-    main()
+    channel = begin_child()
+    from rpcmp.driver.process import run
+
+    run(channel)

@@ -1,6 +1,6 @@
 """How fast a stage server starts, and answers health checks while both cores train.
 
-    python -m tests.benchmarks.health
+python -m tests.benchmarks.health
 """
 
 from __future__ import annotations
