@@ -27,7 +27,21 @@ from rpcmp import graph
 
 _PLAIN: TypeAdapter[dict[str, JsonValue]] = TypeAdapter(dict[str, JsonValue])
 
-Arguments = Annotated[dict[str, Any], AfterValidator(_PLAIN.validate_python)]
+
+def _plain(arguments: dict[str, Any]) -> dict[str, Any]:
+    return _PLAIN.validate_python(_without_tuples(arguments))
+
+
+def _without_tuples(value: Any) -> Any:
+    """Tuples as lists: `betas=(0.9, 0.99)` is usual in code, and JSON has no other form for it."""
+    if isinstance(value, dict):
+        return {key: _without_tuples(item) for key, item in value.items()}
+    if isinstance(value, tuple | list):
+        return [_without_tuples(item) for item in value]
+    return value
+
+
+Arguments = Annotated[dict[str, Any], AfterValidator(_plain)]
 """Keyword arguments: plain values only, since they travel to other hosts as JSON."""
 
 _NAME = r"^[A-Za-z0-9_-]+$"

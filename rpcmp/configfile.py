@@ -65,10 +65,7 @@ def _apply(data: dict[str, Any], override: str) -> None:
     *parents, last = key.strip().split(".")
     if not separator or not last:
         raise ConfigError(f"--set {override!r}: write key=value, such as data.batch_size=64")
-    try:
-        value = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        value = text
+    value = _value(text)
     table: Any = data
     for parent in parents:
         table = _descend(table, parent, override)
@@ -77,6 +74,15 @@ def _apply(data: dict[str, Any], override: str) -> None:
         table[int(last)] = value
     else:
         table[last] = value
+
+
+def _value(text: str) -> Any:
+    """`text` as a TOML value where it is one, else as a string."""
+    try:
+        parsed = tomllib.loads(f"value = {text}")
+    except tomllib.TOMLDecodeError:
+        return text
+    return parsed["value"] if len(parsed) == 1 else text
 
 
 def _descend(table: Any, key: str, override: str) -> Any:

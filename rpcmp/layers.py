@@ -8,8 +8,8 @@ not depend on where it is cut.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -38,8 +38,9 @@ def chain_layers(config: Config) -> dict[str, LayerFactory]:
         if name in layers:
             raise ConfigError(f"{model.layers} names two layers {name!r}")
         layers[name] = layer
-    if not layers:
-        raise ConfigError(f"{model.layers} returns no layers")
+    _check_names(list(layers), model.layers)
+    ready = {name: layer() for name, layer in layers.items() if isinstance(layer, _Ready)}
+    _refuse_shared_parameters(ready)
     return layers
 
 
@@ -54,11 +55,11 @@ def layer_sizes(layers: Mapping[str, LayerFactory]) -> list[int]:
         try:
             with torch.device("meta"):
                 module = layer()
+            sizes.append(sum(parameter.numel() for parameter in module.parameters()))
         except Exception as error:
             raise ConfigError(
                 f"layer {name!r} cannot be sized ({factory.explain(error)}); give a `balance`"
             ) from error
-        sizes.append(sum(parameter.numel() for parameter in module.parameters()))
     return sizes
 
 
@@ -74,7 +75,9 @@ def build(config: Config, stage_index: int, names: Iterable[str]) -> dict[str, n
     stage = config.stage(stage_index)
     if config.model is not None:
         layers = chain_layers(config)
-        return {name: _build_layer(config.seed, name, layers[name]) for name in names}
+        built = {name: _build_layer(config.seed, name, layers[name]) for name in names}
+        _refuse_shared_parameters(built)
+        return built
     (name,) = names
     source = Factory(callable=stage.module or "", kwargs=stage.kwargs)
 
@@ -100,8 +103,9 @@ def _build_layer(seed: int, name: str, layer: LayerFactory) -> nn.Module:
 
 def _pairs(made: Any, source: str) -> Iterable[tuple[str, LayerFactory]]:
     """(name, factory) pairs from all that `layers` may return."""
-    if isinstance(made, nn.Module):
-        made = dict(made.named_children())
+    if isinstance(made, nn.Module):  # a module that stands twice in a Sequential is two layers
+        every = made.named_modules(remove_duplicate=False)
+        made = [(name, module) for name, module in every if name and "." not in name]
     items = made.items() if isinstance(made, Mapping) else made
     try:
         pairs = [(name, layer) for name, layer in items]
@@ -112,8 +116,37 @@ def _pairs(made: Any, source: str) -> Iterable[tuple[str, LayerFactory]]:
     for name, layer in pairs:
         if not isinstance(name, str) or not name or not callable(layer):
             raise ConfigError(f"{source}: {name!r}: {layer!r} is not a named layer factory")
-        yield name, functools.partial(_built, layer) if isinstance(layer, nn.Module) else layer
+        yield name, _Ready(layer) if isinstance(layer, nn.Module) else layer
 
 
-def _built(module: nn.Module) -> nn.Module:
-    return module
+@dataclass(frozen=True)
+class _Ready:
+    """The factory of a layer that was given as a module, already built."""
+
+    module: nn.Module
+
+    def __call__(self) -> nn.Module:
+        return self.module
+
+
+def _check_names(names: list[str], source: str) -> None:
+    """Parameters are named "<layer>.<parameter>", so no layer's name may begin another's."""
+    if not names:
+        raise ConfigError(f"{source} returns no layers")
+    for name in names:
+        for other in names:
+            if other.startswith(f"{name}."):
+                raise ConfigError(f"{source}: the layer names {name!r} and {other!r} collide")
+
+
+def _refuse_shared_parameters(modules: Mapping[str, nn.Module]) -> None:
+    """A cut between two layers would give each a copy of its own: the model would change."""
+    owners: dict[nn.Parameter, str] = {}
+    for layer, module in modules.items():
+        for name, parameter in module.named_parameters():
+            owner = owners.setdefault(parameter, layer)
+            if owner != layer:
+                raise ConfigError(
+                    f"the layers {owner!r} and {layer!r} share the parameter {name!r}; put both "
+                    "into one layer"
+                )

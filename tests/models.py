@@ -117,3 +117,21 @@ class Split(nn.Module):
     def forward(self, inputs: Tensor) -> dict[str, Any]:
         left, right = self.linear(inputs).chunk(2, dim=1)
         return {"left": left, "others": (right,)}
+
+
+def tied_modules() -> dict[str, nn.Module]:
+    """Two layers with one weight, built."""
+    first, last = nn.Linear(FEATURES, FEATURES), nn.Linear(FEATURES, FEATURES)
+    last.weight = first.weight
+    return {"first": first, "last": last}
+
+
+def tied_factories() -> Layers:
+    """Two layers with one weight, which shows only when both are built."""
+    modules = tied_modules()
+    return [(name, lambda name=name: modules[name]) for name in modules]  # type: ignore[misc]
+
+
+def colliding_layers() -> Layers:
+    """Layers whose parameters' names could be mixed up."""
+    return [("a", lambda: nn.Linear(1, 1)), ("a.b", lambda: nn.Linear(1, 1))]

@@ -241,3 +241,8 @@ def test_every_section_refuses_unknown_keys() -> None:
     sections: set[type[BaseModel]] = {Config, *(kind for kind in kinds if kind is not None)}
     assert sections == {Config, ModelConfig, StageConfig, DataConfig, Factory}
     assert all(section.model_config["extra"] == "forbid" for section in sections)
+
+
+def test_tuples_in_arguments_become_lists() -> None:
+    factory = Factory(callable="torch.optim:Adam", kwargs={"betas": (0.9, (1, 2))})
+    assert factory.kwargs == {"betas": [0.9, [1, 2]]}

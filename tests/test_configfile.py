@@ -199,3 +199,8 @@ def test_a_file_that_is_no_toml_is_named(tmp_path: Path, content: bytes) -> None
     file.write_bytes(content)
     with pytest.raises(ConfigError, match=r"bad.toml is not valid TOML: "):
         configfile.load(file)
+
+
+def test_an_override_is_one_value(path: Path) -> None:
+    with pytest.raises(ConfigError, match="seed"):
+        configfile.load(path, ["seed=1\nepochs=7"])

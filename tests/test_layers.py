@@ -153,3 +153,16 @@ def test_a_layer_that_cannot_be_built_is_named(name: str, layer: str, message: s
 
 def _linear(in_features: int, out_features: int) -> dict[str, int]:
     return {"in_features": in_features, "out_features": out_features}
+
+
+def test_layers_that_share_a_parameter_are_refused() -> None:
+    for name in ("tied_modules", "tied_factories"):
+        with pytest.raises(ConfigError, match="'first' and 'last' share the parameter 'weight'"):
+            layers.build(config(name), 0, ["first", "last"])
+    with pytest.raises(ConfigError, match="share the parameter"):
+        layers.chain_layers(config("tied_modules"))
+
+
+def test_layer_names_that_collide_are_refused() -> None:
+    with pytest.raises(ConfigError, match="the layer names 'a' and 'a.b' collide"):
+        layers.chain_layers(config("colliding_layers"))

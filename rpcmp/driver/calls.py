@@ -102,7 +102,11 @@ def serve(config: Config, group: Group, fd: int) -> None:
             name, *arguments = handoff.receive()
         except EOFError:
             return
-        handoff.send(_answer(getattr(Calls, name), calls, arguments))
+        answer = _answer(getattr(Calls, name), calls, arguments)
+        try:
+            handoff.send(answer)
+        except TypeError as error:  # the model's outputs hold something that is no tensor
+            handoff.send({"error": to_wire(JobError(f"{name}: {error}"))})
 
 
 def _answer(method: Callable[..., Any], calls: Calls, arguments: list[Any]) -> dict[str, Any]:

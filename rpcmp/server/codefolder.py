@@ -57,6 +57,6 @@ def _safe_parts(path: str) -> tuple[str, ...]:
 def _is_alive(pid: int) -> bool:
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
+    except (ProcessLookupError, OverflowError):
         return False
     return True
