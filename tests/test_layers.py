@@ -164,5 +164,5 @@ def test_layers_that_share_a_parameter_are_refused() -> None:
 
 
 def test_layer_names_that_collide_are_refused() -> None:
-    with pytest.raises(ConfigError, match="the layer names 'a' and 'a.b' collide"):
+    with pytest.raises(ConfigError, match=r"the layer names 'a' and 'a\.b' collide"):
         layers.chain_layers(config("colliding_layers"))

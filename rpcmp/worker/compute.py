@@ -81,6 +81,7 @@ class ComputeThread:
         with self._changed:
             if number > self._round.number:
                 limit = self._limit if training else num_microbatches
+                self._busy_seconds = 0.0
                 self._round = _Round(number, num_microbatches, limit)
 
     def submit(self, round_number: int, action: Action, microbatch: int, task: Task) -> None:
@@ -120,7 +121,7 @@ class ComputeThread:
             task.cancel()
 
     def take_busy_seconds(self) -> float:
-        """Seconds spent in tasks since this was last asked."""
+        """Seconds spent in tasks since the round began, or since this was last asked."""
         with self._changed:
             busy, self._busy_seconds = self._busy_seconds, 0.0
         return busy
@@ -133,7 +134,8 @@ class ComputeThread:
             started = time.perf_counter()
             task.run()
             del task  # an idle thread must not keep a micro-batch alive
-            self._busy_seconds += time.perf_counter() - started
+            with self._changed:
+                self._busy_seconds += time.perf_counter() - started
 
     def _next(self) -> Task | None:
         if self._calls:
