@@ -23,7 +23,8 @@ def parse(address: str) -> tuple[str, int]:
         ConfigError: it is no such thing.
     """
     host, separator, port = address.rpartition(":")
-    if not separator or not host or not port.isdecimal() or int(port) > 65535:
+    odd = any(character.isspace() for character in host)
+    if not separator or not host or odd or not port.isdecimal() or int(port) > 65535:
         raise ConfigError(f"{address!r} is not HOST:PORT, such as 127.0.0.1:{FIRST_PORT}")
     return host.strip("[]"), int(port)
 
@@ -39,8 +40,7 @@ def require_loopback(addresses: Iterable[str]) -> None:
         if not _is_loopback(host):
             raise ConfigError(
                 f"{address} is not a loopback address: whoever reaches a stage server runs code on "
-                "its host, and connections are not authenticated yet. Use 127.0.0.1, over an SSH "
-                "tunnel for another machine"
+                "its host, and connections are not authenticated yet. Use 127.0.0.1"
             )
 
 

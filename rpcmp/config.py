@@ -7,7 +7,6 @@ names as "module:callable" is imported later, where it is needed (`rpcmp.factory
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -23,7 +22,8 @@ from pydantic import (
     model_validator,
 )
 
-from rpcmp import graph
+from rpcmp import addresses, graph
+from rpcmp.errors import ConfigError
 
 _PLAIN: TypeAdapter[dict[str, JsonValue]] = TypeAdapter(dict[str, JsonValue])
 
@@ -43,6 +43,9 @@ def _without_tuples(value: Any) -> Any:
 
 Arguments = Annotated[dict[str, Any], AfterValidator(_plain)]
 """Keyword arguments: plain values only, since they travel to other hosts as JSON."""
+
+RESERVED_METRICS = {"event", "step", "epoch", "loss"}
+"""What an evaluation's event holds besides the metrics."""
 
 _NAME = r"^[A-Za-z0-9_-]+$"
 
@@ -211,6 +214,11 @@ class Config(Strict):
         """The settings of one stage; defaults where the config has no table for it."""
         return self.stages[index] if self.stages else StageConfig()
 
+    def optimizer_of(self, index: int) -> Factory:
+        """The optimizer of one stage: the job's, with the stage's own arguments."""
+        kwargs = {**self.optimizer.kwargs, **self.stage(index).optimizer}
+        return Factory(callable=self.optimizer.callable, kwargs=kwargs)
+
     def graph(self) -> graph.Graph:
         """Which stage reads what.
 
@@ -251,8 +259,16 @@ class Config(Strict):
                 "layers form a chain"
             )
         for address in stage.addresses:
-            if not re.fullmatch(r"(\[[0-9a-fA-F:]+\]|[^:\s]+):\d{1,5}", address):
-                raise ValueError(f"stage {name!r}: {address!r} is not HOST:PORT")
+            try:
+                addresses.parse(address)
+            except ConfigError as error:
+                raise ValueError(f"stage {name!r}: {error}") from error
+
+    @model_validator(mode="after")
+    def _check_metrics(self) -> Self:
+        if taken := RESERVED_METRICS & set(self.metrics):
+            raise ValueError(f"no metric can be called {', '.join(map(repr, sorted(taken)))}")
+        return self
 
     @model_validator(mode="after")
     def _check_count(self) -> Self:

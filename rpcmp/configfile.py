@@ -1,7 +1,7 @@
 """Reading a config from a TOML file: overrides from the command line, and errors that help.
 
 Every problem is reported at once, each with its place and, for an unknown key, the nearest valid
-name: "[data] batchsize: unknown key; did you mean 'batch_size'?".
+name: "data.batchsize: unknown key; did you mean 'batch_size'?".
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def _element(table: list[Any], key: str, override: str) -> Any:
 
 
 def _explain(details: ErrorDetails) -> str:
-    place = [part for part in details["loc"] if part != "function-before"]
+    place = details["loc"]
     where = ".".join(map(str, place))
     if details["type"] == "extra_forbidden":
         return f"{where}: unknown key; {_nearest(str(place[-1]), place[:-1])}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator, Sized
 from typing import Any
 
@@ -27,6 +28,7 @@ class Batches:
         self._seed = seed
         self._order = torch.Generator()
         shuffle = data.shuffle and training
+        self._empty: DataLoader[Any] = DataLoader([])  # type: ignore[arg-type]
         self._loader: DataLoader[Any] = DataLoader(
             dataset,
             batch_size=data.batch_size,
@@ -45,6 +47,12 @@ class Batches:
 
     def __len__(self) -> int:
         return len(self._loader)
+
+    def close(self) -> None:
+        """End the loader processes; they would otherwise notice only seconds later."""
+        if self._loader.num_workers:
+            self._loader = self._empty
+            gc.collect()
 
     def epoch(self, epoch: int) -> Iterator[tuple[Any, Any]]:
         """(inputs, targets) of each mini-batch of `epoch`, counted from 1.
@@ -77,10 +85,10 @@ def load(source: Factory, what: str, data: DataConfig, seed: int, training: bool
     dataset = factory.create(source, what)
     if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
         raise ConfigError(f"{what} = {source.callable!r} is not a map-style dataset")
-    batches = Batches(dataset, data, seed, training) if len(dataset) else ()
-    if not len(batches):
+    least = data.batch_size if data.drop_last and training else 1
+    if len(dataset) < least:
         raise ConfigError(f"{what}: {len(dataset)} samples make no mini-batch")
-    return batches  # type: ignore[return-value]
+    return Batches(dataset, data, seed, training)
 
 
 def _sized(dataset: Dataset[Any]) -> Sized:

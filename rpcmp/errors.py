@@ -91,7 +91,7 @@ class StageError(JobError):
 
     Args:
         stage: name of the stage.
-        phase: "build", "forward", "backward", "loss", "metrics" or "optimizer".
+        phase: "build", "forward" (loss and metrics included), "backward" or "optimizer".
         cause: one line, "ValueError: ...".
         traceback: the remote traceback, formatted.
         step: optimizer step, counted from 1; None before the first.

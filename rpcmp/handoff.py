@@ -6,6 +6,7 @@ descriptor goes along. No pickle, no limit on size, nothing left in /dev/shm aft
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -53,15 +54,21 @@ class Handoff:
             EOFError: the other end is gone.
         """
         header, fds, _, _ = socket.recv_fds(self._socket, _HEADER.size, 1)
-        if len(header) < _HEADER.size:
+        try:
             header += self._read(_HEADER.size - len(header))
-        (size,) = _HEADER.unpack(header)
-        data = self._read(size)
+            (size,) = _HEADER.unpack(header)
+            data = self._read(size)
+        except BaseException:
+            for fd in fds:
+                os.close(fd)
+            raise
         tensors = tensorfile.from_memory(fds[0]) if fds else {}
         return _decode(json.loads(data), tensors)
 
     def close(self) -> None:
-        """Close this end."""
+        """Close this end; wakes up a thread that receives, and the other end."""
+        with contextlib.suppress(OSError):  # the other end was faster
+            self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
 
     def _read(self, size: int) -> bytes:

@@ -7,26 +7,24 @@ So it works in a notebook, many times over, and after faults.
 
 from __future__ import annotations
 
-import asyncio
 import concurrent.futures
 import socket
-import threading
-from collections.abc import Coroutine, Mapping, Sequence
+import warnings
+from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 from torch import Tensor
 
 from rpcmp.config import Config
 from rpcmp.driver.evaluation import Evaluation
-from rpcmp.errors import JobError, RpcmpError, WorkerDiedError, from_wire
+from rpcmp.errors import DrainingError, JobError, RpcmpError, WorkerDiedError, from_wire
 from rpcmp.handoff import Handoff
+from rpcmp.job.background import BackgroundLoop
 from rpcmp.job.session import Session
 
 EXPLAIN_SECONDS = 5.0
 """A driver process that is gone says nothing; how long to wait for the reason."""
-
-Result = TypeVar("Result")
 
 
 def launch(config: Config, connect: Sequence[str] | None = None) -> Pipeline:
@@ -48,7 +46,8 @@ class Pipeline:
     """A model whose stages live in other processes; made by `launch`.
 
     Thread-safe; calls run one after the other. After an error in the user's model the gradients
-    are cleared and the pipeline can be used on; after a lost process it cannot: launch again.
+    are cleared and the pipeline can be used on; after a lost process it cannot, nor after an error
+    in an optimizer, when some stages have stepped and some have not: launch again.
 
     Attributes:
         optimizer: the optimizers of all stages as one.
@@ -57,16 +56,17 @@ class Pipeline:
     def __init__(self, config: Config, connect: Sequence[str] | None = None) -> None:
         self.optimizer = PipelineOptimizer(self)
         self._caller = concurrent.futures.ThreadPoolExecutor(1, "rpcmp-calls")
-        self._background = _Background()
-        self._closed = False
+        self._background = BackgroundLoop()
         ours, theirs = socket.socketpair()
         self._handoff = Handoff(ours)
         try:
             with theirs:
                 self._session = self._background.run(_start(config, connect, theirs))
         except BaseException:
+            self._handoff.close()
             self._close_threads()
             raise
+        self._closed = False
 
     def train_step(self, inputs: Any, targets: Any) -> float:
         """One optimizer step on a mini-batch; returns the mean loss.
@@ -116,9 +116,16 @@ class Pipeline:
         """End the job and free its servers; does nothing the second time."""
         self._closed = True
         self._handoff.close()  # the driver process sees the end of the calls, and leaves the group
-        if self._background.alive:
-            self._background.run(_end(self._session))
-        self._close_threads()
+        try:
+            if self._background.alive:
+                self._background.run(_end(self._session))
+        finally:
+            self._close_threads()
+
+    def __del__(self) -> None:
+        if not getattr(self, "_closed", True):
+            warnings.warn("a Pipeline was not closed; use `with`", ResourceWarning, stacklevel=2)
+            self.close()
 
     def __enter__(self) -> Self:
         return self
@@ -135,7 +142,12 @@ class Pipeline:
         if self._closed:
             raise JobError("the pipeline is closed; launch again")
         # In a thread of its own, so that a KeyboardInterrupt hits the waiting, not the protocol.
-        answer = self._caller.submit(self._exchange, name, arguments).result()
+        if self._session.draining:
+            raise DrainingError(f"the server of stage {self._session.draining!r} is being stopped")
+        try:
+            answer = self._caller.submit(self._exchange, name, arguments).result()
+        except concurrent.futures.CancelledError as error:
+            raise JobError("the pipeline was closed meanwhile") from error
         if "error" in answer:
             raise self._better(from_wire(answer["error"]))
         return answer["result"]
@@ -196,35 +208,6 @@ class PipelineOptimizer:
         self._pipeline._call("load_optimizer_state_dict", state)
 
 
-class _Background:
-    """An event loop in a thread that lives as long as the pipeline: children follow the thread."""
-
-    def __init__(self) -> None:
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(
-            target=self._loop.run_forever, name="rpcmp-supervisor", daemon=True
-        )
-        self._thread.start()
-
-    @property
-    def alive(self) -> bool:
-        return self._thread.is_alive()
-
-    def run(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
-        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-        try:
-            return future.result()
-        except KeyboardInterrupt:
-            future.cancel()
-            raise
-
-    def close(self) -> None:
-        if self._thread.is_alive():
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join()
-            self._loop.close()
-
-
 async def _start(
     config: Config, connect: Sequence[str] | None, connection: socket.socket
 ) -> Session:
@@ -241,8 +224,10 @@ async def _start(
 
 
 async def _end(session: Session) -> None:
-    await session.wait_for_end()
-    await session.close()
+    try:
+        await session.wait_for_end()
+    finally:
+        await session.close()
 
 
 async def _reason(session: Session) -> RpcmpError | None:

@@ -1,7 +1,7 @@
 """What each worker is told: its stage, its layers, its place in the group.
 
 The driver makes the plan before anything starts, so that a balance that does not add up, a
-factory that does not import or an empty dataset ends the job before any server is touched.
+factory that does not import or an empty dataset ends the job before any worker builds anything.
 """
 
 from __future__ import annotations
@@ -77,11 +77,10 @@ def _try_out(config: Config) -> None:
     if not _everywhere(config.optimizer):
         return
     for index, stage in enumerate(config.stage_names):
-        own = config.stage(index).optimizer
-        kwargs = {**config.optimizer.kwargs, **own}
-        source = Factory(callable=config.optimizer.callable, kwargs=kwargs)
-        where = f"optimizer of stage {stage!r}" if own else "optimizer"
-        optimizer = factory.create(source, where, [nn.Parameter(torch.zeros(1))])
+        where = f"optimizer of stage {stage!r}" if config.stage(index).optimizer else "optimizer"
+        optimizer = factory.create(
+            config.optimizer_of(index), where, [nn.Parameter(torch.zeros(1))]
+        )
         if config.scheduler is not None and _everywhere(config.scheduler):
             factory.create(config.scheduler, "scheduler", optimizer)
 

@@ -1,7 +1,7 @@
 """Where every random number of a run comes from.
 
 One `seed` rules everything. Each use derives its own stream from the seed and from what the
-number is for: (seed, "init", layer) for parameters, (seed, "forward", step, micro-batch, layer)
+number is for: (seed, "init", layer) for parameters, (seed, "train", step, micro-batch, layer)
 for dropout, (seed, "epoch", epoch) for shuffling. No stream depends on where the model is cut, on
 the schedule or on which host draws from it, so none of these change a run's bits.
 """
@@ -9,6 +9,8 @@ the schedule or on which host draws from it, so none of these change a run's bit
 from __future__ import annotations
 
 import hashlib
+import random
+import sys
 
 import torch
 
@@ -20,8 +22,11 @@ def derive(*parts: int | str) -> int:
 
 
 def seed_all(*parts: int | str) -> None:
-    """Seed torch's generators, on the CPU and on every accelerator in use, from `parts`."""
+    """Seed every generator that a model may draw from: torch's, Python's, and numpy's if loaded."""
     seed = derive(*parts)
+    random.seed(seed)
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed(seed % 2**32)
     torch.default_generator.manual_seed(seed)
     if torch.cuda.is_initialized():
         torch.cuda.manual_seed_all(seed)

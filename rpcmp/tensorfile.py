@@ -26,8 +26,8 @@ def to_memory(tensors: Mapping[str, Tensor]) -> int:
 
     A memfd counts towards the processes' memory and needs no room in /dev/shm.
     """
-    fd = os.memfd_create("rpcmp-tensors")
     data = safetensors.torch.save(_independent(tensors))
+    fd = os.memfd_create("rpcmp-tensors")
     with open(os.dup(fd), "wb") as file:
         file.write(data)
     return fd

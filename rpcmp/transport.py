@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
 import sys
 import threading
 import traceback
@@ -61,7 +62,17 @@ class _Served:
 _served = _Served()
 
 
-def join(members: Sequence[str], rank: int, store: Store, service: object, in_flight: int) -> None:
+def reserve_threads(in_flight: int) -> None:
+    """Make room for backwards that wait their turn; before any other use of torch.
+
+    Args:
+        in_flight: how many may wait in this process at once. Each holds a thread of torch's
+            inter-op pool, whose default of one thread a core would deadlock.
+    """
+    torch.set_num_interop_threads(in_flight + 2)
+
+
+def join(members: Sequence[str], rank: int, store: Store, service: object) -> None:
     """Join the group; returns when all members have.
 
     Args:
@@ -69,10 +80,7 @@ def join(members: Sequence[str], rank: int, store: Store, service: object, in_fl
         rank: this process's place in `members`.
         store: where the members exchange addresses.
         service: the object whose methods the others may call.
-        in_flight: backwards that may wait in this process at once. Each holds a thread of torch's
-            inter-op pool, whose default of one thread a core would deadlock.
     """
-    torch.set_num_interop_threads(in_flight + 2)
     _served.service, _served.store = service, store
     # No timeout: a slow step is not a fault. Whether a peer lives is the supervisors' business.
     options = rpc.TensorPipeRpcBackendOptions(
@@ -88,7 +96,7 @@ def join(members: Sequence[str], rank: int, store: Store, service: object, in_fl
 
 def leave(timeout: float) -> None:
     """Leave the group together with all other members, or after `timeout` seconds alone."""
-    with contextlib.suppress(RuntimeError):  # a peer that is gone already cannot be waited for
+    with contextlib.suppress(Exception):  # a peer or a store that is gone cannot be waited for
         rpc.shutdown(graceful=True, timeout=timeout)
 
 
@@ -143,7 +151,7 @@ def when_all(futures: dict[str, Future[Any]], callback: Callable[[list[Any]], No
     """Call `callback` with the outcomes of calls to members, in order, once all have ended.
 
     The keys name the members. Not `collect_all`, which ends with the first failure. A callback that
-    raises is a bug: torch swallows the exception and leaves everybody waiting, so it is shown.
+    raises is a bug: torch would swallow it and leave everybody waiting, so it ends the process.
     """
     lock = threading.Lock()
     left = len(futures)
@@ -158,7 +166,7 @@ def when_all(futures: dict[str, Future[Any]], callback: Callable[[list[Any]], No
             callback([outcome(future, key) for key, future in futures.items()])
         except BaseException:
             sys.excepthook(*sys.exc_info())
-            raise
+            os._exit(1)
 
     for future in futures.values():
         future.add_done_callback(one_ended)
@@ -206,7 +214,7 @@ def attempt(function: Callable[[], Any]) -> Any:
         return function()
     except RpcmpError as error:
         return Raised(to_wire(error))
-    except Exception as error:
+    except BaseException as error:  # also sys.exit() in the user's optimizer
         text = "".join(traceback.format_exception(error))
         return Raised(to_wire(JobError(f"{one_line(error)}\n{text}")))
 

@@ -24,6 +24,7 @@ class Work(NamedTuple):
         step: the optimizer step that this round is or follows; seeds dropout, names errors.
         microbatch: index in the round.
         num_microbatches: micro-batches in the round.
+        accumulated: micro-batches whose gradients this step has already, from earlier rounds.
         num_samples: samples in this micro-batch.
         total_samples: samples in the round.
         mode: what the round is for.
@@ -33,9 +34,15 @@ class Work(NamedTuple):
     step: int
     microbatch: int
     num_microbatches: int
+    accumulated: int
     num_samples: int
     total_samples: int
     mode: Mode
+
+    @property
+    def draw(self) -> int:
+        """The micro-batch's number in the whole step, which its random numbers come from."""
+        return self.accumulated + self.microbatch
 
     @property
     def weight(self) -> float:

@@ -104,7 +104,27 @@ def test_a_remote_module_that_does_not_import_names_the_stage(
     assert "has no attribute 'NoSuchThing'" in err
 
 
-@pytest.mark.parametrize(("kind", "how"), [("kill", "signal 9"), ("exit", "code 7")])
+def test_sys_exit_in_the_model_is_an_error_like_any_other(
+    job: JobFolder, shared_servers: list[Server]
+) -> None:
+    text = troubled("[2, 2]", phase="forward", position=2, kind="sys.exit")
+    code, err = drive(job, shared_servers, text)
+    assert code == 1
+    assert "stage 'stage1' failed in forward of micro-batch 0 at step 1: SystemExit: 3" in err
+
+
+def test_an_output_that_cannot_travel_is_refused(
+    job: JobFolder, shared_servers: list[Server]
+) -> None:
+    code, err = drive(job, shared_servers, '[model]\nlayers="zoo:opaque"\nbalance=[1, 1]')
+    assert code == 1
+    assert "stage 'stage0' failed in forward" in err
+    assert "a stage returned Holder; return tensors" in err
+
+
+@pytest.mark.parametrize(
+    ("kind", "how"), [("kill", "signal 9"), ("exit", "code 7"), ("fork", "signal 9")]
+)
 def test_a_worker_that_dies_is_named(
     job: JobFolder, shared_servers: list[Server], kind: str, how: str
 ) -> None:
@@ -199,6 +219,47 @@ def test_a_server_told_to_stop_ends_the_job_after_its_step(job: JobFolder) -> No
         assert "the server of stage 'stage1' is being stopped" in result.err
         servers[0].run.process.send_signal(signal.SIGINT)
         assert servers[0].run.wait().code == 130
+
+
+def test_a_signal_to_all_processes_ends_the_job_as_one_to_the_driver_does(
+    job: JobFolder, token: str
+) -> None:
+    config = job.config('steps = 100000\n[model]\nlayers = "zoo:jittery"\nbalance = [3, 2]')
+    with running("drive", config, "--json") as run:
+        run.wait_for_line('"step"')
+        servers = [p for p in with_token(token) if "serve" in p.cmdline()]
+        for process in with_token(token):
+            if process not in servers:
+                process.terminate()
+        result = run.wait()
+    assert result.code == 143
+    assert result.event("summary")["steps"] == result.event("step")["step"]
+
+
+def test_a_ctrl_c_on_a_busy_server_ends_the_job_after_its_step(job: JobFolder) -> None:
+    config = job.config('steps = 100000\n[model]\nlayers = "zoo:jittery"\nbalance = [5]')
+    with running_servers(1) as servers:
+        with running("drive", config, "--connect", connect(servers), "--json") as run:
+            run.wait_for_line('"step"')
+            servers[0].run.process.send_signal(signal.SIGINT)
+            result = run.wait()
+        assert result.code == 75
+        assert result.event("summary")["steps"] == result.event("step")["step"]
+        assert servers[0].run.wait().code == 130
+
+
+def test_output_that_is_read_late_is_complete(job: JobFolder, token: str) -> None:
+    config = job.config('steps = 400\n[model]\nlayers = "zoo:mlp"\nbalance = [2, 2]')
+    command = [sys.executable, "-m", "rpcmp", "drive", str(config), "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline().startswith("{")
+        workers = [p for p in with_token(token) if "rpcmp.driver" in p.cmdline()]
+        poll_for(lambda: not workers[0].is_running(), "the driver process to end")
+        lines = process.stdout.readlines()
+    assert process.returncode == 0
+    assert sum('"step"' in line for line in lines) >= 400
+    assert '"summary"' in lines[-1]
 
 
 def test_a_server_killed_ends_the_job(job: JobFolder) -> None:

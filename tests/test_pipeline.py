@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import gc
+import subprocess
+import sys
+import warnings
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -135,6 +140,33 @@ def test_an_error_in_the_model_leaves_the_pipeline_usable(
     assert pipeline.optimizer.clip_grad_norm_(1.0) == 0.0  # no gradient is left of either
 
 
+def test_dropout_goes_on_drawing_while_gradients_accumulate() -> None:
+    """Checked on a model without batch normalization, whose statistics would differ anyway."""
+    stages = [{"name": "encoder", "module": "zoo:Encoder", "inputs": ["input"]}]
+    inputs = torch.ones(BATCH, zoo.FEATURES)
+    targets = torch.zeros(BATCH, zoo.FEATURES)
+    with rpcmp.launch(config(model=None, stages=stages)) as pipeline:
+        first, second = (pipeline.forward_backward(inputs, targets) for _ in range(2))
+        assert first != second
+        pipeline.optimizer.zero_grad()
+
+
+def test_a_state_dict_of_another_model_is_refused(pipeline: rpcmp.Pipeline) -> None:
+    state = pipeline.state_dict()
+    del state["head.bias"]
+    with pytest.raises(rpcmp.RpcmpError, match=r"misses \['head.bias'\] and has unknown \['x'\]"):
+        pipeline.load_state_dict({**state, "x": torch.ones(1)})
+
+
+def test_an_error_of_before_does_not_hide_the_next(
+    pipeline: rpcmp.Pipeline, batch: tuple[Tensor, Tensor]
+) -> None:
+    for inputs in (torch.ones(BATCH, 3), torch.ones(BATCH, 5)):
+        with pytest.raises(StageError) as raised:
+            pipeline.train_step(inputs, batch[1])
+        assert f"x{inputs.shape[1]} and" in str(raised.value)
+
+
 def test_a_batch_that_is_none_is_refused(pipeline: rpcmp.Pipeline) -> None:
     with pytest.raises(rpcmp.RpcmpError, match="made of tensors"):
         pipeline.train_step([1.0, 2.0], torch.ones(2))
@@ -170,6 +202,49 @@ def test_a_worker_that_dies_ends_the_pipeline_and_the_next_one_works(
                 pipeline.train_step(*batch)
         with rpcmp.launch(config(), connect=where) as pipeline:
             pipeline.train_step(*batch)
+
+
+def test_two_pipelines_at_once(pipeline: rpcmp.Pipeline, batch: tuple[Tensor, Tensor]) -> None:
+    with rpcmp.launch(config(model={"layers": "zoo:mlp", "balance": [4]})) as other:
+        losses = [[p.train_step(*batch) for _ in range(3)] for p in (other, pipeline)]
+    assert losses[0] != losses[1]
+    pipeline.train_step(*batch)
+
+
+def test_an_interrupt_while_launching_frees_the_servers(tmp_path: Path) -> None:
+    with running_servers(2) as servers:
+        script = tmp_path / "interrupted.py"
+        script.write_text(INTERRUPTED.format(folder=str(ZOO), where=[s.address for s in servers]))
+        result = subprocess.run(
+            [sys.executable, script], capture_output=True, text=True, timeout=60
+        )
+        assert result.stdout.splitlines() == ["interrupted", "launched again"], result.stderr
+        assert "never awaited" not in result.stderr
+        assert "destroyed" not in result.stderr
+
+
+INTERRUPTED = """
+import _thread, threading, rpcmp
+from pathlib import Path
+data = {{"loss": "torch.nn:MSELoss", "model": {{"layers": "zoo:mlp", "balance": [2, 2]}}}}
+config = rpcmp.Config.model_validate(data).with_folder(Path({folder!r}))
+threading.Timer(1.0, _thread.interrupt_main).start()
+try:
+    rpcmp.launch(config, connect={where!r})
+except KeyboardInterrupt:
+    print("interrupted")
+with rpcmp.launch(config, connect={where!r}):
+    print("launched again")
+"""
+
+
+def test_a_pipeline_that_is_dropped_warns_and_ends() -> None:
+    dropped = rpcmp.launch(config(model={"layers": "zoo:mlp", "balance": [4]}))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        del dropped
+        gc.collect()
+    assert ["was not closed" in str(warning.message) for warning in caught] == [True]
 
 
 def test_a_pipeline_that_cannot_start_leaves_nothing() -> None:

@@ -113,8 +113,9 @@ def raise_in_handler() -> None:
 def find() -> Findings:
     """All findings of a group of one."""
     store = RecordingStore()
+    transport.reserve_threads(in_flight=3)
     found: Findings = {"unknown_transport": _error(lambda: _agent_with_transport("nonsense"))}
-    transport.join([ALONE], 0, store, {"served": True}, in_flight=3)
+    transport.join([ALONE], 0, store, {"served": True})
     found["joining"] = store.operations.copy()
     found["listening"] = [
         (connection.laddr.ip, connection.status)

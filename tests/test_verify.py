@@ -48,6 +48,19 @@ CHAINS = {
         train = "zoo:tokens"
         batch_size = 13
     """,
+    "modes, Python's own generator, an epoch-wise scheduler that watches the loss, two threads": """
+        scheduler = "torch.optim.lr_scheduler:ReduceLROnPlateau"
+        [model]
+        layers = "zoo:half_evaluating"
+        num_stages = 2
+        [[stages]]
+        threads = 2
+        [[stages]]
+        threads = 2
+        [data]
+        train = "zoo:regression"
+        batch_size = 25
+    """,
     "a transformer over integers": """
         loss = "zoo:token_loss"
         num_microbatches = 3

@@ -10,6 +10,7 @@ import click
 
 from rpcmp import addresses
 from rpcmp.config import Config
+from rpcmp.errors import ConfigError
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -45,4 +46,7 @@ def addresses_of(connect: str | None, config: Config) -> list[str] | None:
         return None
     if connect == DEFAULT_PORTS:
         return [f"127.0.0.1:{addresses.default_port(i)}" for i in range(config.num_stages)]
-    return [part.strip() for part in connect.split(",") if part.strip()]
+    given = [part.strip() for part in connect.split(",") if part.strip()]
+    if not given:
+        raise ConfigError("--connect: no address given; leave it bare for the default ports")
+    return given

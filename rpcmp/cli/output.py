@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -25,7 +26,7 @@ PLAIN_SECONDS = 2.0
 def printer(config: Config, as_json: bool, verbose: bool, quiet: bool) -> Iterator[Report]:
     """What shows the events of a run."""
     if as_json:
-        yield lambda event: click.echo(json.dumps(event))
+        yield lambda event: click.echo(json.dumps(_finite(event)))
         return
     console = Console(highlight=False)
     if console.is_terminal and not quiet and not verbose:
@@ -33,6 +34,13 @@ def printer(config: Config, as_json: bool, verbose: bool, quiet: bool) -> Iterat
             yield _Terminal(config, console, progress).show
         return
     yield _Plain(config, every=0.0 if verbose else PLAIN_SECONDS, quiet=quiet).show
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no NaN: a metric that is one becomes null."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 class _Plain:
@@ -84,7 +92,7 @@ class _Terminal:
                 )
             case _:
                 for line in _lines(event, self._config, self._steps):
-                    self._console.print(line, markup=False)
+                    self._console.print(line, markup=False, emoji=False, soft_wrap=True)
 
 
 def _bar(console: Console) -> Progress:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import sys
+from collections.abc import Callable
 
 import click
 
@@ -43,10 +44,15 @@ def serve(stage: int, replica: int, listen: str | None, no_code: bool, parent: i
 
 
 async def _serve(
-    stage: int, replica: int, accept_code: bool, host: str, port: int, announce: object
+    stage: int,
+    replica: int,
+    accept_code: bool,
+    host: str,
+    port: int,
+    announce: Callable[[int], None],
 ) -> int:
     # Imported late: `rpcmp --help` needs no gRPC.
     from rpcmp.server.serve import serve as run
     from rpcmp.server.server import StageServer
 
-    return await run(StageServer(stage, replica, accept_code), host, port, announce)  # type: ignore[arg-type]
+    return await run(StageServer(stage, replica, accept_code), host, port, announce)

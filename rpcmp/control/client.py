@@ -60,10 +60,6 @@ class StageClient:
         except grpc.aio.AioRpcError as error:
             raise self._translate(error) from error
 
-    async def describe(self) -> pb.DescribeResponse:
-        """Who the server is and what it does."""
-        return await self._call(self._stub.Describe(pb.DescribeRequest(), timeout=CALL_SECONDS))
-
     async def health(self) -> str:
         """What the server's health service says: "SERVING" or "NOT_SERVING"."""
         check = HealthStub(self._channel).Check(HealthCheckRequest(), timeout=CALL_SECONDS)
@@ -81,10 +77,6 @@ class StageClient:
     async def stop(self, request: pb.StopRequest) -> pb.StopResponse:
         """Free the server."""
         return await self._call(self._stub.Stop(request, timeout=CALL_SECONDS))
-
-    async def drain(self) -> pb.DrainResponse:
-        """Let the server take no new jobs."""
-        return await self._call(self._stub.Drain(pb.DrainRequest(), timeout=CALL_SECONDS))
 
     async def watch(self, request: pb.WatchRequest) -> AsyncIterator[pb.WatchResponse]:
         """What happens to the worker, until the claim ends.

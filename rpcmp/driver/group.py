@@ -67,6 +67,8 @@ class Group:
             }
         )
         self._round = 0
+        self._step = 0
+        self._accumulated = 0
         self._threads = ThreadPoolExecutor(in_flight(config), "rpcmp-microbatch")
 
     def forward_backward(self, inputs: Any, targets: Any, step: int) -> float:
@@ -74,7 +76,8 @@ class Group:
 
         Args:
             inputs, targets: trees of tensors whose first dimension counts the samples.
-            step: the optimizer step that this is for, counted from 1; seeds dropout.
+            step: the optimizer step that this is for, counted from 1; seeds dropout. Called again
+                for the same step, gradients add up and dropout goes on drawing.
 
         Returns:
             The mean loss.
@@ -83,12 +86,15 @@ class Group:
             StageError: the user's code raised at a stage.
             NonFiniteLossError: the loss is NaN or infinite.
         """
+        if step != self._step:
+            self._step, self._accumulated = step, 0
         try:
             losses = self._run(Mode.TRAIN, step, inputs, targets, self._train)
         except JobError:
             with contextlib.suppress(RpcmpError):  # a worker that is gone has no gradients
                 self.optimizer.zero_grad()
             raise
+        self._accumulated += len(losses)
         return math.fsum(losses)
 
     def evaluate(self, inputs: Any, targets: Any, step: int) -> Evaluation:
@@ -115,8 +121,24 @@ class Group:
         return self._merge(Stage.state_dict)
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        """Take over the parameters and buffers of the unsplit model."""
-        self._everywhere(Stage.load_state_dict, state)
+        """Take over the parameters and buffers of the unsplit model; each stage gets its own.
+
+        Raises:
+            ConfigError: a name is missing or unknown, or a shape differs.
+        """
+        names: dict[str, list[str]] = self._everywhere(Stage.state_names)
+        known = {name for of_stage in names.values() for name in of_stage}
+        if known != set(state):
+            missing, unknown = sorted(known - set(state)), sorted(set(state) - known)
+            raise ConfigError(f"the state misses {missing} and has unknown {unknown}")
+        futures = {
+            stage: transport.call_rref(
+                self._stage_rrefs[stage], Stage.load_state_dict, {n: state[n] for n in of_stage}
+            )
+            for stage, of_stage in names.items()
+        }
+        for stage, future in futures.items():
+            transport.result(future, stage)
 
     def hosts(self) -> dict[str, dict[str, str]]:
         """What decides the bits of each stage's host; see rpcmp.host."""
@@ -148,10 +170,11 @@ class Group:
         if targets is not None:
             target_slices = microbatch.split(targets, self._config.num_microbatches)
         sizes = [microbatch.num_samples(part) for part in slices]
+        accumulated = self._accumulated if mode is Mode.TRAIN else 0
         self._round += 1
         self._source.load(self._round, slices, target_slices)
         works = [
-            Work(self._round, step, index, len(sizes), size, sum(sizes), mode)
+            Work(self._round, step, index, len(sizes), accumulated, size, samples, mode)
             for index, size in enumerate(sizes)
         ]
         try:

@@ -48,8 +48,9 @@ class DriverProcess:
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self._messages: queue.Queue[Message] = queue.Queue()
-        self._training: Training | None = None
-        self._stop_requested = False
+        self._stop = threading.Event()
+        self._source = Source()
+        self._datasets: Datasets | None = None
         threading.Thread(target=self._listen, daemon=True).start()
 
     def run(self) -> None:
@@ -64,6 +65,8 @@ class DriverProcess:
             calls.serve(config, group, int(sys.argv[3]))
         else:
             self._train(config, group, work)
+        if self._datasets is not None:
+            self._datasets.close()
         group.close()
         transport.leave(LEAVE_SECONDS)
 
@@ -71,6 +74,7 @@ class DriverProcess:
         folder = Path(message["folder"])
         sys.path.insert(0, str(folder))
         config = Config.model_validate_json(message["config"]).with_folder(folder)
+        transport.reserve_threads(in_flight(config))
         assignments = [assignment.model_dump_json() for assignment in plan.assign(config)]
         if message["load_data"]:
             self._datasets = Datasets.load(config)
@@ -80,14 +84,13 @@ class DriverProcess:
         return config
 
     def _join(self, config: Config, order: Message) -> None:
-        self._source = Source()
         store = GrpcStore(order["rendezvous"], order["job_id"], order["generation"])
-        transport.join(order["members"], order["rank"], store, self._source, in_flight(config))
+        transport.join(order["members"], order["rank"], store, self._source)
 
     def _train(self, config: Config, group: Group, order: Message) -> None:
-        training = Training(config, self._datasets, group, self._channel.send)
-        training.stop_requested = self._stop_requested
-        self._training = training
+        if self._datasets is None:
+            raise JobError("the driver process was told to train without having loaded its data")
+        training = Training(config, self._datasets, group, self._channel.send, self._stop)
         self._channel.send({"event": "start", "steps": training.total_steps()})
         training.run(evaluate=order["evaluate"])
         if order["save_state"]:
@@ -113,9 +116,7 @@ class DriverProcess:
     def _listen(self) -> None:
         while (message := self._channel.receive()) is not None:
             if message["op"] == "finish_step":
-                self._stop_requested = True
-                if self._training is not None:
-                    self._training.stop_requested = True
+                self._stop.set()
             else:
                 self._messages.put(message)
         os._exit(128 + signal.SIGHUP)

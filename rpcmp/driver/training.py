@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -39,6 +40,12 @@ class Datasets:
         train = data.load(section.train, "data.train", section, config.seed, training=True)
         return cls(train, cls._load_test(section, config.seed))
 
+    def close(self) -> None:
+        """End the processes that load samples, where there are any."""
+        for batches in (self.train, self.test):
+            if batches is not None:
+                batches.close()
+
     @staticmethod
     def _load_test(section: DataConfig, seed: int) -> Batches | None:
         if section.test is None:
@@ -63,9 +70,17 @@ class Training:
         datasets: its data.
         group: the stages.
         report: told of every event.
+        stop: set by somebody else, ends the run after its current step.
     """
 
-    def __init__(self, config: Config, datasets: Datasets, group: Group, report: Report) -> None:
+    def __init__(
+        self,
+        config: Config,
+        datasets: Datasets,
+        group: Group,
+        report: Report,
+        stop: threading.Event,
+    ) -> None:
         self._config = config
         self._datasets = datasets
         self._group = group
@@ -73,7 +88,7 @@ class Training:
         self.step = 0
         self.loss = float("nan")
         self.metrics: dict[str, float] = {}
-        self.stop_requested = False
+        self._stop = stop
 
     def total_steps(self) -> int:
         """Optimizer steps of the whole run."""
@@ -82,7 +97,7 @@ class Training:
         return (self._config.epochs or 1) * len(self._datasets.train)
 
     def run(self, evaluate: bool) -> None:
-        """Train to the end, or to the end of the step in which `stop_requested` is set.
+        """Train to the end, or to the end of the step in which it is told to stop.
 
         Args:
             evaluate: evaluate after epochs and at the end, and write the report.
@@ -95,7 +110,7 @@ class Training:
             if position.ends_epoch:
                 self._end_epoch(position.epoch, losses, evaluate)
                 losses = []
-            if self.stop_requested:
+            if self._stop.is_set():
                 return
             started = time.perf_counter()
         if evaluate:
@@ -146,7 +161,7 @@ class Training:
             self._group.optimizer.step_scheduler(sum(losses) / len(losses))
         every = self._config.evaluate_every
         last = self.step == self.total_steps()
-        if evaluate and every and epoch % every == 0 and not last and not self.stop_requested:
+        if evaluate and every and epoch % every == 0 and not last and not self._stop.is_set():
             self._evaluate(epoch)
 
     def _evaluate(self, epoch: int) -> None:
@@ -154,7 +169,7 @@ class Training:
             return
         parts: list[Evaluation] = []
         for inputs, targets in self._datasets.test.epoch(epoch):
-            if self.stop_requested:
+            if self._stop.is_set():
                 return
             parts.append(self._group.evaluate(inputs, targets, self.step))
         total = mean(parts)
@@ -162,7 +177,7 @@ class Training:
         self._report({"event": "eval", "step": self.step, "epoch": epoch, **self.metrics})
 
     def _write_report(self) -> None:
-        if self._config.report is None or self.stop_requested:
+        if self._config.report is None or self._stop.is_set():
             return
         write = factory.resolve(self._config.report.callable, "report")
         kwargs = self._config.report.kwargs

@@ -36,7 +36,12 @@ class FirstFailure:
 
     def when_failed(self, function: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Run `function` as soon as the job has failed."""
-        self._future.add_done_callback(lambda _: self.follow(function()))
+
+        def failed(future: asyncio.Future[None]) -> None:
+            if not future.cancelled():
+                self.follow(function())
+
+        self._future.add_done_callback(failed)
 
     async def unless_failed(self, awaitable: Awaitable[Result]) -> Result:
         """What `awaitable` gives.
@@ -59,7 +64,8 @@ class FirstFailure:
     async def reason(self, timeout: float) -> RpcmpError | None:
         """Why the job has failed; waits up to `timeout` seconds for somebody to know."""
         await asyncio.wait([self._future], timeout=timeout)
-        error = self._future.exception() if self._future.done() else None
+        known = self._future.done() and not self._future.cancelled()
+        error = self._future.exception() if known else None
         return error if isinstance(error, RpcmpError) else None
 
     async def close(self) -> None:

@@ -31,7 +31,7 @@ class LocalServers:
         self._processes.clear()
 
     async def _start(self, stage_index: int) -> str:
-        command = [sys.executable, "-m", "rpcmp", "serve", "--stage", str(stage_index)]
+        command = [sys.executable, "-P", "-m", "rpcmp", "serve", "--stage", str(stage_index)]
         process = await asyncio.create_subprocess_exec(
             *(*command, "--listen", "127.0.0.1:0", "--parent", str(os.getpid())),
             stdin=asyncio.subprocess.DEVNULL,

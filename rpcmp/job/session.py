@@ -17,7 +17,7 @@ import uuid
 from collections.abc import Sequence
 
 from rpcmp.config import Config
-from rpcmp.errors import RpcmpError, WorkerDiedError, from_wire
+from rpcmp.errors import DrainingError, RpcmpError, WorkerDiedError, from_wire
 from rpcmp.job import code
 from rpcmp.job.failure import FirstFailure, both
 from rpcmp.job.stages import Identity, Stages
@@ -42,6 +42,9 @@ class Session:
         load_data: whether the driver process loads the datasets of `[data]`.
         arguments, pass_fds: given to the driver process.
 
+    Attributes:
+        draining: the name of a stage whose server is being stopped; empty: none.
+
     Raises:
         ConfigError: the addresses do not fit the config.
     """
@@ -64,9 +67,10 @@ class Session:
             Identity(job_id=uuid.uuid4().hex, generation=1),
             config.addresses if connect is None else connect,
             self._failure,
-            lambda stage: self._events.put_nowait({"event": "draining", "stage": stage}),
+            self._note_draining,
         )
         self._driver: Child | None = None
+        self.draining = ""
 
     async def start(self) -> None:
         """Bring the group to life; returns when the driver may train.
@@ -102,6 +106,8 @@ class Session:
         Raises:
             RpcmpError: the job has failed.
         """
+        if not self._events.empty():  # whatever was reported before the failure comes first
+            return self._events.get_nowait()
         return await self._failure.unless_failed(self._events.get())
 
     def end_on_failure(self) -> None:
@@ -140,11 +146,18 @@ class Session:
                 if isinstance(error, WorkerDiedError):  # its server knows better what happened
                     await asyncio.sleep(EXPLAIN_SECONDS)
                 raise error
+            if message["event"] == "done":  # what breaks now is the group's orderly end
+                self._failure.ignore()
             self._events.put_nowait(message)
         code = await driver.wait()
         raise WorkerDiedError(f"the driver process (pid {driver.pid}) ended with code {code}")
 
     async def _expect(self, event: str) -> Message:
         while (message := await self._events.get())["event"] != event:
-            pass
+            if self.draining:
+                raise DrainingError(f"the server of stage {self.draining!r} is being stopped")
         return message
+
+    def _note_draining(self, stage: str) -> None:
+        self.draining = stage
+        self._events.put_nowait({"event": "draining", "stage": stage})

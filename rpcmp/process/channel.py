@@ -53,11 +53,13 @@ class Channel:
 def begin_child() -> Channel:
     """The channel of this process, which `Child.spawn` has started.
 
-    The supervisor decides when a child ends, so a Ctrl-C that reaches the whole process group
-    must not end it; and where the supervisor dies without a word, the kernel ends the child.
+    The supervisor decides when a child ends, so a Ctrl-C or a `systemctl stop` that reaches all
+    processes must not end it; and where the supervisor dies without a word, the kernel does.
     """
     fd, parent_pid = int(sys.argv[1]), int(sys.argv[2])
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.set_inheritable(fd, False)
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, signal.SIG_IGN)
     die_with_parent(parent_pid, signal.SIGKILL)
     return Channel(fd)
 

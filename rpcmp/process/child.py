@@ -10,14 +10,19 @@ import asyncio
 import contextlib
 import json
 import os
+import signal
 import socket
 import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any
 
 from rpcmp.process.channel import Message
 
 MAX_MESSAGE = 64 * 2**20
 """Bytes of the longest message that a child may send."""
+
+LAST_WORDS_SECONDS = 0.2
+"""How long after its end a child's last message may still be under way."""
 
 
 class Child:
@@ -56,11 +61,13 @@ class Child:
             fd = theirs.fileno()
             process = await asyncio.create_subprocess_exec(
                 sys.executable,
-                *("-m", module, str(fd), str(os.getpid()), *arguments),
+                # -P: a file in the current directory must not pass for a module.
+                *("-P", "-m", module, str(fd), str(os.getpid()), *arguments),
                 env={**os.environ, **environment},
                 pass_fds=(fd, *pass_fds),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=sys.stderr.fileno() if _has_fd(sys.stderr) else None,
+                start_new_session=True,  # what the user's code forks is ended together with it
             )
         reader, writer = await asyncio.open_connection(sock=ours, limit=MAX_MESSAGE)
         return cls(process, reader, writer)
@@ -81,10 +88,32 @@ class Child:
             self._writer.write(json.dumps(message).encode() + b"\n")
 
     async def messages(self) -> AsyncIterator[Message]:
-        """What the child says, until it has ended."""
-        with contextlib.suppress(ConnectionError):
-            while (line := await self._reader.readline()).endswith(b"\n"):
+        """What the child says, until it has ended.
+
+        The end of the line is not enough: a process that the user's code has forked holds a copy.
+        """
+        ended = asyncio.ensure_future(self._process.wait())
+        try:
+            while line := await self._line(ended):
                 yield json.loads(line)
+        finally:
+            ended.cancel()
+
+    async def _line(self, ended: asyncio.Future[int]) -> bytes:
+        """The next line; nothing where there will be none."""
+        reading = asyncio.ensure_future(self._reader.readline())
+        either: list[asyncio.Future[Any]] = [reading, ended]
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        if not reading.done():  # it has ended: what it said before is on its way
+            await asyncio.wait([reading], timeout=LAST_WORDS_SECONDS)
+        if not reading.done():
+            reading.cancel()
+            return b""
+        try:
+            line = reading.result()
+        except ConnectionError:
+            return b""
+        return line if line.endswith(b"\n") else b""
 
     async def wait(self, timeout: float | None = None) -> int | None:
         """The exit code, or None if the child still runs after `timeout` seconds."""
@@ -94,9 +123,9 @@ class Child:
         return None
 
     async def kill(self) -> None:
-        """End the child at once; returns when it is gone."""
+        """End the child at once, and what it has forked; returns when it is gone."""
         with contextlib.suppress(ProcessLookupError):
-            self._process.kill()
+            os.killpg(self._process.pid, signal.SIGKILL)
         await self._process.wait()
         self._writer.close()
 

@@ -5,8 +5,8 @@ Imports none of the data plane, so an error there cannot hide here. The rules:
 - a mini-batch is cut by `torch.tensor_split` into slices of their own storage; each slice's loss
   counts its share of the samples;
 - before each layer the generators are seeded by (seed, "train", step, micro-batch, layer);
-- every (reader, input) gets a clone of its own, and what passes between layers, forwards or as a
-  gradient, is contiguous and aligned to 64 bytes;
+- every (reader, input) gets a clone of its own, whose gradient is contiguous; what passes between
+  the layers of a stage, forwards or as a gradient, is contiguous and aligned to 64 bytes;
 - stages run in topological order, and one optimizer a stage steps after all slices.
 """
 

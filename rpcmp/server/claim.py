@@ -123,6 +123,7 @@ class Claim:
             self.error = to_wire(WorkerDiedError(f"the worker speaks nonsense: {one_line(error)}"))
             await child.kill()
         self.exit_code = await child.wait() or 0
+        await child.kill()  # what the user's code has forked
         left = self.state == State.SERVER_STATE_ENDED
         if not left and not self.error:
             self.error = to_wire(WorkerDiedError(self._obituary(child)))

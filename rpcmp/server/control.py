@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import grpc
 
-from rpcmp.errors import RpcmpError, to_wire
+from rpcmp.errors import JobError, RpcmpError, one_line, to_wire
 from rpcmp.v1 import control_pb2 as pb
 from rpcmp.v1 import control_pb2_grpc
 
@@ -33,6 +33,9 @@ def answers_errors(method: Method) -> Method:
             return await method(self, request, grpc_context)
         except RpcmpError as error:
             await grpc_context.abort(grpc.StatusCode.FAILED_PRECONDITION, to_wire(error))
+        except OSError as error:  # a full disk, no more processes
+            failure = JobError(one_line(error))
+            await grpc_context.abort(grpc.StatusCode.FAILED_PRECONDITION, to_wire(failure))
 
     return wrapper  # type: ignore[return-value]
 

@@ -11,9 +11,9 @@ from rpcmp.server.server import DRAIN_SECONDS, StageServer
 
 
 async def serve(server: StageServer, host: str, port: int, announce: Callable[[int], None]) -> int:
-    """Serve until SIGTERM or SIGINT.
+    """Serve until SIGTERM, SIGINT or a Drain call.
 
-    The first signal lets a running job end after its current step; a second ends it at once.
+    The first of them lets a running job end after its current step; a second ends it at once.
 
     Args:
         server: not started yet.
@@ -21,7 +21,7 @@ async def serve(server: StageServer, host: str, port: int, announce: Callable[[i
         announce: told the port once the server is ready.
 
     Returns:
-        The exit code: 0 after SIGTERM, which drains the server; 130 after SIGINT.
+        The exit code: 0 for a server that was drained, by SIGTERM or a call; 130 after SIGINT.
 
     Raises:
         ConfigError: the port cannot be had.
@@ -31,7 +31,7 @@ async def serve(server: StageServer, host: str, port: int, announce: Callable[[i
     for signum in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(signum, received.put_nowait, signum)
     announce(await server.start(host, port))
-    first = await received.get()
+    first = await _first(received, server)
     await server.drain()
     stopping = asyncio.create_task(server.stop(DRAIN_SECONDS))
     second = asyncio.create_task(received.get())
@@ -43,3 +43,17 @@ async def serve(server: StageServer, host: str, port: int, announce: Callable[[i
         await server.stop(0)
     second.cancel()
     return 128 + first if first is signal.SIGINT else 0
+
+
+async def _first(
+    received: asyncio.Queue[signal.Signals], server: StageServer
+) -> signal.Signals | None:
+    """The first signal; None where a Drain call came before any."""
+    signalled = asyncio.create_task(received.get())
+    drained = asyncio.create_task(server.drain_requested.wait())
+    await asyncio.wait([signalled, drained], return_when=asyncio.FIRST_COMPLETED)
+    drained.cancel()
+    if signalled.done():
+        return signalled.result()
+    signalled.cancel()
+    return None

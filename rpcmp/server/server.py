@@ -25,7 +25,7 @@ from rpcmp.v1.control_pb2_grpc import (
 SERVICES = ("", "rpcmp.v1.Control", "rpcmp.v1.Rendezvous")
 """What the health service answers for; "" is the server as a whole."""
 
-UNWATCHED_SECONDS = 10.0
+UNWATCHED_SECONDS = 5.0
 """How long a claim lives that no driver watches."""
 
 DRAIN_SECONDS = 30.0
@@ -47,6 +47,7 @@ class StageServer:
         self.claim: Claim | None = None
         self._accept_code = accept_code
         self._versions = versions()
+        self.drain_requested = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
         self._grpc = grpc.aio.server(options=SERVER_OPTIONS)
@@ -77,6 +78,7 @@ class StageServer:
     async def drain(self) -> None:
         """Take no new job and tell the running one to end after its current step."""
         self.draining = True
+        self.drain_requested.set()
         await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
         if self.claim is not None:
             await self.claim.notify()
@@ -110,7 +112,8 @@ class StageServer:
         if claim is not None and claim is self.claim:
             self.claim = None
             await claim.close()
-            self._idle.set()
+            if self.claim is None:  # no new job has come meanwhile
+                self._idle.set()
 
     def claimed_by(self, job_id: str, generation: int) -> Claim:
         """The current claim, which must be that of the caller.

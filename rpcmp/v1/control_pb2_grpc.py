@@ -102,7 +102,8 @@ class ControlServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Drain(self, request, context):
-        """Refuses new jobs from now on; the running one is told to end after its current step.
+        """Refuses new jobs from now on; the running one is told to end after its current step, and then
+        the server exits.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -49,7 +49,9 @@ class ControlStub:
     Watch: _grpc.UnaryStreamMultiCallable[_control_pb2.WatchRequest, _control_pb2.WatchResponse]
     """Streams what happens to the worker. The claim lasts as long as this stream."""
     Drain: _grpc.UnaryUnaryMultiCallable[_control_pb2.DrainRequest, _control_pb2.DrainResponse]
-    """Refuses new jobs from now on; the running one is told to end after its current step."""
+    """Refuses new jobs from now on; the running one is told to end after its current step, and then
+    the server exits.
+    """
     Stop: _grpc.UnaryUnaryMultiCallable[_control_pb2.StopRequest, _control_pb2.StopResponse]
     """Ends the job's worker and frees the server for the next job."""
 
@@ -69,7 +71,9 @@ class ControlAsyncStub(ControlStub):
     Watch: _aio.UnaryStreamMultiCallable[_control_pb2.WatchRequest, _control_pb2.WatchResponse]  # type: ignore[assignment]
     """Streams what happens to the worker. The claim lasts as long as this stream."""
     Drain: _aio.UnaryUnaryMultiCallable[_control_pb2.DrainRequest, _control_pb2.DrainResponse]  # type: ignore[assignment]
-    """Refuses new jobs from now on; the running one is told to end after its current step."""
+    """Refuses new jobs from now on; the running one is told to end after its current step, and then
+    the server exits.
+    """
     Stop: _aio.UnaryUnaryMultiCallable[_control_pb2.StopRequest, _control_pb2.StopResponse]  # type: ignore[assignment]
     """Ends the job's worker and frees the server for the next job."""
 
@@ -116,7 +120,9 @@ class ControlServicer(metaclass=_abc_1.ABCMeta):
         request: _control_pb2.DrainRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_control_pb2.DrainResponse, _abc.Awaitable[_control_pb2.DrainResponse]]:
-        """Refuses new jobs from now on; the running one is told to end after its current step."""
+        """Refuses new jobs from now on; the running one is told to end after its current step, and then
+        the server exits.
+        """
 
     @_abc_1.abstractmethod
     def Stop(

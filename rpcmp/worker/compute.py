@@ -8,6 +8,8 @@ user code ever runs concurrently with itself.
 
 from __future__ import annotations
 
+import os
+import sys
 import threading
 import time
 from collections import deque
@@ -132,7 +134,11 @@ class ComputeThread:
                 while (task := self._next()) is None:
                     self._changed.wait()
             started = time.perf_counter()
-            task.run()
+            try:
+                task.run()
+            except BaseException:  # tasks do not raise: a bug of ours, and nobody would be told
+                sys.excepthook(*sys.exc_info())
+                os._exit(1)
             del task  # an idle thread must not keep a micro-batch alive
             with self._changed:
                 self._busy_seconds += time.perf_counter() - started

@@ -46,7 +46,7 @@ class Execution:
         references: Sequence[Reference],
         ports: Sequence[Port],
         compute: ComputeThread,
-        on_failure: Callable[[StageError], object],
+        on_failure: Callable[[Work, StageError], object],
     ) -> None:
         self._stage = stage
         self._model = model
@@ -74,7 +74,7 @@ class Execution:
                     return self._train(work, received, targets)
             with torch.no_grad():
                 return self._infer(work, received, targets)
-        except Exception as error:
+        except BaseException as error:  # sys.exit() in a layer is no way to end a worker either
             raise self._failure(error, "forward", work, received) from error
 
     def _train(self, work: Work, received: list[Outputs], targets: Any) -> list[Outputs]:
@@ -105,6 +105,7 @@ class Execution:
                 constants.append(host)
             return host
 
+        _check_plain(part)
         value = tree.map_tensors(copy, part)
         if port.reader == DRIVER:  # the driver differentiates the loss itself: it has a gradient
             return Outputs(value, None)
@@ -115,10 +116,9 @@ class Execution:
         outputs = self._model.forward(tape.inputs, work)
         if work.mode is Mode.EVALUATE and self._model.is_sink:
             return [self._model.evaluate(outputs, targets, work)]
-        return [
-            Outputs(tree.map_tensors(_host_copy, tree.select(outputs, port.path)), None)
-            for port in self._ports
-        ]
+        parts = [tree.select(outputs, port.path) for port in self._ports]
+        _check_plain(parts)
+        return [Outputs(tree.map_tensors(_host_copy, part), None) for part in parts]
 
     def _backward(
         self,
@@ -135,8 +135,8 @@ class Execution:
             try:
                 summed = self._sum_by_position(read, num_produced, gradients)
                 done.set_result(tape.backward(summed))
-            except Exception as error:
-                self._on_failure(self._failure(error, "backward", work, []))
+            except BaseException as error:
+                self._on_failure(work, self._failure(error, "backward", work, []))
                 done.set_exception(RuntimeError(f"backward failed at stage {self._stage!r}"))
 
         def cancel() -> None:
@@ -161,7 +161,7 @@ class Execution:
         return [boundary.sum_gradients(found) for found in contributions]
 
     def _failure(
-        self, error: Exception, phase: str, work: Work, received: list[Outputs]
+        self, error: BaseException, phase: str, work: Work, received: list[Outputs]
     ) -> StageError:
         sources = zip(self._references, received, strict=False)
         return StageError(
@@ -176,6 +176,16 @@ class Execution:
                 for reference, outputs in sources
             ),
         )
+
+
+def _check_plain(outputs: Any) -> None:
+    """Refuse what cannot travel: an object of the user's class may hold tensors out of sight."""
+    for leaf in tree.leaves(outputs):
+        if leaf is not None and not isinstance(leaf, Tensor | bool | int | float | str):
+            raise TypeError(
+                f"a stage returned {type(leaf).__name__}; return tensors, numbers, strings, None, "
+                "and tuples, lists and dicts of these"
+            )
 
 
 def _host_copy(tensor: Tensor) -> Tensor:

@@ -31,13 +31,14 @@ class StageModel:
 
     Raises:
         FactoryError: something that the config names does not import or raised.
-        ConfigError: the device does not exist here, or the loss is not reduced.
+        ConfigError: the device does not exist here.
     """
 
     def __init__(self, assignment: Assignment) -> None:
         config = assignment.config
         settings = config.stage(assignment.stage_index)
         self._seed = config.seed
+        self._training: bool | None = None
         self.is_sink = config.graph().sink == assignment.stage_name
         self.device = _device(settings.device)
         self._modules = layers.build(config, assignment.stage_index, assignment.layers)
@@ -56,15 +57,20 @@ class StageModel:
 
     def forward(self, inputs: list[Any], work: Work) -> Any:
         """The stage's output; the first layer gets `inputs`, the others the output before."""
-        training = work.mode is Mode.TRAIN
+        self._set_mode(work.mode is Mode.TRAIN)
         for index, (name, module) in enumerate(self._modules.items()):
-            if module.training is not training:
-                module.train(training)
-            seeds.seed_all(self._seed, work.mode.value, work.step, work.microbatch, name)
+            seeds.seed_all(self._seed, work.mode.value, work.step, work.draw, name)
             inputs = [module(*inputs)]
             if index + 1 < len(self._modules):
                 inputs = [tree.map_tensors(_seam, inputs[0])]
         return inputs[0]
+
+    def _set_mode(self, training: bool) -> None:
+        """Call `train` whenever the mode changes, as a plain training loop does."""
+        if training is not self._training:
+            self._training = training
+            for module in self._modules.values():
+                module.train(training)
 
     def loss(self, outputs: Any, targets: Any, work: Work) -> Tensor:
         """The micro-batch's part of the mini-batch's loss: a scalar, weighted by samples.
@@ -111,7 +117,7 @@ class StageModel:
         }
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Take over this stage's parameters and buffers from the unsplit model's `state`.
+        """Take over this stage's parameters and buffers, by their names in the unsplit model.
 
         Raises:
             ConfigError: a tensor is missing or has another shape.

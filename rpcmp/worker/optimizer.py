@@ -16,7 +16,6 @@ from torch.futures import Future
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from rpcmp import factory
-from rpcmp.config import Factory
 from rpcmp.errors import ConfigError, RpcmpError, StageError, one_line
 from rpcmp.plan import Assignment
 from rpcmp.worker.compute import ComputeThread
@@ -54,10 +53,7 @@ class StageOptimizer:
         self.steps = 0
         self._compute = compute
         config = assignment.config
-        own = config.stage(assignment.stage_index).optimizer
-        source = Factory(
-            callable=config.optimizer.callable, kwargs={**config.optimizer.kwargs, **own}
-        )
+        source = config.optimizer_of(assignment.stage_index)
         self._names = [name for name, value in model.named_parameters() if value.requires_grad]
         self._parameters = [value for _, value in model.named_parameters() if value.requires_grad]
         self._optimizer: torch.optim.Optimizer | None = None
@@ -109,7 +105,7 @@ class StageOptimizer:
                 return function()
             except RpcmpError:
                 raise
-            except Exception as error:
+            except BaseException as error:
                 text = "".join(traceback.format_exception(error))
                 step = self.steps + 1
                 raise StageError(self.stage, "optimizer", one_line(error), text, step) from error

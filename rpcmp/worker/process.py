@@ -41,13 +41,14 @@ def _serve(channel: Channel, start: Message) -> None:
     if start["code_folder"]:
         sys.path.insert(0, start["code_folder"])
     assignment = Assignment.model_validate_json(start["assignment"])
+    transport.reserve_threads(assignment.limit)
     threading.Thread(target=_exit_with_supervisor, args=[channel], daemon=True).start()
     try:
         stage = _build(assignment)
         sizes = [parameter.numel() for _, parameter in stage.model.named_parameters()]
         channel.send({"event": "built", "num_parameters": sum(sizes)})
         store = GrpcStore(start["rendezvous"], start["job_id"], start["generation"])
-        transport.join(start["members"], start["rank"], store, stage, assignment.limit)
+        transport.join(start["members"], start["rank"], store, stage)
     except Exception as error:
         known = error if isinstance(error, RpcmpError) else JobError(explain(error))
         channel.send({"event": "failed", "error": to_wire(known)})

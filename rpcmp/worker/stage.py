@@ -65,7 +65,7 @@ class Stage:
         self._num_ports = len(ports)
         self._lock = threading.Lock()
         self._pending: dict[tuple[int, int], _Pending] = {}
-        self._failures: list[Raised] = []
+        self._failures: list[tuple[int, Raised]] = []
         self._aborted_round = -1
 
     # What the other processes call.
@@ -87,10 +87,11 @@ class Stage:
         return answer
 
     def abort(self, round_number: int) -> list[Raised]:
-        """Fail all that waits in the rounds up to this one; returns what failed here."""
+        """Fail all that waits in the rounds up to this one; returns what failed here in this."""
         with self._lock:
             self._aborted_round = max(round_number, self._aborted_round)
-            failures, self._failures = self._failures, []
+            failures = [raised for number, raised in self._failures if number == round_number]
+            self._failures.clear()
         self._compute.abort(round_number)
         with self._lock:
             self._pending.clear()
@@ -109,6 +110,10 @@ class Stage:
         return self._compute.future(
             lambda: {name: value.detach().cpu().clone() for name, value in state().items()}
         )
+
+    def state_names(self) -> list[str]:
+        """The names of this stage's parameters and buffers in the unsplit model."""
+        return list(self.model.state_dict())
 
     def load_state_dict(self, state: dict[str, Tensor]) -> Future[Any]:
         """Take over parameters and buffers by name."""
@@ -164,7 +169,7 @@ class Stage:
         try:
             values = self._execution.forward(pending.work, answers)
         except StageError as error:
-            values = [self._note(error)] * self._num_ports
+            values = [self._note(pending.work, error)] * self._num_ports
         self._answer(pending, values)
 
     def _answer(self, pending: _Pending, values: list[Any]) -> None:
@@ -178,11 +183,11 @@ class Stage:
         if pending.answered and not pending.not_asked:
             self._pending.pop((pending.work.round, pending.work.microbatch), None)
 
-    def _note(self, error: StageError) -> Raised:
-        """Remember what failed here, for the driver's `abort` to collect."""
+    def _note(self, work: Work, error: StageError) -> Raised:
+        """Remember what failed here, for the driver's `abort` of that round to collect."""
         raised = Raised(to_wire(error))
         with self._lock:
-            self._failures.append(raised)
+            self._failures.append((work.round, raised))
         return raised
 
     @staticmethod

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -55,6 +56,23 @@ class Block(nn.Module):
         return x + 0.5 * inner + x.tanh()
 
 
+class HalfEvaluating(nn.Module):
+    """Puts a part of itself into evaluation mode when it is built, as frozen backbones do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(FEATURES).eval()
+
+    def forward(self, x: Tensor) -> Tensor:
+        normal: Tensor = self.norm(x)
+        return normal + torch.full_like(x, random.random())  # seeded as well
+
+
+def half_evaluating() -> Layers:
+    """Modes and generators other than torch's own."""
+    return [("half", HalfEvaluating), ("head", lambda: nn.Linear(FEATURES, 1))]
+
+
 def in_place() -> Layers:
     """Layers that change what they receive, and transposed outputs: hard on boundaries."""
     return [
@@ -74,6 +92,18 @@ class Transposed(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return (self.weight @ x.t()).t()
+
+
+class Opaque(nn.Module):
+    """Returns an object in which nobody would find the tensor."""
+
+    def forward(self, x: Tensor) -> Any:
+        return type("Holder", (), {"x": x})()
+
+
+def opaque() -> Layers:
+    """A stage output that cannot travel."""
+    return [("opaque", Opaque), ("head", lambda: nn.Linear(FEATURES, 1))]
 
 
 def trees() -> Layers:
@@ -252,6 +282,12 @@ def trouble(kind: str, x: Tensor) -> Tensor:
             return x * float("nan")
         case "exit":
             os._exit(7)
+        case "sys.exit":
+            sys.exit(3)
+        case "fork":  # the copy holds the worker's connections, and outlives it
+            if os.fork() == 0:
+                signal.pause()
+            os.kill(os.getpid(), signal.SIGKILL)
         case "kill":
             os.kill(os.getpid(), signal.SIGKILL)
     raise ValueError("planted: größer als erlaubt")
@@ -323,8 +359,8 @@ class JitterSGD(torch.optim.SGD):
 
 
 def dawdle(milliseconds: float) -> None:
-    """Take up to `milliseconds`; not drawn from torch's generators."""
-    time.sleep(random.random() * milliseconds / 1000)
+    """Take up to `milliseconds`; drawn from no seed."""
+    time.sleep(random.SystemRandom().random() * milliseconds / 1000)
 
 
 def jittery(milliseconds: float = 1.0) -> Layers:
