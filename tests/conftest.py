@@ -58,6 +58,6 @@ def job(tmp_path: Path) -> processes.JobFolder:
 
 @pytest.fixture
 def servers() -> Iterator[list[Server]]:
-    """Three running stage servers, on free ports."""
-    with processes.running_servers(3) as started:
+    """Two running stage servers, on free ports."""
+    with processes.running_servers(2) as started:
         yield started

@@ -17,7 +17,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import grpc
 import psutil
+
+from rpcmp.v1 import control_pb2 as pb
+from rpcmp.v1.control_pb2_grpc import ControlStub
 
 TOKEN = "RPCMP_TEST_TOKEN"
 DEADLINE = 60.0
@@ -169,6 +173,12 @@ def running_servers(num_stages: int, *options: str) -> Iterator[list[Server]]:
 def connect(servers: Sequence[Server]) -> str:
     """The value of --connect for `servers`."""
     return ",".join(server.address for server in servers)
+
+
+def describe(server: Server) -> pb.DescribeResponse:
+    """Who a server says it is."""
+    with grpc.insecure_channel(server.address) as channel:
+        return ControlStub(channel).Describe(pb.DescribeRequest(), timeout=10)
 
 
 def status(config: Path, servers: Sequence[Server]) -> list[dict[str, Any]]:

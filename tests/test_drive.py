@@ -28,13 +28,14 @@ def test_digits_reaches_98_percent() -> None:
     assert result.events[0]["event"] == "start"
 
 
-def test_one_hash_for_every_balance_and_schedule() -> None:
+def test_one_hash_for_every_balance_and_schedule(job: JobFolder) -> None:
+    config = job.config('[model]\nlayers = "zoo:mlp"')
     hashes = {
         rpcmp(
-            *("drive", EXAMPLES / "digits.toml", "--json", "--steps", "3"),
+            *("drive", config, "--json", "--steps", "3"),
             *("--set", f"model.num_stages={num_stages}", "--set", f"schedule={schedule}"),
         ).event("summary")["parameters_sha256"]
-        for num_stages, schedule in ((1, "1f1b"), (2, "gpipe"), (3, "1f1b"), (4, "1f1b"))
+        for num_stages, schedule in ((1, "1f1b"), (2, "gpipe"), (4, "1f1b"))
     }
     assert len(hashes) == 1
 
@@ -100,7 +101,7 @@ def test_a_progress_bar_on_a_terminal(job: JobFolder) -> None:
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-@pytest.mark.parametrize("steps", [200, pytest.param(1000, marks=pytest.mark.long)])
+@pytest.mark.parametrize("steps", [100, pytest.param(1000, marks=pytest.mark.long)])
 def test_jitter_in_every_action_does_not_hang(job: JobFolder, schedule: str, steps: int) -> None:
     config = job.config("""
         num_microbatches = 8
@@ -121,7 +122,8 @@ def test_jitter_in_every_action_does_not_hang(job: JobFolder, schedule: str, ste
 def test_loader_processes_do_not_change_the_order(job: JobFolder) -> None:
     config = job.config('[model]\nlayers = "zoo:mlp"\nnum_stages = 1')
     results = [
-        rpcmp("drive", config, "--json", "--set", f"data.num_workers={count}") for count in (0, 2)
+        rpcmp("drive", config, "--json", "--set", f"data.num_workers={count}") for count in (0, 1)
     ]
     assert results[0].losses == results[1].losses
     assert len(results[1].losses) == 2
+    assert "leaked" not in results[1].err

@@ -33,6 +33,7 @@ def test_stdlib_gpt_gives_the_bits_of_one_process() -> None:
     verify("stdlib_gpt", 1, "num_microbatches=3")
 
 
+@pytest.mark.long
 def test_two_towers_learns() -> None:
     assert drive("two_towers").event("summary")["metrics"]["accuracy"] >= 0.97
 

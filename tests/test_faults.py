@@ -15,6 +15,7 @@ from tests.processes import (
     JobFolder,
     Server,
     connect,
+    describe,
     poll_for,
     rpcmp,
     running,
@@ -35,8 +36,9 @@ def drive(job: JobFolder, servers: list[Server], text: str, *options: str) -> tu
     """Exit code and standard error of a job on `servers`, which must be idle afterwards."""
     config = job.config(text)
     result = rpcmp("drive", config, "--connect", connect(servers), *options)
-    for stage in status(config, servers):
-        assert (stage["health"], stage["job"], stage["worker_pid"]) == ("SERVING", "", 0)
+    for server in servers:
+        found = describe(server)
+        assert (found.job, found.worker_pid, found.draining) == ("", 0, False)
     return result.code, result.err
 
 
@@ -45,8 +47,18 @@ def troubled(balance: str, **arguments: object) -> str:
     return f'[model]\nlayers = "zoo:troubled"\nbalance = {balance}\nkwargs = {{ {kwargs} }}'
 
 
-@pytest.mark.parametrize("phase", ["forward", "backward"])
-@pytest.mark.parametrize(("position", "stage"), [(0, "stage0"), (2, "stage1")])
+LAST, FIRST = (2, "stage1"), (0, "stage0")
+
+
+@pytest.mark.parametrize(
+    ("phase", "position", "stage"),
+    [
+        ("forward", *LAST),
+        ("backward", *FIRST),
+        pytest.param("forward", *FIRST, marks=pytest.mark.long),
+        pytest.param("backward", *LAST, marks=pytest.mark.long),
+    ],
+)
 def test_an_exception_in_the_model_names_stage_step_and_microbatch(
     job: JobFolder, shared_servers: list[Server], phase: str, position: int, stage: str
 ) -> None:
@@ -123,7 +135,12 @@ def test_an_output_that_cannot_travel_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("kind", "how"), [("kill", "signal 9"), ("exit", "code 7"), ("fork", "signal 9")]
+    ("kind", "how"),
+    [
+        ("fork", "signal 9"),
+        ("exit", "code 7"),
+        pytest.param("kill", "signal 9", marks=pytest.mark.long),
+    ],
 )
 def test_a_worker_that_dies_is_named(
     job: JobFolder, shared_servers: list[Server], kind: str, how: str
@@ -160,7 +177,7 @@ def test_an_unreachable_stage_is_named_within_ten_seconds(
     result = rpcmp("drive", config, "--connect", where, timeout=12)
     assert result.code == 75
     assert f"stage 'stage1' at {nobody} does not answer" in result.err
-    assert status(config, shared_servers)[0]["job"] == ""
+    assert describe(shared_servers[0]).job == ""
 
 
 def test_the_driver_killed_leaves_idle_servers(
@@ -174,16 +191,17 @@ def test_the_driver_killed_leaves_idle_servers(
         run.wait()
 
     def idle() -> bool:
-        return all(
-            (stage["health"], stage["job"], stage["worker_pid"]) == ("SERVING", "", 0)
-            for stage in status(config, shared_servers)
-        )
+        stages = status(config, shared_servers)
+        return all((s["health"], s["job"], s["worker_pid"]) == ("SERVING", "", 0) for s in stages)
 
     poll_for(idle, "idle servers", timeout=10)
     poll_for(lambda: not any(p.is_running() for p in driver), "the driver process to end")
 
 
-@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("signum", "code"),
+    [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.long)],
+)
 def test_a_signal_lets_the_step_finish_and_the_job_end(
     job: JobFolder, shared_servers: list[Server], signum: signal.Signals, code: int
 ) -> None:
@@ -195,7 +213,7 @@ def test_a_signal_lets_the_step_finish_and_the_job_end(
     assert result.code == code
     assert result.event("summary")["steps"] == result.event("step")["step"]
     assert f"ended by {signum.name} after step" in result.err
-    assert all(stage["job"] == "" for stage in status(config, shared_servers))
+    assert [describe(server).job for server in shared_servers] == ["", ""]
 
 
 def test_a_second_signal_ends_the_job_at_once(job: JobFolder) -> None:
@@ -249,7 +267,7 @@ def test_a_ctrl_c_on_a_busy_server_ends_the_job_after_its_step(job: JobFolder) -
 
 
 def test_output_that_is_read_late_is_complete(job: JobFolder, token: str) -> None:
-    config = job.config('steps = 400\n[model]\nlayers = "zoo:mlp"\nbalance = [2, 2]')
+    config = job.config('steps = 300\n[model]\nlayers = "zoo:mlp"\nbalance = [2, 2]')
     command = [sys.executable, "-m", "rpcmp", "drive", str(config), "--json"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -258,7 +276,7 @@ def test_output_that_is_read_late_is_complete(job: JobFolder, token: str) -> Non
         poll_for(lambda: not workers[0].is_running(), "the driver process to end")
         lines = process.stdout.readlines()
     assert process.returncode == 0
-    assert sum('"step"' in line for line in lines) >= 400
+    assert sum('"step"' in line for line in lines) >= 300
     assert '"summary"' in lines[-1]
 
 

@@ -224,11 +224,20 @@ def test_an_interrupt_while_launching_frees_the_servers(tmp_path: Path) -> None:
 
 
 INTERRUPTED = """
-import _thread, threading, rpcmp
+import _thread, threading, grpc, rpcmp.pipeline
 from pathlib import Path
+from rpcmp.v1 import control_pb2 as pb
+from rpcmp.v1.control_pb2_grpc import ControlStub
+
+def interrupt_when_claimed():
+    with grpc.insecure_channel({where!r}[0]) as channel:
+        while not ControlStub(channel).Describe(pb.DescribeRequest()).job:
+            pass
+    _thread.interrupt_main()
+
 data = {{"loss": "torch.nn:MSELoss", "model": {{"layers": "zoo:mlp", "balance": [2, 2]}}}}
 config = rpcmp.Config.model_validate(data).with_folder(Path({folder!r}))
-threading.Timer(1.0, _thread.interrupt_main).start()
+threading.Thread(target=interrupt_when_claimed).start()
 try:
     rpcmp.launch(config, connect={where!r})
 except KeyboardInterrupt:
@@ -244,7 +253,7 @@ def test_a_pipeline_that_is_dropped_warns_and_ends() -> None:
         warnings.simplefilter("always")
         del dropped
         gc.collect()
-    assert ["was not closed" in str(warning.message) for warning in caught] == [True]
+    assert any("was not closed" in str(warning.message) for warning in caught)
 
 
 def test_a_pipeline_that_cannot_start_leaves_nothing() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from rpcmp import configdoc
+from rpcmp import configdoc, configfile
 from tests.processes import rpcmp
 
 README = (Path(__file__).parent.parent / "README.md").read_text()
@@ -28,7 +28,5 @@ def test_the_model_and_config_run_as_they_stand(tmp_path: Path) -> None:
     assert result.code == 0, result.err
     overrides = re.findall(r"--set ('.*?'|\S+)", block("sh", "rpcmp drive config.toml   "))
     assert len(overrides) == 2
-    options = [part for override in overrides for part in ("--set", override.strip("'"))]
-    result = rpcmp("drive", tmp_path / "config.toml", "--steps", "2", *options)
-    assert result.code == 0, result.err
-    assert "stages stage0, stage1, stage2" in result.out
+    options = [override.strip("'") for override in overrides]
+    assert configfile.load(tmp_path / "config.toml", options).num_stages == 3

@@ -105,7 +105,7 @@ def test_a_chain_gives_the_bits_of_one_process(job: JobFolder, text: str) -> Non
     assert "identical: 6 losses" in result.out
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("gpipe", marks=pytest.mark.long)])
 def test_a_graph_with_branches_and_skips_gives_the_bits_of_one_process(
     job: JobFolder, schedule: str
 ) -> None:

@@ -19,7 +19,7 @@ from rpcmp.v1.control_pb2_grpc import ControlStub
 if TYPE_CHECKING:
     from rpcmp.v1.control_pb2_grpc import ControlAsyncStub
 
-CONNECT_SECONDS = 8.0
+CONNECT_SECONDS = 6.0
 """How long a server may take to answer for the first time."""
 
 CALL_SECONDS = 30.0
@@ -42,20 +42,20 @@ class StageClient:
         self._channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
         self._stub: ControlAsyncStub = ControlStub(self._channel)
 
-    async def connect(self) -> pb.DescribeResponse:
+    async def connect(self, seconds: float = CONNECT_SECONDS) -> pb.DescribeResponse:
         """Wait until the server answers, and say who it is.
 
         Raises:
-            UnreachableError: nobody answers within CONNECT_SECONDS.
+            UnreachableError: nobody answers within so many seconds.
         """
         request = pb.DescribeRequest()
         try:
-            async with asyncio.timeout(CONNECT_SECONDS):
+            async with asyncio.timeout(seconds):
                 return await self._stub.Describe(request, wait_for_ready=True)
         except TimeoutError as error:
             raise UnreachableError(
                 f"stage {self.name!r} at {self.address} does not answer within "
-                f"{CONNECT_SECONDS:.0f} s; is `rpcmp serve` running there?"
+                f"{seconds:.0f} s; is `rpcmp serve` running there?"
             ) from error
         except grpc.aio.AioRpcError as error:
             raise self._translate(error) from error

@@ -12,6 +12,9 @@ from rpcmp.control.client import StageClient
 from rpcmp.errors import ConfigError, UnreachableError
 from rpcmp.v1 import control_pb2 as pb
 
+ANSWER_SECONDS = 2.0
+"""How long a server may take to answer; somebody waits for the table."""
+
 
 async def ask_all(config: Config, addresses: Sequence[str]) -> list[dict[str, Any]]:
     """One record a stage, in the config's order; unreachable ones say so.
@@ -33,7 +36,7 @@ async def ask_all(config: Config, addresses: Sequence[str]) -> list[dict[str, An
 async def _ask(index: int, name: str, address: str) -> dict[str, Any]:
     client = StageClient(name, address)
     try:
-        found = await client.connect()
+        found = await client.connect(ANSWER_SECONDS)
         health = await client.health()
     except UnreachableError:
         found = pb.DescribeResponse()
