@@ -225,6 +225,8 @@ class Config(Strict):
         Raises:
             ConfigError: the inputs do not form a graph with one sink.
         """
+        if not any(stage.inputs for stage in self.stages):
+            return graph.chain(self.stage_names)
         sources = ["input", *self.stage_names[:-1]]
         inputs = {
             name: self.stage(index).inputs or [sources[index]]

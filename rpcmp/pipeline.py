@@ -141,9 +141,9 @@ class Pipeline:
     def _call(self, name: str, *arguments: Any) -> Any:
         if self._closed:
             raise JobError("the pipeline is closed; launch again")
-        # In a thread of its own, so that a KeyboardInterrupt hits the waiting, not the protocol.
         if self._session.draining:
             raise DrainingError(f"the server of stage {self._session.draining!r} is being stopped")
+        # In a thread of its own, so that a KeyboardInterrupt hits the waiting, not the protocol.
         try:
             answer = self._caller.submit(self._exchange, name, arguments).result()
         except concurrent.futures.CancelledError as error:

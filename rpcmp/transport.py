@@ -73,7 +73,10 @@ def reserve_threads(in_flight: int) -> None:
 
 
 def join(members: Sequence[str], rank: int, store: Store, service: object) -> None:
-    """Join the group; returns when all members have.
+    """Join the group; returns when all members have announced themselves.
+
+    Whoever is called must have returned from this: the driver waits until its supervisor has heard
+    so from all of them.
 
     Args:
         members: names of the group's processes, by rank.

@@ -88,6 +88,9 @@ class Calls:
         self._step = state["step"]
 
 
+_METHODS = {name: method for name, method in vars(Calls).items() if not name.startswith("_")}
+
+
 def serve(config: Config, group: Group, fd: int) -> None:
     """Answer calls until the caller hangs up.
 
@@ -102,7 +105,7 @@ def serve(config: Config, group: Group, fd: int) -> None:
             name, *arguments = handoff.receive()
         except EOFError:
             return
-        answer = _answer(getattr(Calls, name), calls, arguments)
+        answer = _answer(_METHODS[name], calls, arguments)
         try:
             handoff.send(answer)
         except TypeError as error:  # the model's outputs hold something that is no tensor

@@ -3,7 +3,7 @@
     (1) the driver process imports torch and plans         driver ──planned──> session
     (2) meanwhile every server is claimed and watched      session ──Prepare, Watch──> servers
     (3) each worker gets its stage and joins               session ──Start──> servers
-    (4) all have joined: the driver may train              session ──go──> driver
+    (4) all have joined: the driver may train              session ──train, serve──> driver
     (5) the end, good or bad: every server is freed        session ──Stop──> servers
 
 Whatever goes wrong anywhere fails `failure`, and everybody who waits for anything waits for that
