@@ -224,11 +224,7 @@ class Group:
         return {name: value for part in parts for name, value in part.items()}
 
     def _everywhere(self, method: Callable[..., Any], *args: Any) -> dict[str, Any]:
-        futures = {
-            name: transport.call_rref(rref, method, *args)
-            for name, rref in self._stage_rrefs.items()
-        }
-        return {name: transport.result(future, name) for name, future in futures.items()}
+        return transport.call_each(self._stage_rrefs, method, *args)
 
 
 def _optimizer_of(stage: Stage) -> StageOptimizer:

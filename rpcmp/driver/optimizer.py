@@ -74,7 +74,4 @@ class DistributedOptimizer:
         self._rrefs.clear()
 
     def _everywhere(self, method: Callable[..., Future[Any]], *args: Any) -> dict[str, Any]:
-        futures = {
-            stage: transport.call_rref(rref, method, *args) for stage, rref in self._rrefs.items()
-        }
-        return {stage: transport.result(future, stage) for stage, future in futures.items()}
+        return transport.call_each(self._rrefs, method, *args)

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from rpcmp import factory, layers, seeds
-from rpcmp.config import Config, Factory
+from rpcmp.config import Config
 from rpcmp.data import Batches
 from rpcmp.graph import Reference
 
@@ -143,8 +143,7 @@ class UnsplitModel:
         trained = [parameter for parameter in parameters if parameter.requires_grad]
         if not trained:
             return
-        kwargs = {**self._config.optimizer.kwargs, **settings.optimizer}
-        source = Factory(callable=self._config.optimizer.callable, kwargs=kwargs)
+        source = self._config.optimizer_of(index)
         self._optimizers.append(factory.create(source, "optimizer", trained))
         if self._config.scheduler is not None:
             made = factory.create(self._config.scheduler, "scheduler", self._optimizers[-1])
