@@ -143,8 +143,13 @@ class Config(Strict):
     epochs: Positive | None = Field(default=None, description="passes over the data; 1 by default")
     steps: Positive | None = Field(default=None, description="optimizer steps, instead of epochs")
     num_microbatches: Positive = Field(default=4, description="slices of a mini-batch")
-    schedule: Literal["gpipe", "1f1b"] = Field(
+    schedule: Literal["gpipe", "1f1b", "zero-bubble"] = Field(
         default="1f1b", description="order of forwards and backwards"
+    )
+    max_in_flight: Positive | None = Field(
+        default=None,
+        description="micro-batches of which a stage may hold activations; by the schedule when "
+        "omitted",
     )
     max_grad_norm: float | None = Field(
         default=None, gt=0, description="clip the gradient's norm over all stages"
@@ -209,6 +214,17 @@ class Config(Strict):
     def addresses(self) -> list[str]:
         """The stage servers' addresses, by stage; empty when they are to be started here."""
         return [address for stage in self.stages for address in stage.addresses]
+
+    @property
+    def holds_steps(self) -> bool:
+        """Whether the driver looks at all stages before they step: at the norm, or at the loss.
+
+        Of the schedulers that step with the optimizer, only torch's own are known not to do so.
+        """
+        name = self.scheduler.callable if self.scheduler else ""
+        is_known = name.startswith("torch.optim") and not name.endswith("ReduceLROnPlateau")
+        may_watch = self.scheduler_interval == "step" and bool(name) and not is_known
+        return self.max_grad_norm is not None or may_watch
 
     def stage(self, index: int) -> StageConfig:
         """The settings of one stage; defaults where the config has no table for it."""

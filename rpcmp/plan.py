@@ -10,9 +10,9 @@ import torch
 from pydantic import Field
 from torch import nn
 
-from rpcmp import factory, layers, partition
+from rpcmp import factory, layers, partition, simulation
 from rpcmp.config import Config, Factory, Strict
-from rpcmp.schedule import policy
+from rpcmp.schedule import Limits, policy
 
 
 class Assignment(Strict):
@@ -28,8 +28,8 @@ class Assignment(Strict):
         return self.config.stage_names[self.stage_index]
 
     @property
-    def limit(self) -> int:
-        """Micro-batches that this stage may hold between forward and backward."""
+    def limits(self) -> Limits:
+        """Micro-batches that this stage may keep."""
         return limits(self.config)[self.stage_name]
 
 
@@ -47,13 +47,16 @@ def assign(config: Config) -> list[Assignment]:
     ]
 
 
-def limits(config: Config) -> dict[str, int]:
-    """Micro-batches that each stage may hold between forward and backward, by its name."""
-    graph = config.graph()
+def limits(config: Config) -> dict[str, Limits]:
+    """Micro-batches that each stage may keep, by its name.
+
+    Raises:
+        ConfigError: the schedule cannot run with the config's `max_in_flight`.
+    """
     schedule = policy(config.schedule)
-    return {
-        name: schedule.limit(graph.depth(name), config.num_microbatches) for name in graph.stages
-    }
+    return simulation.limits(
+        config.graph(), schedule, config.num_microbatches, config.max_in_flight
+    )
 
 
 def _layers_of_stages(config: Config) -> list[list[str]]:

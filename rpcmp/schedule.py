@@ -1,9 +1,9 @@
 """In which order a stage does its forwards and backwards.
 
 One compute thread a stage asks its policy for the next action among those that are ready. Forwards
-run in micro-batch order, and so do backwards, whatever the policy: gradients are then summed in
-one order and a run gives the same bits under every schedule. With 3 stages and 4 micro-batches,
-equal times for all actions:
+run in micro-batch order, and so do backwards and weight gradients, whatever the policy: gradients
+are then summed in one order and a run gives the same bits under every schedule. With 3 stages and 4
+micro-batches, equal times for all actions:
 
     gpipe: all forwards, then all backwards.           Keeps every micro-batch's activations.
         stage 0   F0 F1 F2 F3 .  .  .  .  B0 B1 B2 B3
@@ -13,8 +13,21 @@ equal times for all actions:
         stage 0   F0 F1 F2 .  .  B0 F3 B1 .  B2 .  B3
         stage 1   .  F0 F1 .  B0 F2 B1 F3 B2 .  B3 .
         stage 2   .  .  F0 B0 F1 B1 F2 B2 F3 B3 .  .
+    zero-bubble: B is the input gradient, which goes upstream at once; W, the weight gradient, fills
+    what would be a bubble.                            Keeps at most `max_in_flight` micro-batches.
+        stage 0   F0 F1 F2 .  .  B0 .  F3 B1 .  B2 .  B3 .
+        stage 1   .  F0 F1 .  B0 F2 B1 W0 F3 B2 W1 B3 W2 W3
+        stage 2   .  .  F0 B0 F1 B1 F2 B2 W0 F3 B3 W1 W2 W3
 
-Sources: GPipe (arXiv:1811.06965), PipeDream-Flush (arXiv:2006.09503). Pure: no torch, no threads.
+In the last, nobody waits for stage 0, whose backwards are whole and take two units. Stage s lags s
+weight gradients behind its backwards: all stages then walk in lockstep, backwards meet a stage that
+is free, and a step takes no longer than filling the pipeline once and the work of one stage. A weight gradient that starts whenever nothing else is ready costs more than
+the bubble it fills, because the next backward arrives while it runs. With twice the `max_in_flight`
+the next step's forwards fill the rest: no bubble at all.
+
+Sources: GPipe (arXiv:1811.06965), PipeDream-Flush (arXiv:2006.09503), Zero Bubble Pipeline
+Parallelism (arXiv:2401.10241), whose ZB-H1 and ZB-H2 are our smallest and largest useful
+`max_in_flight`. Pure: no torch, no threads.
 """
 
 from __future__ import annotations
@@ -31,6 +44,7 @@ class Action(StrEnum):
 
     FORWARD = "F"
     BACKWARD = "B"
+    WEIGHT = "W"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,39 +53,81 @@ class Progress:
 
     Attributes:
         num_microbatches: micro-batches of the round.
-        forwards, backwards: how many are done; the next one's micro-batch index.
+        forwards, backwards, weights: how many are done; the next one's micro-batch index.
         forward_ready, backward_ready: whether everything that the next one needs has arrived.
     """
 
     num_microbatches: int
     forwards: int
     backwards: int
+    weights: int
     forward_ready: bool
     backward_ready: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where in the graph a stage is.
+
+    Attributes:
+        depth: stages on the longest way from this one to the loss, both included.
+        longest: the largest depth of all stages.
+        reads_stages: whether somebody waits for its input gradients.
+    """
+
+    depth: int
+    longest: int
+    reads_stages: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How many micro-batches a stage may keep.
+
+    Attributes:
+        open: between forward and backward: all of their activations.
+        held: between forward and weight gradient.
+        splits: whether weight gradients are actions of their own.
+        deferred: of these, how many a stage keeps for later where its schedule has a choice.
+    """
+
+    open: int
+    held: int
+    splits: bool = False
+    deferred: int = 0
 
 
 class Policy(Protocol):
     """Chooses a stage's next action."""
 
-    def limit(self, depth: int, num_microbatches: int) -> int:
-        """How many micro-batches a stage may hold between forward and backward.
+    def limits(self, place: Place, num_microbatches: int, max_in_flight: int | None) -> Limits:
+        """What a stage may keep.
 
         Args:
-            depth: stages on the longest way from this one to the loss, both included.
+            place: where the stage is.
             num_microbatches: micro-batches a step.
+            max_in_flight: the config's; None for the policy's own.
+
+        Raises:
+            ConfigError: the schedule cannot run with so small a `max_in_flight`.
         """
 
-    def choose(self, progress: Progress, limit: int) -> Action | None:
+    def choose(self, progress: Progress, limits: Limits) -> Action | None:
         """The next action, or None to wait. Never an action that is not ready."""
 
 
 class GPipe:
     """Fill and drain: no backward before the last forward."""
 
-    def limit(self, depth: int, num_microbatches: int) -> int:
-        return num_microbatches
+    def limits(self, place: Place, num_microbatches: int, max_in_flight: int | None) -> Limits:
+        if max_in_flight is not None and max_in_flight < num_microbatches:
+            raise ConfigError(
+                f"max_in_flight = {max_in_flight}: gpipe holds all {num_microbatches} "
+                'micro-batches of a step; take schedule = "1f1b" or "zero-bubble"'
+            )
+        return Limits(num_microbatches, num_microbatches)
 
-    def choose(self, progress: Progress, limit: int) -> Action | None:
+    def choose(self, progress: Progress, limits: Limits) -> Action | None:
         if progress.forward_ready:
             return Action.FORWARD
         if progress.backward_ready and progress.forwards == progress.num_microbatches:
@@ -80,20 +136,61 @@ class GPipe:
 
 
 class OneForwardOneBackward:
-    """Backward first, else a forward while fewer than `limit` micro-batches are open."""
+    """Backward first, else a forward while fewer than `limits.open` micro-batches are open.
 
-    def limit(self, depth: int, num_microbatches: int) -> int:
-        return min(depth, num_microbatches)
+    More than `depth` of them, where `max_in_flight` allows it, hide the time on the wire.
+    """
 
-    def choose(self, progress: Progress, limit: int) -> Action | None:
+    def limits(self, place: Place, num_microbatches: int, max_in_flight: int | None) -> Limits:
+        allowed = place.longest if max_in_flight is None else max_in_flight
+        most = min(place.depth, allowed) + max(0, allowed - place.longest)
+        return Limits(min(most, num_microbatches), min(most, num_microbatches))
+
+    def choose(self, progress: Progress, limits: Limits) -> Action | None:
         if progress.backward_ready:
             return Action.BACKWARD
-        if progress.forward_ready and progress.forwards - progress.backwards < limit:
+        if progress.forward_ready and progress.forwards - progress.backwards < limits.open:
             return Action.FORWARD
         return None
 
 
-POLICIES: dict[str, Policy] = {"gpipe": GPipe(), "1f1b": OneForwardOneBackward()}
+class ZeroBubble:
+    """Forwards up to the limit, then one weight gradient for each backward, `deferred` behind.
+
+    Of `max_in_flight`, by default one more than the longest way, a stage far from the loss needs
+    most for micro-batches that are open, and one close to it for weight gradients that wait. More
+    than twice the longest way has no use. A stage that reads only the batch does not split: nobody
+    waits for its input gradients.
+    """
+
+    def limits(self, place: Place, num_microbatches: int, max_in_flight: int | None) -> Limits:
+        held = place.longest + 1 if max_in_flight is None else max_in_flight
+        held = min(held, 2 * place.longest)
+        ahead = min(max(0, held - 1 - place.longest), place.depth - 1)
+        most = min(place.depth + ahead, held, num_microbatches)
+        if not place.reads_stages:
+            return Limits(most, most)
+        return Limits(most, held, splits=True, deferred=max(0, held - 1 - most))
+
+    def choose(self, progress: Progress, limits: Limits) -> Action | None:
+        is_open = progress.forwards - progress.backwards
+        waiting = progress.backwards - progress.weights
+        if progress.forward_ready and is_open < limits.open and is_open + waiting < limits.held:
+            return Action.FORWARD
+        if waiting > limits.deferred or (waiting and not self._is_backward_left(progress)):
+            return Action.WEIGHT
+        return Action.BACKWARD if progress.backward_ready else None
+
+    @staticmethod
+    def _is_backward_left(progress: Progress) -> bool:
+        return progress.backwards < progress.num_microbatches
+
+
+POLICIES: dict[str, Policy] = {
+    "gpipe": GPipe(),
+    "1f1b": OneForwardOneBackward(),
+    "zero-bubble": ZeroBubble(),
+}
 """The values of `schedule` in a config."""
 
 

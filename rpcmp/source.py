@@ -12,11 +12,10 @@ from typing import Any
 from rpcmp import tree
 from rpcmp.errors import ConfigError
 from rpcmp.graph import SOURCES
-from rpcmp.work import Outputs, Work
 
 
 class Source:
-    """Serves the slices of the current round's mini-batch; what the driver serves to the group."""
+    """Serves the slices of the mini-batches under way; what the driver serves to the group."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -29,24 +28,27 @@ class Source:
                 for microbatch, part in enumerate(slices):
                     self._slices[round_number, kind, microbatch] = part
 
-    def clear(self) -> None:
-        """Let go of all slices."""
+    def clear(self, round_number: int) -> None:
+        """Let go of a round's slices."""
         with self._lock:
-            self._slices.clear()
+            for key in [key for key in self._slices if key[0] == round_number]:
+                del self._slices[key]
 
     # What the stages call.
 
-    def slice(self, work: Work, kind: str, path: tuple[str, ...]) -> Outputs:
-        """One micro-batch's inputs or targets, or the part of them at `path`.
+    def slices(
+        self, round_number: int, kind: str, path: tuple[str, ...], first: int, count: int
+    ) -> list[Any]:
+        """The inputs or targets of `count` micro-batches, or the part of them at `path`.
 
         Raises:
             ConfigError: there is no such part.
         """
         with self._lock:
-            found = self._slices.get((work.round, kind, work.microbatch))
-        if found is None:
-            raise ConfigError(f"micro-batch {work.microbatch} of step {work.step} has no {kind}s")
+            found = [self._slices.get((round_number, kind, first + i)) for i in range(count)]
+        if any(part is None for part in found):
+            raise ConfigError(f"the batch of round {round_number} has no {kind}s")
         try:
-            return Outputs(tree.select(found, path), None)
+            return [tree.select(part, path) for part in found]
         except LookupError as error:
             raise ConfigError(f"a stage reads {'.'.join((kind, *path))!r}: {error}") from error

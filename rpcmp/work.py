@@ -16,6 +16,19 @@ class Mode(Enum):
     PREDICT = "predict"
 
 
+class End(Enum):
+    """What a stage does by itself when it has done all of a training round.
+
+    STEP: steps its optimizer (and a scheduler that steps with it); the next round may begin.
+    HOLD: waits for the driver, which has to look at all stages first: a gradient norm, a loss.
+    NOTHING: gradients add up.
+    """
+
+    STEP = "step"
+    HOLD = "hold"
+    NOTHING = "nothing"
+
+
 class Work(NamedTuple):
     """One micro-batch of one round, as every stage is asked for it.
 
@@ -28,6 +41,7 @@ class Work(NamedTuple):
         num_samples: samples in this micro-batch.
         total_samples: samples in the round.
         mode: what the round is for.
+        end: what a stage does after the round.
     """
 
     round: int
@@ -38,6 +52,7 @@ class Work(NamedTuple):
     num_samples: int
     total_samples: int
     mode: Mode
+    end: End = End.NOTHING
 
     @property
     def draw(self) -> int:
@@ -50,19 +65,35 @@ class Work(NamedTuple):
         return self.num_samples / self.total_samples
 
 
+class StepReport(NamedTuple):
+    """What a stage says after an optimizer step.
+
+    Attributes:
+        step: which one.
+        busy_seconds: by kind of action ("F", "B", "W", "O"), since the step before.
+        learning_rate: of its first parameter group; None without trainable parameters.
+    """
+
+    step: int
+    busy_seconds: dict[str, float]
+    learning_rate: float | None
+
+
 class Outputs(NamedTuple):
     """A stage's answer to one reader.
 
     Attributes:
         value: the output, or the part of it that was asked for: a tree of host tensors.
-        presence: float32, one element for each tensor of `value`; ones. Only its gradient matters:
-            1 where the reader has a gradient for the tensor and 0 where it has none. Distributed
-            autograd sends zeros for a missing gradient, but None and zeros differ (weight decay
-            and momentum act on the latter). None outside of training.
+        token: while training, where no tensor of `value` is differentiable, an empty tensor that
+            is: distributed autograd must find its way to every stage.
+        reports: with the first micro-batch of a step, what this stage and all that it reads have
+            to say of the step before, by stage: like this the driver hears of any number of stages
+            in one message.
     """
 
     value: Any
-    presence: torch.Tensor | None
+    token: torch.Tensor | None = None
+    reports: dict[str, StepReport] | None = None
 
 
 class Evaluated(NamedTuple):

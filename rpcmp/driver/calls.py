@@ -12,6 +12,7 @@ from rpcmp.config import Config
 from rpcmp.driver.group import Group
 from rpcmp.errors import JobError, RpcmpError, one_line, to_wire
 from rpcmp.handoff import Handoff
+from rpcmp.work import End
 
 
 class Calls:
@@ -24,12 +25,12 @@ class Calls:
 
     def train_step(self, inputs: Any, targets: Any) -> float:
         """One optimizer step; returns the mean loss."""
-        loss = self.forward_backward(inputs, targets)
-        if self._config.max_grad_norm is not None:
-            self.clip_grad_norm_(self._config.max_grad_norm, 2.0)
-        self.optimizer_step()
-        if self._config.scheduler_interval == "step":
-            self.step_scheduler(loss)
+        end = End.HOLD if self._config.holds_steps else End.STEP
+        loss = self._group.finish_step(
+            self._group.start_step(inputs, targets, self._step + 1, end)
+        ).loss
+        self._group.end_step(loss)
+        self._step += 1
         return loss
 
     def forward_backward(self, inputs: Any, targets: Any) -> float:

@@ -11,8 +11,9 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from typing import Any
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 
@@ -31,7 +32,7 @@ from rpcmp.errors import (
 from rpcmp.members import DRIVER, member
 from rpcmp.source import Source
 from rpcmp.transport import Raised
-from rpcmp.work import Evaluated, Mode, Work
+from rpcmp.work import End, Evaluated, Mode, Outputs, StepReport, Work
 from rpcmp.worker.optimizer import StageOptimizer
 from rpcmp.worker.stage import DRIVER_PORT, Stage
 
@@ -39,10 +40,41 @@ AHEAD = 2
 """Micro-batches that the driver asks for beyond what the stages may hold: their questions then lie
 at the first stage before it has room for them, and no stage waits for the driver."""
 
+STEPS_AHEAD = 2
+"""Train steps under way at once: the next one's questions arrive while the stages finish this."""
+
 
 def in_flight(config: Config) -> int:
     """Micro-batches that the driver has under way at once."""
-    return min(max(plan.limits(config).values()) + AHEAD, config.num_microbatches)
+    most = max(limits.open for limits in plan.limits(config).values())
+    return min(most + AHEAD, STEPS_AHEAD * config.num_microbatches)
+
+
+@dataclass(frozen=True)
+class Round:
+    """Micro-batches under way.
+
+    Attributes:
+        number: counts rounds, from 1.
+        step: the optimizer step that it is or follows.
+        answers: what comes of each micro-batch.
+    """
+
+    number: int
+    step: int
+    answers: list[Future[Any]]
+
+
+class Trained(NamedTuple):
+    """What a train step gives.
+
+    Attributes:
+        loss: the mean loss.
+        reports: what the stages say of the step before, by stage; empty where that is unknown.
+    """
+
+    loss: float
+    reports: dict[str, StepReport]
 
 
 class Group:
@@ -71,31 +103,66 @@ class Group:
         self._accumulated = 0
         self._threads = ThreadPoolExecutor(in_flight(config), "rpcmp-microbatch")
 
-    def forward_backward(self, inputs: Any, targets: Any, step: int) -> float:
-        """Accumulate the gradients of a mini-batch; the optimizer does not step.
+    def start_step(self, inputs: Any, targets: Any, step: int, end: End) -> Round:
+        """Begin a train step; `finish_step` waits for it.
+
+        Up to STEPS_AHEAD may be under way; every stage works on them strictly in order.
 
         Args:
             inputs, targets: trees of tensors whose first dimension counts the samples.
             step: the optimizer step that this is for, counted from 1; seeds dropout. Called again
                 for the same step, gradients add up and dropout goes on drawing.
+            end: what the stages do by themselves afterwards.
+        """
+        if step != self._step:
+            self._step, self._accumulated = step, 0
+        started = self._start(Mode.TRAIN, step, inputs, targets, self._train, end)
+        self._accumulated += len(started.answers)
+        return started
 
-        Returns:
-            The mean loss.
+    def finish_step(self, started: Round) -> Trained:
+        """Wait for a train step, the earliest under way.
 
         Raises:
             StageError: the user's code raised at a stage.
             NonFiniteLossError: the loss is NaN or infinite.
         """
-        if step != self._step:
-            self._step, self._accumulated = step, 0
         try:
-            losses = self._run(Mode.TRAIN, step, inputs, targets, self._train)
+            trained: list[Trained] = self._finish(started)
         except JobError:
+            self._accumulated = 0
             with contextlib.suppress(RpcmpError):  # a worker that is gone has no gradients
                 self.optimizer.zero_grad()
             raise
-        self._accumulated += len(losses)
-        return math.fsum(losses)
+        return Trained(math.fsum(part.loss for part in trained), trained[0].reports)
+
+    def forward_backward(self, inputs: Any, targets: Any, step: int) -> float:
+        """Accumulate the gradients of a mini-batch and return its loss; see `start_step`."""
+        return self.finish_step(self.start_step(inputs, targets, step, End.NOTHING)).loss
+
+    def end_step(self, loss: float) -> dict[str, StepReport]:
+        """Wait until all stages have stepped, after the step's `finish_step`; what they report.
+
+        Args:
+            loss: the step's, for schedulers that watch it.
+
+        Raises:
+            StageError: an optimizer raised.
+        """
+        if not self._config.holds_steps:
+            return self.settle()
+        steps_scheduler = self._config.scheduler and self._config.scheduler_interval == "step"
+        watched = loss if steps_scheduler else None
+        return self.optimizer.finish(self._config.max_grad_norm, watched)
+
+    def settle(self) -> dict[str, StepReport]:
+        """Wait until all stages have done all that they were asked for; what they report.
+
+        Raises:
+            StageError: the last step failed in a weight gradient or an optimizer.
+        """
+        found = self._everywhere(Stage.settle)
+        return {name: report for name, report in found.items() if report is not None}
 
     def evaluate(self, inputs: Any, targets: Any, step: int) -> Evaluation:
         """Loss and metrics of a mini-batch; parameters and gradients stay as they are."""
@@ -104,13 +171,14 @@ class Group:
             answer: Evaluated = self._ask(work)
             return Evaluation(work.num_samples, answer.loss, answer.metrics)
 
-        return mean(self._run(Mode.EVALUATE, step, inputs, targets, run))
+        return mean(self._finish(self._start(Mode.EVALUATE, step, inputs, targets, run)))
 
     def predict(self, inputs: Any, step: int) -> Any:
         """The last stage's outputs for `inputs`, joined again along the first dimension."""
-        return _concatenate(
-            self._run(Mode.PREDICT, step, inputs, None, lambda work: self._ask(work).value)
+        started = self._start(
+            Mode.PREDICT, step, inputs, None, lambda work: self._ask(work).value
         )
+        return _concatenate(self._finish(started))
 
     def parameters_sha256(self) -> str:
         """The hash of `rpcmp.digest` over the unsplit model."""
@@ -155,50 +223,58 @@ class Group:
         self.optimizer.release()
         self._stage_rrefs.clear()
 
-    def _run(
-        self, mode: Mode, step: int, inputs: Any, targets: Any, run: Callable[[Work], Any]
-    ) -> list[Any]:
-        """One round: what `run` gives for each micro-batch, in order."""
-        samples = microbatch.num_samples(inputs)
-        if targets is not None and microbatch.num_samples(targets) != samples:
-            raise ConfigError(
-                f"{samples} inputs and {microbatch.num_samples(targets)} targets do not make a "
-                "mini-batch"
-            )
-        slices = microbatch.split(inputs, self._config.num_microbatches)
-        target_slices = None
-        if targets is not None:
-            target_slices = microbatch.split(targets, self._config.num_microbatches)
-        sizes = [microbatch.num_samples(part) for part in slices]
-        accumulated = self._accumulated if mode is Mode.TRAIN else 0
+    def _start(
+        self,
+        mode: Mode,
+        step: int,
+        inputs: Any,
+        targets: Any,
+        run: Callable[[Work], Any],
+        end: End = End.NOTHING,
+    ) -> Round:
+        """Begin a round: `run` for each micro-batch, a few of them at once."""
+        count = self._config.num_microbatches
+        samples = _num_samples(inputs, targets)
+        sizes = microbatch.sizes(samples, count)
         self._round += 1
-        self._source.load(self._round, slices, target_slices)
+        target_slices = None if targets is None else microbatch.split(targets, count)
+        self._source.load(self._round, microbatch.split(inputs, count), target_slices)
         works = [
-            Work(self._round, step, index, len(sizes), accumulated, size, samples, mode)
+            Work(
+                round=self._round,
+                step=step,
+                microbatch=index,
+                num_microbatches=len(sizes),
+                accumulated=self._accumulated if mode is Mode.TRAIN else 0,
+                num_samples=size,
+                total_samples=samples,
+                mode=mode,
+                end=end,
+            )
             for index, size in enumerate(sizes)
         ]
+        return Round(self._round, step, [self._threads.submit(run, work) for work in works])
+
+    def _finish(self, started: Round) -> list[Any]:
+        """What `run` gave for each micro-batch, in order."""
         try:
-            return self._in_parallel(works, run)
+            done, waiting = wait(started.answers, return_when=FIRST_EXCEPTION)
+            errors = [future.exception() for future in done if not future.cancelled()]
+            first = next((error for error in errors if error is not None), None)
+            if first is None:
+                return [future.result() for future in started.answers]
+            for future in waiting:
+                future.cancel()
+            failures = self._abort(started.number)
+            wait(started.answers)
+            raise _root_cause(failures, first) from first
         finally:
-            self._source.clear()
+            self._source.clear(started.number)
 
-    def _in_parallel(self, works: list[Work], run: Callable[[Work], Any]) -> list[Any]:
-        futures = [self._threads.submit(run, work) for work in works]
-        _, waiting = wait(futures, return_when=FIRST_EXCEPTION)
-        errors = [f.exception() for f in futures if f.done() and not f.cancelled()]
-        first = next((error for error in errors if error is not None), None)
-        if first is None:
-            return [future.result() for future in futures]
-        for future in waiting:
-            future.cancel()
-        failures = self._abort()
-        wait(futures)
-        raise _root_cause(failures, first) from first
-
-    def _abort(self) -> list[RpcmpError]:
-        """Free whoever waits for this round; returns what failed, at whichever stage."""
+    def _abort(self, first: int) -> list[RpcmpError]:
+        """Free whoever waits since round `first`; returns what failed, at whichever stage."""
         futures = {
-            name: transport.call_rref(rref, Stage.abort, self._round)
+            name: transport.call_rref(rref, Stage.abort, first, self._round)
             for name, rref in self._stage_rrefs.items()
         }
         answers = [transport.outcome(future, name) for name, future in futures.items()]
@@ -210,14 +286,15 @@ class Group:
         future = transport.call(self._sink, Stage.forward, work, DRIVER_PORT)
         return transport.result(future, self._sink)
 
-    def _train(self, work: Work) -> float:
+    def _train(self, work: Work) -> Trained:
         with transport.autograd_context() as context_id:
-            loss: torch.Tensor = self._ask(work).value
+            outputs: Outputs = self._ask(work)
+            loss: torch.Tensor = outputs.value
             value = loss.item()
             if not math.isfinite(value):
                 raise NonFiniteLossError(value, work.step, work.microbatch)
             transport.backward(context_id, loss)
-        return value
+        return Trained(value, outputs.reports or {})
 
     def _merge(self, method: Callable[..., Any]) -> dict[str, Any]:
         parts = self._everywhere(method).values()
@@ -225,6 +302,21 @@ class Group:
 
     def _everywhere(self, method: Callable[..., Any], *args: Any) -> dict[str, Any]:
         return transport.call_each(self._stage_rrefs, method, *args)
+
+
+def _num_samples(inputs: Any, targets: Any) -> int:
+    """The samples of a mini-batch.
+
+    Raises:
+        ConfigError: inputs and targets differ in it.
+    """
+    samples = microbatch.num_samples(inputs)
+    if targets is not None and microbatch.num_samples(targets) != samples:
+        raise ConfigError(
+            f"{samples} inputs and {microbatch.num_samples(targets)} targets do not make a "
+            "mini-batch"
+        )
+    return samples
 
 
 def _optimizer_of(stage: Stage) -> StageOptimizer:

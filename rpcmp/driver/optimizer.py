@@ -15,7 +15,8 @@ from torch.futures import Future
 
 from rpcmp import transport
 from rpcmp.transport import RRef
-from rpcmp.worker.optimizer import StageOptimizer, StepReport
+from rpcmp.work import StepReport
+from rpcmp.worker.optimizer import StageOptimizer
 
 
 class DistributedOptimizer:
@@ -33,6 +34,16 @@ class DistributedOptimizer:
         """Update the parameters of all stages and clear their gradients."""
         return self._everywhere(StageOptimizer.step)
 
+    def finish(self, max_norm: float | None, loss: float | None) -> dict[str, StepReport]:
+        """End a round that all stages hold: clip, step, let the schedulers step.
+
+        Args:
+            max_norm: the largest norm of the whole model's gradient; None: as it is.
+            loss: what the schedulers get; None where they do not step now.
+        """
+        factor = None if max_norm is None else self._clip_factor(self._norm(2.0), max_norm)
+        return self._everywhere(StageOptimizer.finish, factor, loss)
+
     def zero_grad(self) -> None:
         """Clear the gradients of all stages."""
         self._everywhere(StageOptimizer.zero_grad)
@@ -45,12 +56,8 @@ class DistributedOptimizer:
         Returns:
             The norm before scaling, a float32 scalar.
         """
-        found = self._everywhere(StageOptimizer.norms, norm_type)
-        norms = [norm for of_stage in found.values() for norm in of_stage.values()]
-        if not norms:
-            return torch.tensor(0.0)
-        total: Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
-        self._everywhere(StageOptimizer.scale, torch.clamp(max_norm / (total + 1e-6), max=1.0))
+        total = self._norm(norm_type)
+        self._everywhere(StageOptimizer.scale, self._clip_factor(total, max_norm))
         return total
 
     def step_scheduler(self, loss: float) -> None:
@@ -72,6 +79,18 @@ class DistributedOptimizer:
     def release(self) -> None:
         """Let go of the stages' optimizers; nothing else may be called afterwards."""
         self._rrefs.clear()
+
+    def _norm(self, norm_type: float) -> Tensor:
+        found = self._everywhere(StageOptimizer.norms, norm_type)
+        norms = [norm for of_stage in found.values() for norm in of_stage.values()]
+        if not norms:
+            return torch.tensor(0.0)
+        total: Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+        return total
+
+    @staticmethod
+    def _clip_factor(norm: Tensor, max_norm: float) -> Tensor:
+        return torch.clamp(max_norm / (norm + 1e-6), max=1.0)
 
     def _everywhere(self, method: Callable[..., Future[Any]], *args: Any) -> dict[str, Any]:
         return transport.call_each(self._rrefs, method, *args)

@@ -1,9 +1,15 @@
-"""The training loop: epochs, steps, evaluations, and what is told about them."""
+"""The training loop: epochs, steps, evaluations, and what is told about them.
+
+The next step is begun before this one has ended: its data is loaded and its first forwards run
+while the stages that are further back still finish. What the stages have to say of a step comes with
+the next one's first answer, so a step is reported then.
+"""
 
 from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -12,10 +18,11 @@ from rpcmp import data, factory
 from rpcmp.config import Config, DataConfig
 from rpcmp.data import Batches
 from rpcmp.driver.evaluation import Evaluation, mean
-from rpcmp.driver.group import Group
+from rpcmp.driver.group import STEPS_AHEAD, Group, Round
 from rpcmp.errors import ConfigError, FactoryError
 from rpcmp.microbatch import num_samples
 from rpcmp.process.channel import Message
+from rpcmp.work import End, StepReport
 
 Report = Callable[[Message], None]
 
@@ -54,12 +61,15 @@ class Datasets:
 
 
 @dataclass(frozen=True)
-class _Position:
-    """Where in the run a mini-batch is; all counted from 1."""
+class _Step:
+    """One mini-batch and where in the run it is; all counted from 1."""
 
-    step: int
+    number: int
     epoch: int
     ends_epoch: bool
+    inputs: Any
+    targets: Any
+    data_seconds: float
 
 
 class Training:
@@ -89,6 +99,8 @@ class Training:
         self.loss = float("nan")
         self.metrics: dict[str, float] = {}
         self._stop = stop
+        self._untold: tuple[_Step, float, float] | None = None
+        self._ended = 0.0
 
     def total_steps(self) -> int:
         """Optimizer steps of the whole run."""
@@ -102,59 +114,86 @@ class Training:
         Args:
             evaluate: evaluate after epochs and at the end, and write the report.
         """
-        started = time.perf_counter()
         losses: list[float] = []
-        for position, inputs, targets in self._mini_batches():
-            fetched = time.perf_counter()
-            losses.append(self._train_step(position, inputs, targets, started, fetched))
-            if position.ends_epoch:
-                self._end_epoch(position.epoch, losses, evaluate)
+        self._ended = time.perf_counter()
+        under_way: deque[tuple[_Step, Round]] = deque()
+        for step in self._mini_batches():
+            under_way.append((step, self._start(step)))
+            must_end = step.ends_epoch or step.number == self.total_steps() or self._stop.is_set()
+            while under_way and (must_end or len(under_way) == STEPS_AHEAD):
+                losses.append(self._finish(*under_way.popleft()))
+            if must_end:
+                self._settle()
+            if step.ends_epoch:
+                self._end_epoch(step.epoch, losses, evaluate)
                 losses = []
             if self._stop.is_set():
                 return
-            started = time.perf_counter()
         if evaluate:
-            self._evaluate(position.epoch)
+            self._evaluate(step.epoch)
             self._write_report()
 
-    def _mini_batches(self) -> Iterator[tuple[_Position, Any, Any]]:
+    def _mini_batches(self) -> Iterator[_Step]:
         total = self.total_steps()
         per_epoch = len(self._datasets.train)
+        number = 0
         for epoch in range(1, 2 + (total - 1) // per_epoch):
+            asked = time.perf_counter()
             for inputs, targets in self._datasets.train.epoch(epoch):
-                step = self.step + 1
-                yield _Position(step, epoch, step % per_epoch == 0), inputs, targets
-                if step == total:
+                number += 1
+                ends_epoch = number % per_epoch == 0
+                seconds = time.perf_counter() - asked
+                yield _Step(number, epoch, ends_epoch, inputs, targets, seconds)
+                if number == total:
                     return
+                asked = time.perf_counter()
 
-    def _train_step(
-        self, position: _Position, inputs: Any, targets: Any, started: float, fetched: float
-    ) -> float:
-        """One optimizer step; `started` and `fetched` are when its data was asked for and came."""
-        optimizer = self._group.optimizer
-        self.loss = self._group.forward_backward(inputs, targets, position.step)
-        if self._config.max_grad_norm is not None:
-            optimizer.clip_grad_norm_(self._config.max_grad_norm)
-        stages = optimizer.step()
-        if self._config.scheduler_interval == "step":
-            optimizer.step_scheduler(self.loss)
-        self.step = position.step
-        seconds = time.perf_counter() - started
+    def _start(self, step: _Step) -> Round:
+        end = End.HOLD if self._config.holds_steps else End.STEP
+        return self._group.start_step(step.inputs, step.targets, step.number, end)
+
+    def _finish(self, step: _Step, started: Round) -> float:
+        """Wait for a step; reports the one before, of which the stages have now spoken."""
+        trained = self._group.finish_step(started)
+        self._tell(trained.reports)
+        if self._config.holds_steps:
+            reports = self._group.end_step(trained.loss)
+        now = time.perf_counter()
+        self.step, self.loss = step.number, trained.loss
+        self._untold = (step, trained.loss, now - self._ended)
+        self._ended = now
+        if self._config.holds_steps:
+            self._tell(reports)
+        return trained.loss
+
+    def _settle(self) -> None:
+        """Wait until all stages have done all steps, and report the last one."""
+        self._tell(self._group.settle())
+
+    def _tell(self, stages: dict[str, StepReport]) -> None:
+        """Report the last step that has ended, with what the stages say of it."""
+        if self._untold is None:
+            return
+        step, loss, seconds = self._untold
+        self._untold = None
         rates = [stage.learning_rate for stage in stages.values()]
         self._report(
             {
                 "event": "step",
-                "step": position.step,
-                "epoch": position.epoch,
-                "loss": self.loss,
-                "samples_per_s": num_samples(inputs) / seconds,
+                "step": step.number,
+                "epoch": step.epoch,
+                "loss": loss,
+                "samples_per_s": num_samples(step.inputs) / seconds,
                 "step_s": seconds,
-                "data_share": (fetched - started) / seconds,
-                "busy": {name: stage.busy_seconds / seconds for name, stage in stages.items()},
+                "data_share": step.data_seconds / seconds,
+                "busy": {
+                    name: sum(stages[name].busy_seconds.values()) / seconds
+                    for name in self._config.stage_names
+                    if name in stages
+                },
                 "learning_rate": next((rate for rate in rates if rate is not None), None),
             }
         )
-        return self.loss
 
     def _end_epoch(self, epoch: int, losses: list[float], evaluate: bool) -> None:
         if self._config.scheduler_interval == "epoch":

@@ -25,6 +25,9 @@ from rpcmp.work import Outputs
 
 Gradients = Sequence[Tensor | None]
 
+Differentiated = tuple[list[Tensor | None], dict[int, list[int]]]
+"""The gradients of all that was received, and which are missing; see `LocalTape.backward`."""
+
 
 class LocalTape:
     """The part of one micro-batch's graph that lies inside a stage.
@@ -33,43 +36,39 @@ class LocalTape:
         received: what the stage has received, in the order of its inputs; float tensors that
             require grad get a gradient.
         device: where the stage computes.
+
+    Attributes:
+        inputs: `received` on the stage's device, at the start of the local tape.
     """
 
     def __init__(self, received: Sequence[Outputs], device: torch.device) -> None:
         self._device = device
-        self._leaves: list[Tensor] = []
-        self._leaves_of: list[tuple[int, int, bool]] = []
+        self._gradients: list[Tensor | None] = []
         self._outputs: list[Tensor] = []
-        self.inputs = [self._enter(outputs) for outputs in received]
-
-    def _enter(self, outputs: Outputs) -> Any:
-        start = len(self._leaves)
-        value = tree.map_tensors(self._leaf, outputs.value)
-        self._leaves_of.append((start, len(self._leaves), outputs.presence is not None))
-        return value
-
-    def _leaf(self, received: Tensor) -> Tensor:
-        leaf = received.detach().to(self._device)
-        self._leaves.append(leaf)
-        if not received.requires_grad:
-            return leaf
-        # A clone, because the user's first layer may work in place and a leaf must not change.
-        return leaf.requires_grad_().clone()
+        self._received = [tree.tensors(outputs.value) for outputs in received]
+        self._has_token = [outputs.token is not None for outputs in received]
+        tensors = [tensor.detach().to(device) for found in self._received for tensor in found]
+        needed = [tensor.requires_grad for found in self._received for tensor in found]
+        entered = iter(_enter(self._note, tensors, needed))
+        self.inputs: list[Any] = [
+            tree.map_tensors(lambda _: next(entered), outputs.value) for outputs in received
+        ]
 
     def leave(self, outputs: Any) -> list[Tensor]:
         """Note what the stage has computed; returns its tensors, still on the local tape."""
         self._outputs = tree.tensors(outputs)
         return self._outputs
 
-    def backward(self, gradients: Gradients) -> list[Tensor | None]:
+    def backward(self, gradients: Gradients) -> Differentiated:
         """Differentiate the stage.
 
         Args:
             gradients: for each tensor of the outputs, its gradient or None.
 
         Returns:
-            For each input, the gradients of its tensors (host, contiguous, or None) and, where it
-            came with a presence, that one's gradient.
+            For each tensor that was received, tokens included, its gradient: on the host and
+            contiguous; None where there is none. And for each input, by its index, which of its
+            tensors should have got one and did not.
         """
         pairs = [
             (output, gradient.to(self._device))
@@ -78,20 +77,74 @@ class LocalTape:
         ]
         if pairs:
             torch.autograd.backward([output for output, _ in pairs], [grad for _, grad in pairs])
+        found = iter(self._gradients or [None] * sum(map(len, self._received)))
         result: list[Tensor | None] = []
-        for start, end, has_presence in self._leaves_of:
-            grads = [_to_host(leaf.grad) for leaf in self._leaves[start:end]]
-            result += grads
-            if has_presence:
-                result.append(torch.tensor([float(grad is not None) for grad in grads]))
+        missing: dict[int, list[int]] = {}
+        for index, (received, has_token) in enumerate(
+            zip(self._received, self._has_token, strict=True)
+        ):
+            grads = [_to_host(next(found)) for _ in received]
+            without = [i for i, grad in enumerate(grads) if grad is None and received[i].requires_grad]
+            if without:
+                missing[index] = without
+            result += [*grads, *([None] if has_token else [])]
         self.free()
-        return result
+        return result, missing
 
     def free(self) -> None:
         """Let go of all activations."""
-        self._leaves.clear()
+        self._received.clear()
+        self._gradients.clear()
         self._outputs.clear()
         self.inputs.clear()
+
+    def _note(self, gradients: Gradients) -> None:
+        self._gradients = list(gradients)
+
+
+class Entry(torch.autograd.Function):
+    """The first node of a stage's local tape: where the gradients of what it received arrive."""
+
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx,
+        note: Callable[[Gradients], None],
+        tensors: list[Tensor],
+        anchor: Tensor,
+    ) -> tuple[Tensor, ...]:
+        """Returns `tensors` as results of this node, which the first layer may change in place.
+
+        Args:
+            note: gets their gradients.
+            tensors: in a list, which hides them from the tape: nothing is copied.
+            anchor: requires grad, so that they do.
+        """
+        ctx.note = note  # type: ignore[attr-defined]
+        ctx.set_materialize_grads(False)
+        return tuple(tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:
+        ctx.note(gradients)
+        return (None, None, None)
+
+
+def _enter(
+    note: Callable[[Gradients], None], tensors: list[Tensor], needed: list[bool]
+) -> list[Tensor]:
+    """`tensors`, those that need a gradient as results of an Entry node."""
+    if not any(needed):
+        return tensors
+    anchor = torch.empty(0, requires_grad=True)
+
+    def note_all(gradients: Gradients) -> None:
+        found = iter(gradients)
+        note([next(found) if need else None for need in needed])
+
+    apply: Callable[..., tuple[Tensor, ...]] = Entry.apply
+    inner = [tensor for tensor, need in zip(tensors, needed, strict=True) if need]
+    entered = iter(apply(note_all, inner, anchor))
+    return [next(entered) if need else t for t, need in zip(tensors, needed, strict=True)]
 
 
 class Boundary(torch.autograd.Function):
@@ -136,15 +189,17 @@ def connect(
 
     `constants`, a part of them, get no gradient, so their readers need not compute one.
     """
-    edges: list[Tensor] = []
-    for answer in received:
-        edges += tree.tensors(answer.value)
-        if answer.presence is not None:
-            edges.append(answer.presence)
+    edges = [tensor for answer in received for tensor in tensors_of(answer)]
     anchor = torch.empty(0, requires_grad=True)
     with torch.enable_grad():
         apply: Callable[..., tuple[Tensor, ...]] = Boundary.apply
         return apply(run_backward, outputs, constants, anchor, *edges)
+
+
+def tensors_of(outputs: Outputs) -> list[Tensor]:
+    """All tensors of an answer, its token last."""
+    found = tree.tensors(outputs.value)
+    return found if outputs.token is None else [*found, outputs.token]
 
 
 def sum_gradients(contributions: Sequence[Tensor | None]) -> Tensor | None:

@@ -4,6 +4,9 @@ RPC threads hand in forwards and backwards when everything that these need has a
 asks the schedule which one to run. One thread, because it makes the order of sums fixed, because
 glibc keeps a malloc arena and OpenMP a team for every thread that computes, and because then no
 user code ever runs concurrently with itself.
+
+When a round's last weight gradient is done its `finish` runs, which steps the optimizer, and the
+next round's first forward follows at once: no stage waits for the driver between two steps.
 """
 
 from __future__ import annotations
@@ -14,50 +17,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 from torch.futures import Future
 
-from rpcmp.schedule import Action, Policy, Progress
+from rpcmp.schedule import Action, Policy
 from rpcmp.transport import attempt
-
-
-@dataclass
-class Task:
-    """Something to compute.
-
-    Attributes:
-        run: does it; must not raise.
-        cancel: called instead of `run` when the round was aborted.
-    """
-
-    run: Callable[[], None]
-    cancel: Callable[[], None] = lambda: None
-
-
-@dataclass
-class _Round:
-    """One train step, evaluation or prediction, as far as it has come."""
-
-    number: int = -1
-    num_microbatches: int = 0
-    limit: int = 0
-    aborted: bool = False
-    done: dict[Action, int] = field(default_factory=lambda: dict.fromkeys(Action, 0))
-    ready: dict[tuple[Action, int], Task] = field(default_factory=dict)
-
-    def is_ready(self, action: Action) -> bool:
-        return (action, self.done[action]) in self.ready
-
-    def progress(self) -> Progress:
-        return Progress(
-            self.num_microbatches,
-            self.done[Action.FORWARD],
-            self.done[Action.BACKWARD],
-            self.is_ready(Action.FORWARD),
-            self.is_ready(Action.BACKWARD),
-        )
+from rpcmp.worker.recorder import Recorder
+from rpcmp.worker.rounds import Round, Rounds, Task
 
 
 class ComputeThread:
@@ -65,91 +32,98 @@ class ComputeThread:
 
     Args:
         policy: the schedule.
-        limit: micro-batches that may be open between forward and backward while training.
+
+    Attributes:
+        recorder: told of every action.
     """
 
-    def __init__(self, policy: Policy, limit: int) -> None:
+    def __init__(self, policy: Policy) -> None:
         self._policy = policy
-        self._limit = limit
         self._changed = threading.Condition()
-        self._round = _Round()
-        self._calls: deque[Task] = deque()
-        self._busy_seconds = 0.0
+        self._rounds = Rounds()
+        self._calls: deque[Callable[[], None]] = deque()
+        self.recorder = Recorder()
         self._thread = threading.Thread(target=self._loop, name="rpcmp-compute", daemon=True)
         self._thread.start()
 
-    def begin(self, number: int, num_microbatches: int, training: bool) -> None:
-        """Note that round `number` is the current one; rounds never overlap."""
+    def begin(self, number: int, make: Callable[[], Round]) -> None:
+        """Note that there is a round `number`; `make` makes it, the first time."""
         with self._changed:
-            if number > self._round.number:
-                limit = self._limit if training else num_microbatches
-                self._busy_seconds = 0.0
-                self._round = _Round(number, num_microbatches, limit)
+            self._rounds.begin(number, make)
+            self._changed.notify()
 
     def submit(self, round_number: int, action: Action, microbatch: int, task: Task) -> None:
         """Queue an action that is ready; cancels it if its round was aborted."""
         with self._changed:
-            current = self._round
-            aborted = current.aborted or round_number != current.number
-            if not aborted:
-                current.ready[action, microbatch] = task
+            found = self._rounds.get(round_number)
+            if found is not None:
+                found.ready[action, microbatch] = task
                 self._changed.notify()
-        if aborted:
+        if found is None:
             task.cancel()
 
     def future(self, function: Callable[[], Any]) -> Future[Any]:
-        """Run something that is no part of a round, such as the optimizer step.
+        """Run something that is no part of a round, such as reading the parameters.
+
+        All that the round before has left to do without other stages is done first.
 
         Returns:
             A future with what it returns, or a Raised.
         """
         future: Future[Any] = Future()
-        task = Task(run=lambda: future.set_result(attempt(function)))
         with self._changed:
-            self._calls.append(task)
+            self._calls.append(lambda: future.set_result(attempt(function)))
             self._changed.notify()
         return future
 
-    def abort(self, round_number: int) -> None:
-        """Cancel all that waits in rounds up to `round_number`, and all that still comes."""
+    def release(self) -> None:
+        """Let the next round begin, where the current one is held."""
         with self._changed:
-            if self._round.number > round_number:
-                return
-            self._round.number = round_number
-            self._round.aborted = True
-            waiting = list(self._round.ready.values())
-            self._round.ready.clear()
+            if self._rounds.current is not None:
+                self._rounds.current.is_held = False
+                self._changed.notify()
+
+    def abort(self, first: int, last: int) -> None:
+        """Cancel all that waits in the rounds from `first` to `last`, and all that still comes."""
+        with self._changed:
+            waiting = self._rounds.abort(first, last)
+            self._changed.notify()
         for task in waiting:
             task.cancel()
-
-    def take_busy_seconds(self) -> float:
-        """Seconds spent in tasks since the round began, or since this was last asked."""
-        with self._changed:
-            busy, self._busy_seconds = self._busy_seconds, 0.0
-        return busy
 
     def _loop(self) -> None:
         while True:
             with self._changed:
-                while (task := self._next()) is None:
+                while (run := self._next()) is None:
                     self._changed.wait()
-            started = time.perf_counter()
             try:
-                task.run()
+                run()
             except BaseException:  # tasks do not raise: a bug of ours, and nobody would be told
                 sys.excepthook(*sys.exc_info())
                 os._exit(1)
-            del task  # an idle thread must not keep a micro-batch alive
-            with self._changed:
-                self._busy_seconds += time.perf_counter() - started
+            del run  # an idle thread must not keep a micro-batch alive
 
-    def _next(self) -> Task | None:
-        if self._calls:
+    def _next(self) -> Callable[[], None] | None:
+        current = self._rounds.current
+        if current is not None and current.is_complete and not current.is_held:
+            self._rounds.complete()
+            return current.finish
+        if self._calls and (current is None or not current.needs_nobody or current.is_complete):
             return self._calls.popleft()
-        current = self._round
-        action = self._policy.choose(current.progress(), current.limit)
-        if action is None:
+        if current is None:
             return None
+        action = self._policy.choose(current.progress(), current.limits)
+        return None if action is None else self._take(current, action)
+
+    def _take(self, current: Round, action: Action) -> Callable[[], None]:
         microbatch = current.done[action]
-        current.done[action] += 1
-        return current.ready.pop((action, microbatch))
+        task = current.take(action)
+        if action is Action.BACKWARD and not current.limits.splits:
+            current.done[Action.WEIGHT] += 1
+
+        def run() -> None:
+            started = time.perf_counter_ns()
+            task.run()
+            self.recorder.add(action, current.step, microbatch, task.ready_ns, started)
+
+        return run

@@ -1,42 +1,39 @@
-"""How a stage computes one micro-batch: forward, boundary, and the backward that comes later.
+"""How a stage computes one micro-batch's forward, and what it remembers of it.
 
-Everything here runs on the stage's compute thread, but for `_backward`, in which a thread of the
-autograd engine waits until the schedule lets the compute thread run it.
+Everything here runs on the stage's compute thread. The backward that comes later is the business of
+`rpcmp.worker.backward`.
 """
 
 from __future__ import annotations
 
 import functools
-import traceback
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future as Waiting
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from rpcmp import tree
-from rpcmp.errors import StageError, one_line
 from rpcmp.graph import Port, Reference
 from rpcmp.members import DRIVER
-from rpcmp.schedule import Action
 from rpcmp.work import Mode, Outputs, Work
 from rpcmp.worker import boundary
-from rpcmp.worker.boundary import Gradients, LocalTape
-from rpcmp.worker.compute import ComputeThread, Task
+from rpcmp.worker.backward import Backwards, Memory
+from rpcmp.worker.boundary import LocalTape
+from rpcmp.worker.failure import failure
 from rpcmp.worker.model import StageModel
+from rpcmp.worker.split import Splitter
 
 
 class Execution:
-    """The computation of one stage.
+    """The forwards of one stage.
 
     Args:
         stage: its name, for errors.
         model: its modules.
         references: what it reads.
         ports: who reads it.
-        compute: its compute thread.
-        on_failure: told of failures in a backward, which cannot be returned to anybody.
+        backwards: what runs its backwards.
     """
 
     def __init__(
@@ -45,15 +42,14 @@ class Execution:
         model: StageModel,
         references: Sequence[Reference],
         ports: Sequence[Port],
-        compute: ComputeThread,
-        on_failure: Callable[[Work, StageError], object],
+        backwards: Backwards,
     ) -> None:
         self._stage = stage
         self._model = model
         self._references = references
         self._ports = ports
-        self._compute = compute
-        self._on_failure = on_failure
+        self._backwards = backwards
+        self._splitter = Splitter()
 
     def forward(self, work: Work, answers: list[Outputs]) -> list[Any]:
         """What each port's reader gets: Outputs or, from the sink when evaluating, Evaluated.
@@ -75,41 +71,57 @@ class Execution:
             with torch.no_grad():
                 return self._infer(work, received, targets)
         except BaseException as error:  # sys.exit() in a layer is no way to end a worker either
-            raise self._failure(error, "forward", work, received) from error
+            sources = zip(self._references, received, strict=False)
+            got = ", ".join(
+                f"from {str(reference)!r}: {tree.describe(outputs.value)}"
+                for reference, outputs in sources
+            )
+            raise failure(self._stage, "forward", work, error, got) from error
 
     def _train(self, work: Work, received: list[Outputs], targets: Any) -> list[Outputs]:
         tape = LocalTape(received, self._model.device)
-        outputs = self._model.forward(tape.inputs, work)
-        if self._model.is_sink:
-            outputs = self._model.loss(outputs, targets, work)
+        weights = self._splitter.begin()
+        with weights.watch():
+            outputs = self._model.forward(tape.inputs, work)
+            if self._model.is_sink:
+                outputs = self._model.loss(outputs, targets, work)
         produced = tape.leave(outputs)
+        self._splitter.calibrate(produced)
         parts = [tree.select(outputs, port.path) for port in self._ports]
         positions = {id(tensor): position for position, tensor in enumerate(produced)}
         read = [[positions[id(tensor)] for tensor in tree.tensors(part)] for part in parts]
+        memory = Memory(work, tape, weights, read, len(produced))
+        return self._connect(memory, parts, received)
+
+    def _connect(self, memory: Memory, parts: list[Any], received: list[Outputs]) -> list[Outputs]:
+        """The answers for all readers, as results of one node of the distributed graph."""
         constants: list[Tensor] = []
         fresh = [
             self._outputs(port, part, constants)
             for port, part in zip(self._ports, parts, strict=True)
         ]
-        run_backward = functools.partial(self._backward, work, tape, read, len(produced))
-        connected = iter(boundary.connect(run_backward, tree.tensors(fresh), received, constants))
-        answers: list[Outputs] = tree.map_tensors(lambda _: next(connected), fresh)
-        return answers
+        memory.has_token = [outputs.token is not None for outputs in fresh]
+        tensors = [tensor for outputs in fresh for tensor in boundary.tensors_of(outputs)]
+        run = functools.partial(self._backwards.run, memory)
+        connected = iter(boundary.connect(run, tensors, received, constants))
+        return [
+            Outputs(
+                tree.map_tensors(lambda _: next(connected), outputs.value),
+                None if outputs.token is None else next(connected),
+            )
+            for outputs in fresh
+        ]
 
     def _outputs(self, port: Port, part: Any, constants: list[Tensor]) -> Outputs:
         """Copies for one reader: its answer is being sent while the stage computes on."""
-
-        def copy(tensor: Tensor) -> Tensor:
-            host = _host_copy(tensor)
-            if not tensor.requires_grad and port.reader != DRIVER:
-                constants.append(host)
-            return host
-
         _check_plain(part)
-        value = tree.map_tensors(copy, part)
+        value = tree.map_tensors(_host_copy, part)
         if port.reader == DRIVER:  # the driver differentiates the loss itself: it has a gradient
-            return Outputs(value, None)
-        return Outputs(value, torch.ones(len(tree.tensors(value))))
+            return Outputs(value)
+        pairs = list(zip(tree.tensors(part), tree.tensors(value), strict=True))
+        fixed = [copy for tensor, copy in pairs if not tensor.requires_grad]
+        constants += fixed
+        return Outputs(value, torch.empty(0) if len(fixed) == len(pairs) else None)
 
     def _infer(self, work: Work, received: list[Outputs], targets: Any) -> list[Any]:
         tape = LocalTape(received, self._model.device)
@@ -118,64 +130,7 @@ class Execution:
             return [self._model.evaluate(outputs, targets, work)]
         parts = [tree.select(outputs, port.path) for port in self._ports]
         _check_plain(parts)
-        return [Outputs(tree.map_tensors(_host_copy, part), None) for part in parts]
-
-    def _backward(
-        self,
-        work: Work,
-        tape: LocalTape,
-        read: list[list[int]],
-        num_produced: int,
-        gradients: Gradients,
-    ) -> list[Tensor | None]:
-        """The gradients of what was received; blocks until the schedule has let it run."""
-        done: Waiting[list[Tensor | None]] = Waiting()
-
-        def run() -> None:
-            try:
-                summed = self._sum_by_position(read, num_produced, gradients)
-                done.set_result(tape.backward(summed))
-            except BaseException as error:
-                self._on_failure(work, self._failure(error, "backward", work, []))
-                done.set_exception(RuntimeError(f"backward failed at stage {self._stage!r}"))
-
-        def cancel() -> None:
-            tape.free()
-            done.set_exception(RuntimeError(f"stage {self._stage!r}: the step was aborted"))
-
-        self._compute.submit(work.round, Action.BACKWARD, work.microbatch, Task(run, cancel))
-        return done.result()
-
-    def _sum_by_position(
-        self, read: list[list[int]], num_produced: int, gradients: Gradients
-    ) -> list[Tensor | None]:
-        """The readers' gradients of each tensor that the stage produced, summed in one order."""
-        contributions: list[list[Tensor | None]] = [[] for _ in range(num_produced)]
-        left = iter(gradients)
-        for port, positions in zip(self._ports, read, strict=True):
-            grads = [next(left) for _ in positions]
-            presence = None if port.reader == DRIVER else next(left)
-            has_gradient = [True] * len(grads) if presence is None else presence.bool().tolist()
-            for position, grad, has in zip(positions, grads, has_gradient, strict=True):
-                contributions[position].append(grad if has else None)
-        return [boundary.sum_gradients(found) for found in contributions]
-
-    def _failure(
-        self, error: BaseException, phase: str, work: Work, received: list[Outputs]
-    ) -> StageError:
-        sources = zip(self._references, received, strict=False)
-        return StageError(
-            stage=self._stage,
-            phase=phase,
-            cause=one_line(error),
-            traceback="".join(traceback.format_exception(error)),
-            step=work.step,
-            microbatch=work.microbatch,
-            received=", ".join(
-                f"from {str(reference)!r}: {tree.describe(outputs.value)}"
-                for reference, outputs in sources
-            ),
-        )
+        return [Outputs(tree.map_tensors(_host_copy, part)) for part in parts]
 
 
 def _check_plain(outputs: Any) -> None:

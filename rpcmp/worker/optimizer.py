@@ -6,9 +6,10 @@ unchanged. `rpcmp.driver.optimizer` is the handle for all stages together.
 
 from __future__ import annotations
 
+import time
 import traceback
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,24 +19,14 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from rpcmp import factory
 from rpcmp.errors import ConfigError, RpcmpError, StageError, one_line
 from rpcmp.plan import Assignment
+from rpcmp.work import StepReport
 from rpcmp.worker.compute import ComputeThread
 from rpcmp.worker.model import StageModel
-
-
-class StepReport(NamedTuple):
-    """What a stage says after an optimizer step.
-
-    Attributes:
-        busy_seconds: time its compute thread has worked since the step before.
-        learning_rate: of its first parameter group; None without trainable parameters.
-    """
-
-    busy_seconds: float
-    learning_rate: float | None
+from rpcmp.worker.recorder import OPTIMIZER
 
 
 class StageOptimizer:
-    """One stage's optimizer and scheduler; every method runs on the stage's compute thread.
+    """One stage's optimizer and scheduler; all of it runs on the stage's compute thread.
 
     Args:
         stage: name of the stage.
@@ -44,6 +35,10 @@ class StageOptimizer:
 
     Raises:
         FactoryError: the optimizer or scheduler does not import, or refuses its arguments.
+
+    Attributes:
+        steps: how many it has done.
+        report: of the last one.
     """
 
     def __init__(
@@ -51,8 +46,10 @@ class StageOptimizer:
     ) -> None:
         self.stage = stage
         self.steps = 0
+        self.report: StepReport | None = None
         self._compute = compute
         config = assignment.config
+        self._steps_scheduler = config.scheduler_interval == "step" and not config.holds_steps
         source = config.optimizer_of(assignment.stage_index)
         self._names = [name for name, value in model.named_parameters() if value.requires_grad]
         self._parameters = [value for _, value in model.named_parameters() if value.requires_grad]
@@ -63,9 +60,28 @@ class StageOptimizer:
         if self._optimizer is not None and config.scheduler is not None:
             self._scheduler = factory.create(config.scheduler, "scheduler", self._optimizer)
 
+    def step_now(self) -> None:
+        """Step, at the end of a round that nobody has to look at; on the compute thread.
+
+        Raises:
+            StageError: the user's optimizer or scheduler raised.
+        """
+        self._guard(self._step)
+        if self._steps_scheduler:
+            self._guard(lambda: self._step_scheduler(0.0))
+
     def step(self) -> Future[Any]:
         """Update the parameters and clear the gradients; answers with a StepReport."""
         return self._run(self._step)
+
+    def finish(self, factor: Tensor | None, loss: float | None) -> Future[Any]:
+        """End a round that was held; answers with a StepReport.
+
+        Args:
+            factor: scales the gradients before the step.
+            loss: lets the scheduler step as well.
+        """
+        return self._run(lambda: self._finish(factor, loss))
 
     def zero_grad(self) -> Future[Any]:
         """Clear the gradients."""
@@ -98,27 +114,39 @@ class StageOptimizer:
         return self._run(lambda: self._load_state_dict(state))
 
     def _run(self, function: Callable[[], Any]) -> Future[Any]:
-        """`function` on the compute thread; what the user's optimizer raises names the stage."""
+        return self._compute.future(lambda: self._guard(function))
 
-        def run() -> Any:
-            try:
-                return function()
-            except RpcmpError:
-                raise
-            except BaseException as error:
-                text = "".join(traceback.format_exception(error))
-                step = self.steps + 1
-                raise StageError(self.stage, "optimizer", one_line(error), text, step) from error
+    def _guard(self, function: Callable[[], Any]) -> Any:
+        """What `function` returns; what the user's optimizer raises names the stage."""
+        try:
+            return function()
+        except RpcmpError:
+            raise
+        except BaseException as error:
+            text = "".join(traceback.format_exception(error))
+            step = self.steps + 1
+            raise StageError(self.stage, "optimizer", one_line(error), text, step) from error
 
-        return self._compute.future(run)
+    def _finish(self, factor: Tensor | None, loss: float | None) -> StepReport:
+        if factor is not None:
+            self._scale(factor)
+        report = self._step()
+        if loss is not None:
+            self._step_scheduler(loss)
+        self._compute.release()
+        return report
 
     def _step(self) -> StepReport:
+        started = time.perf_counter_ns()
         if self._optimizer is not None:
             self._optimizer.step()
         self._zero_grad()
         self.steps += 1
+        recorder = self._compute.recorder
+        recorder.add(OPTIMIZER, self.steps, -1, started, started)
         rate = None if self._optimizer is None else float(self._optimizer.param_groups[0]["lr"])
-        return StepReport(self._compute.take_busy_seconds(), rate)
+        self.report = StepReport(self.steps, recorder.take_busy(), rate)
+        return self.report
 
     def _zero_grad(self) -> None:
         for parameter in self._parameters:

@@ -19,6 +19,7 @@ from rpcmp.errors import JobError, RpcmpError, StageError, one_line, to_wire
 from rpcmp.factory import explain
 from rpcmp.plan import Assignment
 from rpcmp.process.channel import Channel, Message
+from rpcmp.worker import split
 from rpcmp.worker.stage import Stage
 
 LEAVE_SECONDS = 10.0
@@ -41,7 +42,9 @@ def _serve(channel: Channel, start: Message) -> None:
     if start["code_folder"]:
         sys.path.insert(0, start["code_folder"])
     assignment = Assignment.model_validate_json(start["assignment"])
-    transport.reserve_threads(assignment.limit)
+    transport.reserve_threads(assignment.limits.open)
+    if assignment.limits.splits:
+        split.install()
     threading.Thread(target=_exit_with_supervisor, args=[channel], daemon=True).start()
     try:
         stage = _build(assignment)

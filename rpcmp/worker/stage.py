@@ -27,14 +27,16 @@ from rpcmp.errors import JobError, StageError, to_wire
 from rpcmp.graph import SOURCES, Port
 from rpcmp.members import DRIVER, member
 from rpcmp.plan import Assignment
-from rpcmp.schedule import Action, policy
-from rpcmp.source import Source
+from rpcmp.schedule import Action, Limits, policy
 from rpcmp.transport import Raised
-from rpcmp.work import Mode, Work
-from rpcmp.worker.compute import ComputeThread, Task
+from rpcmp.work import End, Mode, Outputs, StepReport, Work
+from rpcmp.worker.backward import Backwards, Missing
+from rpcmp.worker.compute import ComputeThread
 from rpcmp.worker.execution import Execution
 from rpcmp.worker.model import StageModel
 from rpcmp.worker.optimizer import StageOptimizer
+from rpcmp.worker.rounds import Round, Task
+from rpcmp.worker.slices import Slices
 
 DRIVER_PORT = 0
 """The sink's only port: its reader is the driver, which wants the loss or the outputs."""
@@ -56,17 +58,23 @@ class Stage:
         self._references = self._graph.inputs[self.name]
         ports = self._graph.ports(self.name) or (Port(DRIVER, 0, ()),)
         self.model = StageModel(assignment)
-        self._compute = ComputeThread(policy(assignment.config.schedule), assignment.limit)
-        self._execution = Execution(
-            self.name, self.model, self._references, ports, self._compute, self._note
+        self._limits = assignment.limits
+        self._compute = ComputeThread(policy(assignment.config.schedule))
+        missing = Missing(self._take_missing, self._tell_missing)
+        backwards = Backwards(
+            self.name, self._compute, self._limits.splits, missing, self._note, self._note_broken
         )
+        self._execution = Execution(self.name, self.model, self._references, ports, backwards)
         self.optimizer = StageOptimizer(self.name, self.model, assignment, self._compute)
         self.finished = threading.Event()
         self._num_ports = len(ports)
         self._lock = threading.Lock()
         self._pending: dict[tuple[int, int], _Pending] = {}
+        self._missing: dict[tuple[int, int], dict[int, list[int]]] = {}
         self._failures: list[tuple[int, Raised]] = []
-        self._aborted_round = -1
+        self._aborted_round = 0
+        self._broken: StageError | None = None
+        self._slices = Slices()
 
     # What the other processes call.
 
@@ -86,16 +94,37 @@ class Stage:
             self._gather(pending)
         return answer
 
-    def abort(self, round_number: int) -> list[Raised]:
-        """Fail all that waits in the rounds up to this one; returns what failed here in this."""
+    def abort(self, first: int, last: int) -> list[Raised]:
+        """Fail all that waits in the rounds from `first` to `last`; returns what failed here."""
         with self._lock:
-            self._aborted_round = max(round_number, self._aborted_round)
-            failures = [raised for number, raised in self._failures if number == round_number]
+            self._aborted_round = max(last, self._aborted_round)
+            failures = [raised for number, raised in self._failures if first <= number <= last]
             self._failures.clear()
-        self._compute.abort(round_number)
+        self._compute.abort(first, last)
         with self._lock:
             self._pending.clear()
+            self._missing.clear()
+        self._slices.forget()
         return failures
+
+    def note_missing(self, work: Work, port: int, which: list[int]) -> None:
+        """Hear from a reader that it has no gradients for some tensors of its answer."""
+        with self._lock:
+            self._missing.setdefault((work.round, work.microbatch), {})[port] = which
+
+    def settle(self) -> Future[Any]:
+        """The StepReport of the last step, or None, once that is done.
+
+        Raises:
+            StageError: that step failed here, in its weight gradients or its optimizer.
+        """
+
+        def report() -> StepReport | None:
+            if self._broken is not None:
+                raise self._broken
+            return self.optimizer.report
+
+        return self._compute.future(report)
 
     def digests(self) -> Future[Any]:
         """`digest.tensor_line` of each parameter and buffer, by name."""
@@ -135,25 +164,48 @@ class Stage:
 
     def _gather(self, pending: _Pending) -> None:
         work = pending.work
-        self._compute.begin(work.round, work.num_microbatches, work.mode is Mode.TRAIN)
+        self._compute.begin(work.round, functools.partial(self._round, work))
         asked = {key: send() for key, send in self._questions(work)}
         transport.when_all(asked, functools.partial(self._arrived, pending))
+
+    def _round(self, work: Work) -> Round:
+        training = work.mode is Mode.TRAIN
+        everything = Limits(work.num_microbatches, work.num_microbatches)
+        return Round(
+            step=work.step,
+            num_microbatches=work.num_microbatches,
+            limits=self._limits if training else everything,
+            training=training,
+            finish=functools.partial(self._finish, work),
+            is_held=work.end is End.HOLD,
+        )
+
+    def _finish(self, work: Work) -> None:
+        """What this stage does by itself after its last action of a round."""
+        if work.end is End.STEP and self._broken is None:
+            try:
+                self.optimizer.step_now()
+            except StageError as error:
+                self._broken = error
 
     def _questions(self, work: Work) -> Iterator[tuple[str, Callable[[], Future[Any]]]]:
         """All that a forward needs, in order; the keys say who is asked, and for what."""
         for index, reference in enumerate(self._references):
             if reference.from_batch:
-                question: tuple[Any, ...] = (Source.slice, work, reference.producer, reference.path)
-                to = DRIVER
+                source = (work, reference.producer, reference.path)
+                ask = functools.partial(self._slices.get, *source)
             else:
-                edge = Port(self.name, index, reference.path)
-                port = self._graph.ports(reference.producer).index(edge)
-                question = (Stage.forward, work, port)
-                to = member(reference.producer)
-            yield f"{reference} (input {index})", functools.partial(transport.call, to, *question)
+                question = (Stage.forward, work, self._port_of(index))
+                ask = functools.partial(transport.call, member(reference.producer), *question)
+            yield f"{reference} (input {index})", ask
         if self.model.is_sink and work.mode is not Mode.PREDICT:
-            question = (Source.slice, work, SOURCES[1], ())
-            yield "the targets", functools.partial(transport.call, DRIVER, *question)
+            yield "the targets", functools.partial(self._slices.get, work, SOURCES[1], ())
+
+    def _port_of(self, index: int) -> int:
+        """Which of its producer's ports this stage's input `index` is."""
+        reference = self._references[index]
+        edge = Port(self.name, index, reference.path)
+        return self._graph.ports(reference.producer).index(edge)
 
     def _arrived(self, pending: _Pending, answers: list[Any]) -> None:
         failed = next((answer for answer in answers if isinstance(answer, Raised)), None)
@@ -166,11 +218,24 @@ class Stage:
         self._compute.submit(work.round, Action.FORWARD, work.microbatch, Task(run, cancel))
 
     def _run_forward(self, pending: _Pending, answers: list[Any]) -> None:
+        work = pending.work
         try:
-            values = self._execution.forward(pending.work, answers)
+            if self._broken is not None:
+                raise self._broken
+            values = self._execution.forward(work, answers)
         except StageError as error:
-            values = [self._note(pending.work, error)] * self._num_ports
+            values = [self._note(work, error)] * self._num_ports
+        else:
+            if work.microbatch == 0 and work.mode is Mode.TRAIN:
+                reports = self._merge_reports(answers)
+                values = [value._replace(reports=reports) for value in values]
         self._answer(pending, values)
+
+    def _merge_reports(self, answers: list[Outputs]) -> dict[str, StepReport]:
+        """What there is to say of the step before: by all that this stage reads, and by itself."""
+        reports = {k: v for answer in answers for k, v in (answer.reports or {}).items()}
+        own = self.optimizer.report
+        return reports if own is None else {**reports, self.name: own}
 
     def _answer(self, pending: _Pending, values: list[Any]) -> None:
         with self._lock:
@@ -189,6 +254,22 @@ class Stage:
         with self._lock:
             self._failures.append((work.round, raised))
         return raised
+
+    def _note_broken(self, work: Work, error: StageError) -> None:
+        """Remember what failed when nobody waited for it any more: this stage cannot go on."""
+        self._note(work, error)
+        self._broken = error
+
+    def _take_missing(self, work: Work) -> dict[int, list[int]]:
+        with self._lock:
+            return self._missing.pop((work.round, work.microbatch), {})
+
+    def _tell_missing(self, work: Work, index: int, which: list[int]) -> None:
+        producer = self._references[index].producer
+        told = transport.call(
+            member(producer), Stage.note_missing, work, self._port_of(index), which
+        )
+        transport.result(told, producer)
 
     @staticmethod
     def _at_once(answer: Raised) -> Future[Any]:

@@ -1,0 +1,303 @@
+"""A backward in two parts: the input gradient now, the weight gradients later.
+
+    forward           y = linear(x, w, b)             while `WeightGradients.watch` is entered
+    backward          g_x = g @ w                     goes on through the graph at once
+                      w, b get None                   and (g, x) wait in `WeightGradients`
+    later             w.grad += g.T @ x, b.grad += g.sum(0)
+
+Linear layers and convolutions have nearly all of a model's weights, and torch calls each of them by
+a function of `torch.nn.functional`. `install` puts our own in their place, which differ only while
+a stage's forward runs on a thread that watches. Everything else, and all that cannot be split, has
+its weight gradients in the backward as always: bits are those of a plain backward in every case.
+
+Not split are parameters that a micro-batch uses more than once (autograd sums their gradients
+before it adds them to `.grad`: another order of sums), autocast, double backwards, and of course
+what does not go through these functions (a fused LSTM, custom functions, normalizations).
+
+Next to `torch.distributed.pipelining._backward` (arXiv:2401.10241), which walks the graph of every
+micro-batch in Python, this costs some 10 microseconds a layer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Operation = Callable[..., Tensor]
+
+CONVOLUTIONS = (
+    *("conv1d", "conv2d", "conv3d"),
+    *("conv_transpose1d", "conv_transpose2d", "conv_transpose3d"),
+)
+
+
+class _Watched(threading.local):
+    """What the forward that runs on this thread collects in."""
+
+    gradients: WeightGradients | None = None
+
+
+_watched = _Watched()
+
+
+class WeightGradients:
+    """The weight gradients of one micro-batch that wait.
+
+    Args:
+        splittable: the parameters that may be deferred; see `used_once`.
+    """
+
+    def __init__(self, splittable: frozenset[Tensor]) -> None:
+        self._splittable = splittable
+        self._uses: Counter[Tensor] = Counter()
+        self._waiting: list[Callable[[], None]] = []
+        self._deferring = False
+
+    @contextlib.contextmanager
+    def watch(self) -> Iterator[None]:
+        """Forwards on this thread within the block may be split."""
+        before, _watched.gradients = _watched.gradients, self
+        try:
+            yield
+        finally:
+            _watched.gradients = before
+
+    @contextlib.contextmanager
+    def defer(self) -> Iterator[None]:
+        """Backwards within the block leave weight gradients for `accumulate`.
+
+        Only the stage's own backward is run like this. What the user's code differentiates inside
+        of a forward is not.
+        """
+        self._deferring = True
+        try:
+            yield
+        finally:
+            self._deferring = False
+
+    def accumulate(self) -> None:
+        """Add all that waits to `.grad`; nothing waits afterwards."""
+        waiting, self._waiting = self._waiting, []
+        for add in waiting:
+            add()
+
+    def notice(self, parameters: Iterable[Tensor]) -> bool:
+        """Note that an operation uses `parameters`; whether it may be split at all."""
+        self._uses.update(parameters)
+        return all(parameter in self._splittable for parameter in parameters)
+
+    def postpone(self, parameters: Sequence[Tensor], add: Callable[[], None]) -> bool:
+        """Keep `add` for later, if it is all that its parameters get in this micro-batch."""
+        if not self._deferring or any(self._uses[parameter] > 1 for parameter in parameters):
+            return False
+        self._waiting.append(add)
+        return True
+
+
+class Splitter:
+    """Makes the WeightGradients of a stage's micro-batches.
+
+    The first micro-batch is not split: its graph shows which parameters can be.
+    """
+
+    def __init__(self) -> None:
+        self._splittable: frozenset[Tensor] | None = None
+
+    def begin(self) -> WeightGradients:
+        """For one more micro-batch."""
+        return WeightGradients(self._splittable or frozenset())
+
+    def calibrate(self, outputs: Iterable[Tensor]) -> None:
+        """Look at the first micro-batch's graph, by its outputs; does nothing for later ones."""
+        if self._splittable is None:
+            self._splittable = used_once(outputs)
+
+
+def used_once(outputs: Iterable[Tensor]) -> frozenset[Tensor]:
+    """The parameters to which exactly one edge of the graph of `outputs` leads."""
+    edges: Counter[Tensor] = Counter()
+    nodes = [output.grad_fn for output in outputs if output.grad_fn is not None]
+    seen = set(nodes)
+    while nodes:
+        for node, _ in nodes.pop().next_functions:
+            if node is None:
+                continue
+            variable = getattr(node, "variable", None)  # only AccumulateGrad has one
+            if variable is not None:
+                edges[variable] += 1
+            if node not in seen:
+                seen.add(node)
+                nodes.append(node)
+    return frozenset(variable for variable, count in edges.items() if count == 1)
+
+
+def install() -> None:
+    """Replace the functions of `torch.nn.functional`; before any of the user's code is imported."""
+    for name in ("linear", *CONVOLUTIONS):
+        setattr(F, name, _splitting(getattr(F, name)))
+
+
+def _splitting(operation: Operation) -> Operation:
+    @functools.wraps(operation)
+    def split(
+        input: Tensor, weight: Tensor, bias: Tensor | None = None, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        gradients = _watched.gradients
+        if gradients is None or not _can_split(gradients, input, weight, bias):
+            return operation(input, weight, bias, *args, **kwargs)
+        if operation.__name__ == "linear" and _is_plain(input, weight):
+            return _apply(_Linear, operation, gradients, input, weight, bias)
+        rest = functools.partial(_with_rest, operation, args, kwargs)
+        return _apply(_Taped, rest, gradients, input, weight, bias)
+
+    return split
+
+
+def _can_split(
+    gradients: WeightGradients, input: Tensor, weight: Tensor, bias: Tensor | None
+) -> bool:
+    parameters = _trained(weight, bias)
+    if not parameters or not torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
+        return False
+    return gradients.notice(parameters) and not torch.is_autocast_enabled(input.device.type)
+
+
+def _trained(*parameters: Tensor | None) -> list[Tensor]:
+    return [value for value in parameters if value is not None and value.requires_grad]
+
+
+def _is_plain(input: Tensor, weight: Tensor) -> bool:
+    """Whether torch computes this linear as one matrix product, whose gradients we know."""
+    return input.dim() in (2, 3) and input.is_contiguous() and weight.is_contiguous()
+
+
+def _with_rest(
+    operation: Operation,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+) -> Tensor:
+    return operation(input, weight, bias, *args, **kwargs)
+
+
+def _apply(function: type[torch.autograd.Function], *args: Any) -> Tensor:
+    apply: Callable[..., Tensor] = function.apply
+    return apply(*args)
+
+
+Gradients = tuple[Tensor | None, ...]
+
+
+class _Linear(torch.autograd.Function):
+    """`linear` of contiguous matrices, by the formulas of torch's own backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        operation: Operation,
+        gradients: WeightGradients,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+    ) -> Tensor:
+        ctx.operation, ctx.gradients = operation, gradients
+        ctx.save_for_backward(input, weight, bias)
+        return operation(input, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Gradients:
+        input, weight, bias = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            return _twice_differentiable(ctx.operation, grad, input, weight, bias)
+        rows, inputs = grad.reshape(-1, weight.shape[0]), input.reshape(-1, weight.shape[1])
+        grad_input = None
+        if input.requires_grad:
+            grad_input = rows.mm(weight).reshape(input.shape)
+
+        def add() -> None:
+            if weight.requires_grad:
+                _add_to_grad(weight, rows.t().mm(inputs))
+            if bias is not None and bias.requires_grad:
+                _add_to_grad(bias, rows.sum(0))
+
+        if ctx.gradients.postpone(_trained(weight, bias), add):
+            return (None, None, grad_input, None, None)
+        grad_weight = rows.t().mm(inputs) if weight.requires_grad else None
+        grad_bias = rows.sum(0) if bias is not None and bias.requires_grad else None
+        return (None, None, grad_input, grad_weight, grad_bias)
+
+
+class _Taped(torch.autograd.Function):
+    """Any operation: its own small tape is differentiated twice, for the input and for the rest."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        operation: Operation,
+        gradients: WeightGradients,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+    ) -> Tensor:
+        leaf = input.detach().requires_grad_(input.requires_grad)
+        with torch.enable_grad():
+            output = operation(leaf, weight, bias)
+        ctx.operation, ctx.gradients, ctx.tape = operation, gradients, (leaf, output)
+        ctx.save_for_backward(input, weight, bias)
+        return output.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Gradients:
+        input, weight, bias = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            return _twice_differentiable(ctx.operation, grad, input, weight, bias)
+        leaf, output = ctx.tape
+        parameters = _trained(weight, bias)
+
+        def add() -> None:
+            torch.autograd.backward([output], [grad], inputs=parameters)
+
+        if ctx.gradients.postpone(parameters, add):
+            return (None, None, *_differentiate(output, grad, leaf, None, None))
+        return (None, None, *_differentiate(output, grad, leaf, weight, bias))
+
+
+def _twice_differentiable(
+    operation: Operation, grad: Tensor, input: Tensor, weight: Tensor, bias: Tensor | None
+) -> Gradients:
+    """The gradients as parts of a graph of their own, for `create_graph=True`."""
+    output = operation(input, weight, bias)
+    return (None, None, *_differentiate(output, grad, input, weight, bias, create_graph=True))
+
+
+def _differentiate(
+    output: Tensor, grad: Tensor, *inputs: Tensor | None, create_graph: bool = False
+) -> Gradients:
+    """The gradients of `inputs`, None for those that need none."""
+    wanted = _trained(*inputs)
+    if not wanted:
+        return (None,) * len(inputs)
+    found = iter(
+        torch.autograd.grad([output], wanted, [grad], retain_graph=True, create_graph=create_graph)
+    )
+    return tuple(next(found) if _trained(value) else None for value in inputs)
+
+
+def _add_to_grad(parameter: Tensor, grad: Tensor) -> None:
+    """What autograd's accumulation does, hooks included."""
+    if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+        torch.autograd.backward([parameter], [grad])
+    elif parameter.grad is None:
+        parameter.grad = grad
+    else:
+        parameter.grad.add_(grad)
