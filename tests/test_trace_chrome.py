@@ -165,6 +165,12 @@ def test_a_trace_that_ends_in_gz_is_compressed(tmp_path: Path) -> None:
     assert json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
 
 
+def test_a_file_may_hold_no_spans_and_other_events(tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    path.write_text(document({"ph": "C", "name": "memory"}, None, {"no": "event"}))
+    assert chrome.read(path).tracks == (Track("a", "h", ()),)
+
+
 GOOD_SPAN = {
     "ph": "X",
     "cat": "forward",

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
 import zlib
 from collections import defaultdict
 from collections.abc import Mapping
@@ -162,7 +163,7 @@ def _check(trace: Trace, without_stage: Mapping[int, list[Span]]) -> None:
     if without_stage:
         raise ValueError(f"no stages for the processes {sorted(without_stage)}")
     for track in trace.tracks:
-        free_ns = trace.begin_ns
+        free_ns = -math.inf
         for span in track.spans:
             if not free_ns <= span.start_ns <= span.end_ns or span.ready_ns > span.start_ns:
                 raise ValueError(

@@ -34,10 +34,10 @@ NAMES = {
     Kind.OPTIMIZER: "optimizer",
 }
 
-WIDTH, DPI = 14.0, 150
+WIDTH, DPI = 18.0, 120
 """Inches, and pixels an inch."""
 
-FONT_SIZE = 7.0
+FONT_SIZE = 6.0
 """Points; a digit is some 0.6 of them wide."""
 
 BOX = 0.8
