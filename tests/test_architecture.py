@@ -17,7 +17,7 @@ PROTOS = PACKAGE.parent / "protos"
 LAYERS = """
     __init__ errors members seeds metrics tree tensorfile digest work process v1 host examples
     graph partition schedule addresses microbatch handoff transport control
-    config source
+    config source trace
     configfile factory
     configdoc data layers
     plan

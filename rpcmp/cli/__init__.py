@@ -15,6 +15,7 @@ import rpcmp
 from rpcmp.cli.drive import drive
 from rpcmp.cli.serve import serve
 from rpcmp.cli.status import status
+from rpcmp.cli.trace import trace
 from rpcmp.cli.verify import verify
 from rpcmp.errors import RpcmpError, StageError, exit_code
 
@@ -34,6 +35,7 @@ def cli() -> None:
 cli.add_command(serve)
 cli.add_command(drive)
 cli.add_command(status)
+cli.add_command(trace)
 cli.add_command(verify)
 
 

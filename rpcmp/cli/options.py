@@ -50,3 +50,18 @@ def addresses_of(connect: str | None, config: Config) -> list[str] | None:
     if not given:
         raise ConfigError("--connect: no address given; leave it bare for the default ports")
     return given
+
+
+def require_writable(path: Path) -> None:
+    """Fail before the work whose result is to go there; leaves no file behind.
+
+    Raises:
+        ConfigError: `path` cannot be written.
+    """
+    existed = path.exists()
+    try:
+        path.open("ab").close()
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}") from error
+    if not existed:
+        path.unlink()

@@ -1,0 +1,95 @@
+"""What each span had to wait for.
+
+    F3   the forwards F3 of what the stage reads; without such, the driver, who sends the batch
+    B3   the input gradients B3 of the stage's readers; at the sink its own F3: the loss goes to
+         the driver and comes back as a gradient
+    W3   its own B3
+    O    the driver, who has seen the last backward of the step
+
+The driver leaves no spans. What it asks for follows what it last learned: that a micro-batch's
+backward has come back to where it began, or that a stage's optimizer is done.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from rpcmp.trace.spans import Kind, Span, Trace
+
+_BEFORE = {Kind.BACKWARD: Kind.FORWARD, Kind.WEIGHT: Kind.BACKWARD}
+"""What the stage itself has done just before, for the same micro-batch."""
+
+
+class Cause(NamedTuple):
+    """The span that another one waited for.
+
+    Attributes:
+        stage: whose.
+        span: which; its end is when what it made was sent.
+        via_driver: whether the driver stands between the two.
+    """
+
+    stage: str
+    span: Span
+    via_driver: bool
+
+
+class Causes:
+    """The data flow of a trace.
+
+    Args:
+        trace: any; what its spans needed may be missing, at its beginning for instance.
+    """
+
+    def __init__(self, trace: Trace) -> None:
+        self._spans = {
+            track.stage: {span[:3]: span for span in track.spans} for track in trace.tracks
+        }
+        readers: dict[str, list[str]] = defaultdict(list)
+        for reader, read in trace.producers.items():
+            for producer in read:
+                readers[producer].append(reader)
+        self._neighbours = {Kind.FORWARD: trace.producers, Kind.BACKWARD: readers}
+        backwards = list(_last_backwards(trace))
+        self._learned = {
+            Kind.OPTIMIZER: sorted(backwards, key=_end_ns),
+            Kind.FORWARD: sorted([*backwards, *_all(trace, Kind.OPTIMIZER)], key=_end_ns),
+        }
+
+    def senders(self, stage: str, span: Span) -> list[Cause]:
+        """The spans at other stages whose outputs or gradients `span` of `stage` needed."""
+        neighbours: Sequence[str] = self._neighbours.get(span.kind, {}).get(stage, ())
+        found = [(name, self._spans.get(name, {}).get(span[:3])) for name in neighbours]
+        return [Cause(name, sender, False) for name, sender in found if sender is not None]
+
+    def latest(self, stage: str, span: Span) -> Cause | None:
+        """The last of all that `span` of `stage` needed; None where the trace cannot tell."""
+        if senders := self.senders(stage, span):
+            return max(senders, key=_end_ns)
+        if span.kind in _BEFORE:
+            own = self._spans[stage].get((_BEFORE[span.kind], *span[1:3]))
+            return Cause(stage, own, True) if own else None
+        learned = self._learned[span.kind]
+        number = bisect_right(learned, span.ready_ns, key=_end_ns)
+        return learned[number - 1] if number else None
+
+
+def _end_ns(cause: Cause) -> int:
+    return cause.span.end_ns
+
+
+def _all(trace: Trace, kind: Kind) -> Iterator[Cause]:
+    for track in trace.tracks:
+        yield from (Cause(track.stage, span, True) for span in track.spans if span.kind is kind)
+
+
+def _last_backwards(trace: Trace) -> Iterator[Cause]:
+    """The backwards that send no gradient on: a frozen producer wants none."""
+    backwards = list(_all(trace, Kind.BACKWARD))
+    sending = {cause.stage for cause in backwards}
+    for cause in backwards:
+        if sending.isdisjoint(trace.producers.get(cause.stage, ())):
+            yield cause
