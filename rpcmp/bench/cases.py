@@ -118,14 +118,21 @@ def _frozen_case(
     def job(arguments: dict[str, Any]) -> Config:
         return _frozen_job(name, case, stages, num_microbatches, overrides, arguments)
 
+    config = job({})
     return Case(
         name=name,
-        config=job({}),
+        config=config,
         halves=job(case.halves),
-        nominal=None if case.times_ms is None else case.times_ms.in_seconds(),
+        nominal=_nominal(config),
         is_frozen=True,
         peers=case.peers,
     )
+
+
+def _nominal(config: Config) -> StageTimes | None:
+    """What a stage of the job sleeps, overrides included; None where it computes."""
+    times = config.model.kwargs.get("times_ms") if config.model else None
+    return None if times is None else Times.model_validate(times).in_seconds()
 
 
 def _frozen_job(
@@ -173,7 +180,7 @@ def _own_case(
             )
         data["model"] = {**data["model"], "num_stages": num_stages, "balance": None}
     config = configfile.parse(_plain(data), str(path)).with_folder(job.folder)
-    notes = ()
+    notes: tuple[str, ...] = ()
     if job.scheduler is not None or job.max_grad_norm is not None:
         notes = ("without learning-rate scheduler and gradient clipping",)
     return Case(str(path), config, config, None, is_frozen=False, notes=notes)

@@ -10,8 +10,8 @@ from rpcmp.bench.contestant import Contestant
 from rpcmp.bench.peers.group import PeerGroup, Processes
 from rpcmp.errors import ConfigError
 
-ONE_PROCESS_WAYS = ("whole batch", "micro-batches")
-BEST_SCHEDULES = ("1f1b", "interleaved-1f1b", "interleaved-zero-bubble", "zbv")
+ONE_PROCESS_WAYS = ["whole batch", "micro-batches"]
+BEST_SCHEDULES = ["1f1b", "interleaved-1f1b", "interleaved-zero-bubble", "zbv"]
 
 
 def _one_thread(case: Case) -> Contestant:
@@ -35,7 +35,7 @@ def _torch_best(case: Case) -> Contestant:
     return _torch("torch-best", case, BEST_SCHEDULES)
 
 
-def _torch(name: str, case: Case, schedules: Sequence[str]) -> Contestant:
+def _torch(name: str, case: Case, schedules: list[str]) -> Contestant:
     threads = [case.config.stage(index).threads for index in range(case.num_stages)]
     processes = Processes("torch-pipelining", case, threads)
     return PeerGroup(name, processes, "schedule", schedules)
@@ -49,18 +49,17 @@ CONTESTANTS: dict[str, Callable[[Case], Contestant]] = {
     "torch-1f1b": _torch_1f1b,
     "torch-best": _torch_best,
 }
-"""Everybody by name; all but OURS are peers."""
+"""Everybody by name."""
 
 
-def contestants(case: Case, names: Sequence[str] | None = None) -> list[Contestant]:
-    """Ours, and then the peers called `names`; by default the case's own choice, else all.
+def contestants(case: Case, peers: Sequence[str] | None = None) -> list[Contestant]:
+    """Ours, and then the `peers` by name; by default the case's own choice, else everybody.
 
     Raises:
-        ConfigError: there is no such peer.
+        ConfigError: there is nobody of that name.
     """
-    peers = [name for name in CONTESTANTS if name != OURS]
-    chosen = names if names is not None else case.peers or peers
-    for name in chosen:
-        if name not in peers:
-            raise ConfigError(f"no peer {name!r}; there are {', '.join(peers)}")
-    return [CONTESTANTS[name](case) for name in (OURS, *dict.fromkeys(chosen))]
+    chosen = peers if peers is not None else case.peers or list(CONTESTANTS)
+    for name in (*chosen, OURS):
+        if name not in CONTESTANTS:
+            raise ConfigError(f"no contestant {name!r}; there are {', '.join(CONTESTANTS)}")
+    return [CONTESTANTS[name](case) for name in dict.fromkeys((OURS, *chosen))]

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from rpcmp.bench.contestant import Contestant, Segment
 from rpcmp.errors import MismatchError, UnfitError
 
-WARMUP_STEPS = 2
+WARMUP_STEPS = 5
 """Steps of each contestant before the first round: first touch of memory, connections, caches."""
 
 LOSS_TOLERANCE = 1e-4

@@ -76,4 +76,5 @@ def _rank(count: int) -> int:
 
 def _coverage(count: int, rank: int) -> float:
     """How likely the population's median lies between the j-th smallest and largest value."""
-    return 1 - 2 * sum(math.comb(count, below) for below in range(rank)) / 2**count
+    missed = sum(math.comb(count, below) for below in range(rank))
+    return 1.0 - math.ldexp(2.0 * missed, -count)

@@ -10,7 +10,6 @@ import time
 
 from torch import Tensor
 
-from rpcmp import factory
 from rpcmp.bench.peers import part
 from rpcmp.bench.peers.order import Order
 from rpcmp.process.channel import Message
@@ -24,7 +23,6 @@ class OneProcess:
 
     def __init__(self, order: Order) -> None:
         self._config = order.config
-        self._loss = factory.function(order.config.loss, "loss")
 
     def build(self, way: str) -> None:
         """See Peer; the ways are WHOLE_BATCH and MICRO_BATCHES."""
@@ -32,6 +30,7 @@ class OneProcess:
         self._parts = [part.build(self._config, i, layers) for i, layers in enumerate(names)]
         self._batches = part.endless_batches(self._config)
         self._num_slices = 1 if way == WHOLE_BATCH else self._config.num_microbatches
+        self._loss = part.slice_loss(self._config, self._num_slices)
         inputs, _ = next(part.endless_batches(self._config))
         part.require_equal_microbatches(inputs, self._num_slices)
 
@@ -53,6 +52,6 @@ class OneProcess:
     def _slice(self, x: Tensor, y: Tensor) -> float:
         for each in self._parts:
             x = each.module(x)
-        loss: Tensor = self._loss(x, y) / self._num_slices
+        loss = self._loss(x, y)
         loss.backward()
         return loss.item()

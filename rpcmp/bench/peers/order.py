@@ -15,7 +15,7 @@ class Order(Strict):
     Attributes:
         kind: what it does.
         config, halves: the case's.
-        folder: of the user's Python files.
+        folder: of the user's Python files; empty where there are none.
         rank, world_size: its place among the peer's processes.
         store: path of a file through which they find each other.
     """

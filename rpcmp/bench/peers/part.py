@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -18,7 +18,7 @@ from rpcmp.errors import ConfigError, UnfitError
 class Part:
     """A run of layers and its optimizer; None where nothing in it is trained."""
 
-    module: nn.Module
+    module: nn.Sequential
     optimizer: torch.optim.Optimizer | None
 
     def step(self) -> None:
@@ -67,6 +67,18 @@ def build(config: Config, stage_index: int, names: list[str]) -> Part:
         return Part(module, None)
     source = config.optimizer_of(stage_index)
     return Part(module, factory.create(source, "optimizer", trained))
+
+
+def slice_loss(config: Config, num_slices: int) -> Callable[[Tensor, Tensor], Tensor]:
+    """The loss of one of `num_slices` equal slices, so that they add up to the mini-batch's.
+
+    A mean is divided here, as ours is, and not in every gradient afterwards.
+    """
+    loss = factory.function(config.loss, "loss")
+    keywords = getattr(loss, "keywords", {})
+    if getattr(loss, "reduction", keywords.get("reduction")) == "sum" or num_slices == 1:
+        return loss
+    return lambda outputs, targets: loss(outputs, targets) / num_slices
 
 
 def endless_batches(config: Config) -> Iterator[tuple[Tensor, Tensor]]:

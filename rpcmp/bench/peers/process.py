@@ -6,6 +6,7 @@ benchmark ──run(steps)──> peer ──ran──> benchmark
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from typing import Any, Protocol
@@ -51,7 +52,8 @@ def run(channel: Channel) -> None:
 
 
 def _create(order: Order) -> Peer:
-    sys.path.insert(0, order.folder)
+    if order.folder:
+        sys.path.insert(0, order.folder)
     kinds: dict[str, Any] = {
         "one-process": OneProcess,
         "torch-pipelining": TorchRank,
@@ -65,6 +67,7 @@ def _answer(peer: Peer, message: Message) -> Message:
     if message["op"] == "run":
         return {"event": "ran", **peer.run(message["steps"])}
     try:
+        gc.collect()  # torch's schedules are cycles: the way before is still in memory
         peer.build(message["way"])
     except UnfitError as error:
         return {"event": "refused", "reason": str(error)}

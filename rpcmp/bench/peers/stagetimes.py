@@ -11,7 +11,6 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from rpcmp import factory
 from rpcmp.bench.bound import StageTimes
 from rpcmp.bench.peers import part
 from rpcmp.bench.peers.order import Order
@@ -26,7 +25,6 @@ class StageClock:
 
     def __init__(self, order: Order) -> None:
         self._config = order.config
-        self._loss = factory.function(order.config.loss, "loss")
 
     def build(self, way: str) -> None:
         """See Peer; there is one way."""
@@ -34,6 +32,7 @@ class StageClock:
         self._parts = [part.build(self._config, i, layers) for i, layers in enumerate(names)]
         inputs, targets = next(part.endless_batches(self._config))
         count = self._config.num_microbatches
+        self._loss = part.slice_loss(self._config, count)
         part.require_equal_microbatches(inputs, count)
         self._inputs, self._targets = inputs.chunk(count)[0], targets.chunk(count)[0]
 

@@ -20,7 +20,6 @@ from torch.distributed.pipelining import (
     ScheduleZBVZeroBubble,
 )
 
-from rpcmp import factory
 from rpcmp.bench.peers import part
 from rpcmp.bench.peers.order import Order
 from rpcmp.errors import UnfitError
@@ -43,9 +42,12 @@ class TorchRank:
 
     def __init__(self, order: Order) -> None:
         self._order = order
-        self._loss = factory.function(order.config.loss, "loss")
-        store = dist.FileStore(order.store, order.world_size)  # type: ignore[no-untyped-call]
-        dist.init_process_group("gloo", store=store, rank=order.rank, world_size=order.world_size)
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{order.store}",
+            rank=order.rank,
+            world_size=order.world_size,
+        )
 
     def build(self, way: str) -> None:
         """See Peer."""
@@ -92,13 +94,9 @@ class TorchRank:
             return [rank]
         return [rank, 2 * size - 1 - rank] if way == "zbv" else [rank, size + rank]
 
-    def _create(self, way: str, stages: list[PipelineStage]) -> Any:
+    def _create(self, way: str, stages: list[Any]) -> Any:
         count = self._order.config.num_microbatches
-
-        def loss(outputs: Tensor, targets: Tensor) -> Tensor:
-            mean: Tensor = self._loss(outputs, targets) / count
-            return mean
-
+        loss = part.slice_loss(self._order.config, count)
         try:
             if way in SINGLE:
                 return SINGLE[way](stages[0], count, loss, scale_grads=False)
