@@ -30,6 +30,10 @@ def fill_then_no_bubble(stages: Sequence[StageTimes], num_microbatches: int) -> 
 
     The slowest stage decides. With equal stages this is what zero-bubble schedules reach:
     (stages - 1) x F + micro-batches x (F + B + W). Transfers and the optimizer take no time.
+
+    It is that of one step by itself, with one stage a process. Where the first stage begins the
+    next step while the last one still works, the mean over many steps may fall below it, and so
+    may schedules with two half stages a process, whose pipeline fills in half the time.
     """
     arrivals = accumulate((stage.forward for stage in stages), initial=0.0)
     return max(
