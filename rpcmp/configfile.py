@@ -41,7 +41,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         raise ConfigError(f"{path} is not valid TOML: {error}") from error
     data.setdefault("name", re.sub(r"[^A-Za-z0-9_-]", "-", path.stem))
     for override in overrides:
-        _apply(data, override)
+        apply(data, override)
     return parse(data, str(path)).with_folder(path.parent)
 
 
@@ -60,7 +60,12 @@ def parse(data: dict[str, Any], source: str = "the config") -> Config:
     return config
 
 
-def _apply(data: dict[str, Any], override: str) -> None:
+def apply(data: dict[str, Any], override: str) -> None:
+    """Set a key of parsed TOML to what "key=value" says; see `load`.
+
+    Raises:
+        ConfigError: it is not of that form, or leads nowhere.
+    """
     key, separator, text = override.partition("=")
     *parents, last = key.strip().split(".")
     if not separator or not last:

@@ -12,7 +12,8 @@
     │   ├── StageError                      the user's code raised at a stage
     │   ├── WorkerDiedError                 a worker or driver process is gone
     │   ├── NonFiniteLossError              the loss became NaN or infinite
-    │   └── MismatchError                   `rpcmp verify` found a difference
+    │   ├── MismatchError                   `rpcmp verify` or `bench` found a difference
+    │   └── UnfitError                      a peer of `rpcmp bench` cannot run the case
     └── InterruptedJobError        exit 128+n  a signal ended the job
 
 Errors cross process borders as JSON (`to_wire`, `from_wire`): nothing that a peer sends is
@@ -83,7 +84,11 @@ class WorkerDiedError(JobError):
 
 
 class MismatchError(JobError):
-    """`rpcmp verify` found bits that differ."""
+    """`rpcmp verify` found bits that differ, or `rpcmp bench` losses."""
+
+
+class UnfitError(JobError):
+    """A peer of `rpcmp bench` cannot run the case; the others are compared without it."""
 
 
 class StageError(JobError):

@@ -24,6 +24,7 @@ LAYERS = """
     worker server reference
     driver job
     pipeline verify
+    bench
     cli
     __main__
 """

@@ -41,6 +41,7 @@ EXAMPLES: list[RpcmpError] = [
             errors.JobError,
             errors.WorkerDiedError,
             errors.MismatchError,
+            errors.UnfitError,
         )
     ),
 ]

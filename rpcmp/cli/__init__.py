@@ -12,6 +12,7 @@ import sys
 import click
 
 import rpcmp
+from rpcmp.cli.bench import bench
 from rpcmp.cli.drive import drive
 from rpcmp.cli.serve import serve
 from rpcmp.cli.status import status
@@ -37,6 +38,7 @@ cli.add_command(drive)
 cli.add_command(status)
 cli.add_command(trace)
 cli.add_command(verify)
+cli.add_command(bench)
 
 
 def main() -> None:

@@ -1,0 +1,42 @@
+"""How short a step could be at best, given how long each stage computes when it is alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+
+@dataclass(frozen=True)
+class StageTimes:
+    """Seconds that one stage computes for one micro-batch."""
+
+    forward: float
+    input_gradient: float
+    weight_gradient: float
+
+    @property
+    def total(self) -> float:
+        """All three."""
+        return self.forward + self.input_gradient + self.weight_gradient
+
+
+Bound = Callable[[Sequence[StageTimes], int], float]
+"""Seconds of a step, of the stages' times in order and the number of micro-batches."""
+
+
+def fill_then_no_bubble(stages: Sequence[StageTimes], num_microbatches: int) -> float:
+    """A stage waits until the first micro-batch reaches it and then never again.
+
+    The slowest stage decides. With equal stages this is what zero-bubble schedules reach:
+    (stages - 1) x F + micro-batches x (F + B + W). Transfers and the optimizer take no time.
+
+    It is that of one step by itself, with one stage a process. Where the first stage begins the
+    next step while the last one still works, the mean over many steps may fall below it, and so
+    may schedules with two half stages a process, whose pipeline fills in half the time.
+    """
+    arrivals = accumulate((stage.forward for stage in stages), initial=0.0)
+    return max(
+        arrival + num_microbatches * stage.total
+        for arrival, stage in zip(arrivals, stages, strict=False)
+    )

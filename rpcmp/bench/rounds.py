@@ -1,0 +1,115 @@
+"""Interleaved rounds: each round runs every contestant once, each round beginning with another."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from rpcmp.bench.contestant import Contestant, Segment
+from rpcmp.errors import MismatchError, UnfitError
+
+WARMUP_STEPS = 5
+"""Steps of each contestant before the first round: first touch of memory, connections, caches."""
+
+LOSS_TOLERANCE = 1e-4
+"""Relative. Sums over samples are taken in another order by each contestant."""
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Series:
+    """What one contestant did.
+
+    Attributes:
+        seconds: of a step, in each round.
+        losses: of every step, warm-up included.
+    """
+
+    name: str
+    settings: Mapping[str, str | int]
+    seconds: list[float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+
+    def add(self, segment: Segment, is_warmup: bool) -> None:
+        """Note a segment; a warm-up's time does not count, its losses do."""
+        self.losses.extend(segment.losses)
+        if not is_warmup:
+            self.seconds.append(segment.seconds_per_step)
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """All series, and for those who could not take part, why."""
+
+    series: list[Series]
+    unfit: dict[str, str]
+
+
+async def compare(
+    contestants: Sequence[Contestant], pairs: int, steps: int, progress: Progress
+) -> Rounds:
+    """Run `pairs` rounds of `steps` steps.
+
+    Raises:
+        RpcmpError: a contestant failed.
+    """
+    unfit: dict[str, str] = {}
+    async with _started(contestants, unfit, progress) as fit:
+        series = {one.name: Series(one.name, one.settings) for one in fit}
+        for number in range(pairs + 1):
+            is_warmup = number == 0
+            progress("warm-up" if is_warmup else f"round {number} of {pairs}")
+            for one in rotated(fit, number):
+                segment = await one.run(WARMUP_STEPS if is_warmup else steps)
+                series[one.name].add(segment, is_warmup)
+    return Rounds(list(series.values()), unfit)
+
+
+def rotated(contestants: Sequence[Contestant], number: int) -> list[Contestant]:
+    """The order of round `number`."""
+    start = number % len(contestants) if contestants else 0
+    return [*contestants[start:], *contestants[:start]]
+
+
+def loss_difference(series: Sequence[Series]) -> str | None:
+    """Where the first contestant's losses and another's part, or None."""
+    first = series[0]
+    for other in series[1:]:
+        pairs = zip(first.losses, other.losses, strict=True)
+        for step, (mine, theirs) in enumerate(pairs, start=1):
+            if not math.isclose(mine, theirs, rel_tol=LOSS_TOLERANCE):
+                return f"step {step}: loss {mine} of {first.name}, {theirs} of {other.name}"
+    return None
+
+
+def require_equal_losses(series: Sequence[Series]) -> None:
+    """Who trains something else is not comparable.
+
+    Raises:
+        MismatchError: the first difference.
+    """
+    if difference := loss_difference(series):
+        raise MismatchError(f"the contestants do not train the same: {difference}")
+
+
+@contextlib.asynccontextmanager
+async def _started(
+    contestants: Sequence[Contestant], unfit: dict[str, str], progress: Progress
+) -> AsyncIterator[list[Contestant]]:
+    """Those who can take part, one started after the other, since starting measures as well."""
+    fit: list[Contestant] = []
+    async with contextlib.AsyncExitStack() as stack:
+        for one in contestants:
+            progress(f"starting {one.name}")
+            stack.push_async_callback(one.close)
+            try:
+                await one.start()
+            except UnfitError as error:
+                unfit[one.name] = str(error)
+                await one.close()
+            else:
+                fit.append(one)
+        yield fit

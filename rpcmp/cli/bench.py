@@ -1,0 +1,77 @@
+"""`rpcmp bench`: ours beside the peers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+
+import click
+
+WIDTH = 140
+"""Characters that a row of the table may take."""
+
+
+@click.command()
+@click.argument("names", metavar="CASE...", nargs=-1, required=True)
+@click.option("--stages", type=click.IntRange(min=1), help="Number of stages.")
+@click.option("--microbatches", type=click.IntRange(min=1), help="Micro-batches a step.")
+@click.option("--pairs", type=click.IntRange(min=1), default=9, show_default=True, help="Rounds.")
+@click.option(
+    "--steps", type=click.IntRange(min=1), default=5, show_default=True, help="Steps a round."
+)
+@click.option("--peers", metavar="NAME,...", help="Compare with these only.")
+@click.option(
+    "--set",
+    "overrides",
+    metavar="KEY=VALUE",
+    multiple=True,
+    help="Override a key of the case's job, such as schedule=1f1b. Repeatable.",
+)
+@click.option("--json", "as_json", is_flag=True, help="One JSON object a case.")
+def bench(
+    names: tuple[str, ...],
+    stages: int | None,
+    microbatches: int | None,
+    pairs: int,
+    steps: int,
+    peers: str | None,
+    overrides: tuple[str, ...],
+    as_json: bool,
+) -> None:
+    """Measure CASE: sleep, overhead, transformer, activations, or your own config.toml.
+
+    Trains the same job with rpcmp, with torch.distributed.pipelining and in one process, each in
+    turn, and says how long a step takes, how the times compare, and how short a step could be at
+    best. Nine pairs are the fewest whose 95 % interval leaves out the extremes. All contestants
+    stay in memory; keep the machine quiet.
+
+    \b
+    Example:
+      rpcmp bench sleep --stages 8 --microbatches 16 --json
+    """
+    from rich.console import Console
+
+    from rpcmp.bench import cases, lineup, report
+    from rpcmp.bench.benchmark import benchmark
+    from rpcmp.bench.bound import fill_then_no_bubble
+
+    chosen = None if peers is None else [name.strip() for name in peers.split(",") if name.strip()]
+    loaded = [cases.load(name, stages, microbatches, overrides) for name in names]
+    prepared = [(case, lineup.contestants(case, chosen)) for case in loaded]
+    console = Console(highlight=False)
+    for case, contestants in prepared:
+        run = benchmark(case, contestants, pairs, steps, fill_then_no_bubble, _progress(case.name))
+        result = asyncio.run(run)
+        if as_json:
+            click.echo(json.dumps(report.as_json(result)))
+            continue
+        # Never narrower than the table: a terminal wraps lines more legibly than rich does cells.
+        console.width = max(console.width, WIDTH)
+        console.print(report.table(result))
+        for line in report.lines(result):
+            click.echo(line)
+
+
+def _progress(name: str) -> Callable[[str], None]:
+    return lambda what: click.echo(f"{name}: {what}", err=True)
