@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from rpcmp.driver.evaluation import Evaluation
     from rpcmp.errors import RpcmpError
     from rpcmp.pipeline import Pipeline, launch
+    from rpcmp.split import splittable
 
 __version__ = "0.1.0"
 
@@ -33,6 +34,7 @@ __all__ = [
     "launch",
     "load_config",
     "parameters_sha256",
+    "splittable",
 ]
 
 _HOME = {
@@ -43,6 +45,7 @@ _HOME = {
     "launch": ("rpcmp.pipeline", "launch"),
     "load_config": ("rpcmp.configfile", "load"),
     "parameters_sha256": ("rpcmp.digest", "parameters_sha256"),
+    "splittable": ("rpcmp.split", "splittable"),
 }
 
 

@@ -16,7 +16,8 @@ PROTOS = PACKAGE.parent / "protos"
 
 LAYERS = """
     __init__ errors members seeds metrics tree tensorfile digest work process v1 host examples
-    graph partition schedule addresses microbatch handoff transport control
+    graph partition schedule addresses microbatch handoff transport control split
+    simulation
     config source trace
     configfile factory
     configdoc data layers

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from rpcmp.bench.cases import Case
 from rpcmp.bench.contestant import Contestant
 from rpcmp.bench.peers.group import PeerGroup, Processes
+from rpcmp.bench.pipeline import Pipeline
 from rpcmp.errors import ConfigError
 
 ONE_PROCESS_WAYS = ["whole batch", "micro-batches"]
@@ -44,6 +45,7 @@ def _torch(name: str, case: Case, schedules: list[str]) -> Contestant:
 OURS = "rpcmp"
 
 CONTESTANTS: dict[str, Callable[[Case], Contestant]] = {
+    OURS: Pipeline,
     "one-process-1-thread": _one_thread,
     "one-process-all-threads": _all_threads,
     "torch-1f1b": _torch_1f1b,

@@ -19,6 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
+from rpcmp.split import splittable
+
 Layers = list[tuple[str, Callable[[], nn.Module]]]
 
 ROWS_A_STAGE = 2
@@ -73,11 +75,11 @@ class _SleepWeight(torch.autograd.Function):
         return gradients[0].repeat(ctx.num_rows, 1), None
 
 
+@splittable
 def apply_sleep(x: Tensor, weight: Tensor, times: Times) -> Tensor:
     """`x + weight.sum(0)`, each of whose three actions sleeps.
 
     The two gradients are nodes of their own, so that whoever splits a backward finds them apart.
-    Called through this module by every layer: who splits by another way replaces it.
 
     Args:
         x: float32[samples, features].

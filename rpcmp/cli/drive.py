@@ -8,13 +8,19 @@ from pathlib import Path
 import click
 
 from rpcmp import configfile
-from rpcmp.cli.options import addresses_of, config_argument, connect_option
+from rpcmp.cli.options import addresses_of, config_argument, connect_option, require_writable
 
 
 @click.command()
 @config_argument
 @connect_option
 @click.option("--steps", type=click.IntRange(min=1), help="Optimizer steps, instead of epochs.")
+@click.option(
+    "--trace",
+    metavar="FILE",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Write a trace for Perfetto, chrome://tracing and `rpcmp trace`; .gz compresses it.",
+)
 @click.option("--json", "as_json", is_flag=True, help="One JSON object a line on standard output.")
 @click.option("-v", "--verbose", is_flag=True, help="Show every step.")
 @click.option("-q", "--quiet", is_flag=True, help="Show only the summary.")
@@ -23,6 +29,7 @@ def drive(
     overrides: tuple[str, ...],
     connect: str | None,
     steps: int | None,
+    trace: Path | None,
     as_json: bool,
     verbose: bool,
     quiet: bool,
@@ -41,6 +48,8 @@ def drive(
 
     if steps is not None:
         overrides = (*overrides, f"steps={steps}")
+    if trace is not None:
+        require_writable(trace)
     job = configfile.load(config, overrides)
     with printer(job, as_json, verbose, quiet) as report:
-        asyncio.run(run(job, report, addresses_of(connect, job)))
+        asyncio.run(run(job, report, addresses_of(connect, job), trace=trace))

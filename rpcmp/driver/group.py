@@ -31,6 +31,7 @@ from rpcmp.errors import (
 )
 from rpcmp.members import DRIVER, member
 from rpcmp.source import Source
+from rpcmp.trace.spans import Span
 from rpcmp.transport import Raised
 from rpcmp.work import End, Evaluated, Mode, Outputs, StepReport, Work
 from rpcmp.worker.optimizer import StageOptimizer
@@ -175,9 +176,7 @@ class Group:
 
     def predict(self, inputs: Any, step: int) -> Any:
         """The last stage's outputs for `inputs`, joined again along the first dimension."""
-        started = self._start(
-            Mode.PREDICT, step, inputs, None, lambda work: self._ask(work).value
-        )
+        started = self._start(Mode.PREDICT, step, inputs, None, lambda work: self._ask(work).value)
         return _concatenate(self._finish(started))
 
     def parameters_sha256(self) -> str:
@@ -211,6 +210,20 @@ class Group:
     def hosts(self) -> dict[str, dict[str, str]]:
         """What decides the bits of each stage's host; see rpcmp.host."""
         return self._everywhere(Stage.host)
+
+    def trace(self, on: bool) -> dict[str, str]:
+        """Let all stages record every action, or stop it; returns the names of their hosts."""
+        return self._everywhere(Stage.trace, on)
+
+    def take_spans(self) -> dict[str, list[Span]]:
+        """What each stage has recorded since this was last asked."""
+        return self._everywhere(Stage.take_spans)
+
+    def clock(self, stage: str) -> int:
+        """A stage's `time.perf_counter_ns`, now."""
+        answer = transport.call_rref(self._stage_rrefs[stage], Stage.clock)
+        now: int = transport.result(answer, stage)
+        return now
 
     def live_state(self) -> dict[str, dict[str, int]]:
         """For each stage and the driver, counts of what a step must not leave behind."""

@@ -2,6 +2,7 @@
 
 supervisor ──plan──> driver ──planned──> ...  ──join──> driver ──joined──> ...
            ──train──> driver ──start, step, eval, report, summary, done──> ...
+           ──segments──> driver: a few steps for each "segment", until "finish"
            ──serve──> driver: calls come by another socket (rpcmp.launch) until it closes
 """
 
@@ -20,6 +21,7 @@ from rpcmp.config import Config
 from rpcmp.control.store import GrpcStore
 from rpcmp.driver import calls
 from rpcmp.driver.group import Group, in_flight
+from rpcmp.driver.tracer import Tracer
 from rpcmp.driver.training import Datasets, Training
 from rpcmp.errors import JobError, RpcmpError, one_line, to_wire
 from rpcmp.process.channel import Channel, Message
@@ -61,10 +63,13 @@ class DriverProcess:
         self._channel.send({"event": "joined"})
         work = self._messages.get()
         group = Group(config, self._source)
-        if work["op"] == "serve":
-            calls.serve(config, group, int(sys.argv[3]))
-        else:
-            self._train(config, group, work)
+        match work["op"]:
+            case "serve":
+                calls.serve(config, group, int(sys.argv[3]))
+            case "train":
+                self._train(config, group, work)
+            case "segments":
+                self._train_segments(config, group)
         if self._datasets is not None:
             self._datasets.close()
         group.close()
@@ -88,11 +93,12 @@ class DriverProcess:
         transport.join(order["members"], order["rank"], store, self._source)
 
     def _train(self, config: Config, group: Group, order: Message) -> None:
-        if self._datasets is None:
-            raise JobError("the driver process was told to train without having loaded its data")
-        training = Training(config, self._datasets, group, self._channel.send, self._stop)
+        tracer = Tracer(config, group) if order["trace"] else None
+        training = self._training(config, group, tracer)
         self._channel.send({"event": "start", "steps": training.total_steps()})
         training.run(evaluate=order["evaluate"])
+        if tracer is not None:
+            tracer.write(Path(order["trace"]))
         if order["save_state"]:
             save_tensors(group.state_dict(), Path(order["save_state"]))
         self._channel.send(
@@ -106,6 +112,19 @@ class DriverProcess:
             }
         )
         self._channel.send({"event": "done"})
+
+    def _train_segments(self, config: Config, group: Group) -> None:
+        """Train a few steps whenever told so, and block in between."""
+        training = self._training(config, group, None)
+        while (order := self._messages.get())["op"] == "segment":
+            self._channel.send({"event": "segment", **training.segment(order["steps"])._asdict()})
+        self._channel.send({"event": "done"})
+
+    def _training(self, config: Config, group: Group, tracer: Tracer | None) -> Training:
+        if self._datasets is None:
+            raise JobError("the driver process was told to train without having loaded its data")
+        send = self._channel.send
+        return Training(config, self._datasets, group, send, self._stop, tracer)
 
     def _expect(self, op: str) -> Message:
         message = self._messages.get()

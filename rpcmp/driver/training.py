@@ -1,24 +1,26 @@
 """The training loop: epochs, steps, evaluations, and what is told about them.
 
 The next step is begun before this one has ended: its data is loaded and its first forwards run
-while the stages that are further back still finish. What the stages have to say of a step comes with
-the next one's first answer, so a step is reported then.
+while the stages further back still finish. What the stages have to say of a step comes with the next
+one's first answer, so a step is reported then.
 """
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from rpcmp import data, factory
 from rpcmp.config import Config, DataConfig
 from rpcmp.data import Batches
 from rpcmp.driver.evaluation import Evaluation, mean
 from rpcmp.driver.group import STEPS_AHEAD, Group, Round
+from rpcmp.driver.tracer import Tracer
 from rpcmp.errors import ConfigError, FactoryError
 from rpcmp.microbatch import num_samples
 from rpcmp.process.channel import Message
@@ -72,6 +74,20 @@ class _Step:
     data_seconds: float
 
 
+class Segment(NamedTuple):
+    """Consecutive steps of a run.
+
+    Attributes:
+        seconds: of the wall clock.
+        cpu_seconds: of the driver process.
+        losses: of each step.
+    """
+
+    seconds: float
+    cpu_seconds: float
+    losses: list[float]
+
+
 class Training:
     """One run of a config.
 
@@ -80,7 +96,8 @@ class Training:
         datasets: its data.
         group: the stages.
         report: told of every event.
-        stop: set by somebody else, ends the run after its current step.
+        stop: set by somebody else, ends the run after the steps that are under way.
+        tracer: told of every step.
     """
 
     def __init__(
@@ -90,6 +107,7 @@ class Training:
         group: Group,
         report: Report,
         stop: threading.Event,
+        tracer: Tracer | None = None,
     ) -> None:
         self._config = config
         self._datasets = datasets
@@ -99,8 +117,14 @@ class Training:
         self.loss = float("nan")
         self.metrics: dict[str, float] = {}
         self._stop = stop
+        self._tracer = tracer
+        self._under_way: deque[tuple[_Step, Round]] = deque()
         self._untold: tuple[_Step, float, float] | None = None
         self._ended = 0.0
+        self._epoch = 1
+        self._losses: list[float] = []
+        self._segment: list[float] = []
+        self._endless = self._mini_batches()
 
     def total_steps(self) -> int:
         """Optimizer steps of the whole run."""
@@ -114,24 +138,48 @@ class Training:
         Args:
             evaluate: evaluate after epochs and at the end, and write the report.
         """
-        losses: list[float] = []
-        self._ended = time.perf_counter()
-        under_way: deque[tuple[_Step, Round]] = deque()
-        for step in self._mini_batches():
-            under_way.append((step, self._start(step)))
-            must_end = step.ends_epoch or step.number == self.total_steps() or self._stop.is_set()
-            while under_way and (must_end or len(under_way) == STEPS_AHEAD):
-                losses.append(self._finish(*under_way.popleft()))
-            if must_end:
-                self._settle()
-            if step.ends_epoch:
-                self._end_epoch(step.epoch, losses, evaluate)
-                losses = []
-            if self._stop.is_set():
-                return
-        if evaluate:
-            self._evaluate(step.epoch)
+        self._train(self._mini_batches(), evaluate)
+        if evaluate and not self._stop.is_set():
+            self._evaluate(self._epoch)
             self._write_report()
+
+    def segment(self, steps: int) -> Segment:
+        """Train the next `steps` steps, and wait until all stages have done them."""
+        started, cpu = time.perf_counter(), time.process_time()
+        self._segment = []
+        self._train(itertools.islice(self._endless, steps), evaluate=False)
+        return Segment(time.perf_counter() - started, time.process_time() - cpu, self._segment)
+
+    def _train(self, steps: Iterable[_Step], evaluate: bool) -> None:
+        self._ended = time.perf_counter()
+        for step in steps:
+            self._under_way.append((step, self._start(step)))
+            if len(self._under_way) == STEPS_AHEAD:
+                self._finish(*self._under_way.popleft())
+            if self._must_drain(step, evaluate):
+                self._drain()
+                self._end_epoch(step, evaluate)
+            if self._stop.is_set():
+                break
+        self._drain()
+
+    def _must_drain(self, step: _Step, evaluate: bool) -> bool:
+        """Whether something happens after this step for which all stages must have done it."""
+        steps_scheduler = (
+            bool(self._config.scheduler) and self._config.scheduler_interval == "epoch"
+        )
+        return step.ends_epoch and (steps_scheduler or self._is_evaluation_due(step, evaluate))
+
+    def _is_evaluation_due(self, step: _Step, evaluate: bool) -> bool:
+        every = self._config.evaluate_every
+        is_last = step.number == self.total_steps()
+        return evaluate and every > 0 and step.epoch % every == 0 and not is_last
+
+    def _drain(self) -> None:
+        """Wait until all stages have done all steps, and report them."""
+        while self._under_way:
+            self._finish(*self._under_way.popleft())
+        self._tell(self._group.settle())
 
     def _mini_batches(self) -> Iterator[_Step]:
         total = self.total_steps()
@@ -152,7 +200,7 @@ class Training:
         end = End.HOLD if self._config.holds_steps else End.STEP
         return self._group.start_step(step.inputs, step.targets, step.number, end)
 
-    def _finish(self, step: _Step, started: Round) -> float:
+    def _finish(self, step: _Step, started: Round) -> None:
         """Wait for a step; reports the one before, of which the stages have now spoken."""
         trained = self._group.finish_step(started)
         self._tell(trained.reports)
@@ -164,11 +212,11 @@ class Training:
         self._ended = now
         if self._config.holds_steps:
             self._tell(reports)
-        return trained.loss
-
-    def _settle(self) -> None:
-        """Wait until all stages have done all steps, and report the last one."""
-        self._tell(self._group.settle())
+        self._losses = [*(self._losses if step.epoch == self._epoch else []), trained.loss]
+        self._epoch = step.epoch
+        self._segment.append(trained.loss)
+        if self._tracer is not None:
+            self._tracer.after_step(step.number)
 
     def _tell(self, stages: dict[str, StepReport]) -> None:
         """Report the last step that has ended, with what the stages say of it."""
@@ -195,13 +243,11 @@ class Training:
             }
         )
 
-    def _end_epoch(self, epoch: int, losses: list[float], evaluate: bool) -> None:
+    def _end_epoch(self, step: _Step, evaluate: bool) -> None:
         if self._config.scheduler_interval == "epoch":
-            self._group.optimizer.step_scheduler(sum(losses) / len(losses))
-        every = self._config.evaluate_every
-        last = self.step == self.total_steps()
-        if evaluate and every and epoch % every == 0 and not last and not self._stop.is_set():
-            self._evaluate(epoch)
+            self._group.optimizer.step_scheduler(sum(self._losses) / len(self._losses))
+        if self._is_evaluation_due(step, evaluate) and not self._stop.is_set():
+            self._evaluate(step.epoch)
 
     def _evaluate(self, epoch: int) -> None:
         if self._datasets.test is None:

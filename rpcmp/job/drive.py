@@ -22,6 +22,7 @@ async def drive(
     connect: Sequence[str] | None = None,
     evaluate: bool = True,
     save_state: Path | None = None,
+    trace: Path | None = None,
 ) -> Message:
     """Train `config` to its end.
 
@@ -33,6 +34,7 @@ async def drive(
         connect: addresses of running stage servers; see Session.
         evaluate: evaluate and write the report as well.
         save_state: where to save the final parameters and buffers, as safetensors.
+        trace: where to write a trace of the run.
 
     Returns:
         The summary event.
@@ -42,7 +44,13 @@ async def drive(
     """
     session = Session(config, connect)
     run = _Run(session, report)
-    task = asyncio.ensure_future(run.train(evaluate, save_state))
+    order: Message = {
+        "op": "train",
+        "evaluate": evaluate,
+        "save_state": str(save_state or ""),
+        "trace": str(trace.absolute()) if trace else "",
+    }
+    task = asyncio.ensure_future(run.train(order))
     with _signals(lambda signum: run.interrupt(signum, task)):
         try:
             return await task
@@ -65,10 +73,9 @@ class _Run:
         self.step = 0
         self.signals: list[int] = []
 
-    async def train(self, evaluate: bool, save_state: Path | None) -> Message:
+    async def train(self, order: Message) -> Message:
         await self._session.start()
-        path = str(save_state) if save_state else ""
-        self._session.send({"op": "train", "evaluate": evaluate, "save_state": path})
+        self._session.send(order)
         self._training = True
         summary: Message = {}
         while (event := await self._session.next_event())["event"] != "done":

@@ -19,13 +19,13 @@ from torch import Tensor
 
 from rpcmp.errors import StageError
 from rpcmp.schedule import Action
+from rpcmp.split import WeightGradients
 from rpcmp.work import Work
 from rpcmp.worker import boundary
 from rpcmp.worker.boundary import Differentiated, Gradients, LocalTape
 from rpcmp.worker.compute import ComputeThread
 from rpcmp.worker.failure import failure
 from rpcmp.worker.rounds import Task
-from rpcmp.worker.split import WeightGradients
 
 
 @dataclass

@@ -84,7 +84,9 @@ class LocalTape:
             zip(self._received, self._has_token, strict=True)
         ):
             grads = [_to_host(next(found)) for _ in received]
-            without = [i for i, grad in enumerate(grads) if grad is None and received[i].requires_grad]
+            without = [
+                i for i, grad in enumerate(grads) if grad is None and received[i].requires_grad
+            ]
             if without:
                 missing[index] = without
             result += [*grads, *([None] if has_token else [])]

@@ -16,13 +16,13 @@ from torch import Tensor
 from rpcmp import tree
 from rpcmp.graph import Port, Reference
 from rpcmp.members import DRIVER
+from rpcmp.split import Splitter
 from rpcmp.work import Mode, Outputs, Work
 from rpcmp.worker import boundary
 from rpcmp.worker.backward import Backwards, Memory
 from rpcmp.worker.boundary import LocalTape
 from rpcmp.worker.failure import failure
 from rpcmp.worker.model import StageModel
-from rpcmp.worker.split import Splitter
 
 
 class Execution:

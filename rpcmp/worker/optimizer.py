@@ -19,10 +19,10 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from rpcmp import factory
 from rpcmp.errors import ConfigError, RpcmpError, StageError, one_line
 from rpcmp.plan import Assignment
+from rpcmp.trace.spans import NO_MICROBATCH, Kind
 from rpcmp.work import StepReport
 from rpcmp.worker.compute import ComputeThread
 from rpcmp.worker.model import StageModel
-from rpcmp.worker.recorder import OPTIMIZER
 
 
 class StageOptimizer:
@@ -143,7 +143,7 @@ class StageOptimizer:
         self._zero_grad()
         self.steps += 1
         recorder = self._compute.recorder
-        recorder.add(OPTIMIZER, self.steps, -1, started, started)
+        recorder.add(Kind.OPTIMIZER, self.steps, NO_MICROBATCH, started, started)
         rate = None if self._optimizer is None else float(self._optimizer.param_groups[0]["lr"])
         self.report = StepReport(self.steps, recorder.take_busy(), rate)
         return self.report

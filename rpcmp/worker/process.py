@@ -13,13 +13,12 @@ import os
 import sys
 import threading
 
-from rpcmp import transport
+from rpcmp import split, transport
 from rpcmp.control.store import GrpcStore
 from rpcmp.errors import JobError, RpcmpError, StageError, one_line, to_wire
 from rpcmp.factory import explain
 from rpcmp.plan import Assignment
 from rpcmp.process.channel import Channel, Message
-from rpcmp.worker import split
 from rpcmp.worker.stage import Stage
 
 LEAVE_SECONDS = 10.0

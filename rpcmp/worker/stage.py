@@ -15,7 +15,9 @@ driver's `abort` frees whoever still waits.
 from __future__ import annotations
 
 import functools
+import platform
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -155,6 +157,23 @@ class Stage:
     def host(self) -> dict[str, str]:
         """What decides this host's bits."""
         return host.facts()
+
+    def trace(self, on: bool) -> Future[Any]:
+        """Record every action from now on, or stop it; answers with the name of this host."""
+
+        def switch() -> str:
+            self._compute.recorder.traces = on
+            return platform.node()
+
+        return self._compute.future(switch)
+
+    def take_spans(self) -> Future[Any]:
+        """The actions that were recorded since this was last asked."""
+        return self._compute.future(self._compute.recorder.take_spans)
+
+    def clock(self) -> int:
+        """This host's clock, that of the spans."""
+        return time.perf_counter_ns()
 
     def finish(self) -> None:
         """Tell the worker to leave the group."""

@@ -139,55 +139,85 @@ def used_once(outputs: Iterable[Tensor]) -> frozenset[Tensor]:
     return frozenset(variable for variable, count in edges.items() if count == 1)
 
 
-def install() -> None:
-    """Replace the functions of `torch.nn.functional`; before any of the user's code is imported."""
-    for name in ("linear", *CONVOLUTIONS):
-        setattr(F, name, _splitting(getattr(F, name)))
+def splittable(operation: Operation) -> Operation:
+    """`operation`, whose weight gradients may be computed later than its input gradient.
 
+    For functions of the user's own that are worth it; linear layers and convolutions are already.
+    Called as `operation(input, *args, **kwargs)`; all further tensors are parameters. Its backward
+    must skip what is not asked for, as torch's own do, or else nothing is gained. Outside of a
+    stage that splits its backwards it stays as it is.
+    """
 
-def _splitting(operation: Operation) -> Operation:
     @functools.wraps(operation)
-    def split(
-        input: Tensor, weight: Tensor, bias: Tensor | None = None, *args: Any, **kwargs: Any
-    ) -> Tensor:
+    def split(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         gradients = _watched.gradients
-        if gradients is None or not _can_split(gradients, input, weight, bias):
-            return operation(input, weight, bias, *args, **kwargs)
-        if operation.__name__ == "linear" and _is_plain(input, weight):
-            return _apply(_Linear, operation, gradients, input, weight, bias)
-        rest = functools.partial(_with_rest, operation, args, kwargs)
-        return _apply(_Taped, rest, gradients, input, weight, bias)
+        if gradients is None:
+            return operation(input, *args, **kwargs)
+        parameters = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+        if not _can_split(gradients, input, parameters):
+            return operation(input, *args, **kwargs)
+        again = functools.partial(_call, operation, args, kwargs)
+        return _apply(_Taped, again, gradients, input, *parameters)
 
     return split
 
 
-def _can_split(
-    gradients: WeightGradients, input: Tensor, weight: Tensor, bias: Tensor | None
-) -> bool:
-    parameters = _trained(weight, bias)
-    if not parameters or not torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
+def install() -> None:
+    """Replace the functions of `torch.nn.functional`; before any of the user's code is imported."""
+    F.linear = _split_linear(F.linear)
+    for name in CONVOLUTIONS:
+        setattr(F, name, splittable(getattr(F, name)))
+
+
+def _split_linear(operation: Operation) -> Operation:
+    in_general = splittable(operation)
+
+    @functools.wraps(operation)
+    def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        gradients = _watched.gradients
+        if gradients is None:
+            return operation(input, weight, bias)
+        if not _is_one_product(input, weight):
+            return in_general(input, weight, bias)
+        if not _can_split(gradients, input, [weight] if bias is None else [weight, bias]):
+            return operation(input, weight, bias)
+        return _apply(_Linear, operation, gradients, input, weight, bias)
+
+    return linear
+
+
+def _can_split(gradients: WeightGradients, input: Tensor, parameters: Sequence[Tensor]) -> bool:
+    trained = _trained(*parameters)
+    if not trained or not torch.is_grad_enabled() or torch.is_autocast_enabled(input.device.type):
         return False
-    return gradients.notice(parameters) and not torch.is_autocast_enabled(input.device.type)
+    return gradients.notice(trained)
 
 
-def _trained(*parameters: Tensor | None) -> list[Tensor]:
-    return [value for value in parameters if value is not None and value.requires_grad]
+def _trained(*tensors: Tensor | None) -> list[Tensor]:
+    return [value for value in tensors if value is not None and value.requires_grad]
 
 
-def _is_plain(input: Tensor, weight: Tensor) -> bool:
+def _is_one_product(input: Tensor, weight: Tensor) -> bool:
     """Whether torch computes this linear as one matrix product, whose gradients we know."""
-    return input.dim() in (2, 3) and input.is_contiguous() and weight.is_contiguous()
+    is_matrix = input.dim() in (2, 3) and input.is_contiguous() and weight.is_contiguous()
+    return is_matrix and weight.shape[1] > 1  # a column is contiguous both ways
 
 
-def _with_rest(
+def _call(
     operation: Operation,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
+    *parameters: Tensor,
 ) -> Tensor:
-    return operation(input, weight, bias, *args, **kwargs)
+    """`operation(input, *args, **kwargs)`, with `parameters` in the place of its tensors."""
+    left = iter(parameters)
+
+    def place(value: Any) -> Any:
+        return next(left) if isinstance(value, Tensor) else value
+
+    placed = [place(value) for value in args]
+    return operation(input, *placed, **{key: place(value) for key, value in kwargs.items()})
 
 
 def _apply(function: type[torch.autograd.Function], *args: Any) -> Tensor:
@@ -215,7 +245,8 @@ class _Linear(torch.autograd.Function):
         return operation(input, weight, bias)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Gradients:
+    def backward(ctx: Any, *grads: Tensor) -> Gradients:
+        (grad,) = grads
         input, weight, bias = ctx.saved_tensors
         if torch.is_grad_enabled():
             return _twice_differentiable(ctx.operation, grad, input, weight, bias)
@@ -246,38 +277,38 @@ class _Taped(torch.autograd.Function):
         operation: Operation,
         gradients: WeightGradients,
         input: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
+        *parameters: Tensor,
     ) -> Tensor:
         leaf = input.detach().requires_grad_(input.requires_grad)
         with torch.enable_grad():
-            output = operation(leaf, weight, bias)
+            output = operation(leaf, *parameters)
         ctx.operation, ctx.gradients, ctx.tape = operation, gradients, (leaf, output)
-        ctx.save_for_backward(input, weight, bias)
+        ctx.save_for_backward(input, *parameters)
         return output.detach()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Gradients:
-        input, weight, bias = ctx.saved_tensors
+    def backward(ctx: Any, *grads: Tensor) -> Gradients:
+        (grad,) = grads
+        input, *parameters = ctx.saved_tensors
         if torch.is_grad_enabled():
-            return _twice_differentiable(ctx.operation, grad, input, weight, bias)
+            return _twice_differentiable(ctx.operation, grad, input, *parameters)
         leaf, output = ctx.tape
-        parameters = _trained(weight, bias)
+        trained = _trained(*parameters)
 
         def add() -> None:
-            torch.autograd.backward([output], [grad], inputs=parameters)
+            torch.autograd.backward([output], [grad], inputs=trained)
 
-        if ctx.gradients.postpone(parameters, add):
-            return (None, None, *_differentiate(output, grad, leaf, None, None))
-        return (None, None, *_differentiate(output, grad, leaf, weight, bias))
+        if ctx.gradients.postpone(trained, add):
+            return (None, None, *_differentiate(output, grad, leaf), *(None for _ in parameters))
+        return (None, None, *_differentiate(output, grad, leaf, *parameters))
 
 
 def _twice_differentiable(
-    operation: Operation, grad: Tensor, input: Tensor, weight: Tensor, bias: Tensor | None
+    operation: Operation, grad: Tensor, input: Tensor, *parameters: Tensor | None
 ) -> Gradients:
     """The gradients as parts of a graph of their own, for `create_graph=True`."""
-    output = operation(input, weight, bias)
-    return (None, None, *_differentiate(output, grad, input, weight, bias, create_graph=True))
+    output = operation(input, *parameters)
+    return (None, None, *_differentiate(output, grad, input, *parameters, create_graph=True))
 
 
 def _differentiate(
