@@ -18,8 +18,9 @@ class Pipeline:
     name = "rpcmp"
 
     def __init__(self, case: Case) -> None:
-        self._config = case.config.model_copy(update={"steps": ENDLESS, "epochs": None})
-        self._session = Session(self._config.with_folder(case.config.folder))
+        endless = case.config.model_copy(update={"steps": ENDLESS, "epochs": None})
+        self._config = endless.with_folder(case.config.folder)
+        self._running: Session | None = None
         self.driver_cpu_seconds = 0.0
 
     @property
@@ -33,8 +34,9 @@ class Pipeline:
 
     async def start(self) -> None:
         """See Contestant."""
-        await self._session.start()
-        self._session.send({"op": "segments"})
+        self._running = Session(self._config)
+        await self._running.start()
+        self._running.send({"op": "segments"})
 
     async def run(self, steps: int) -> Segment:
         """See Contestant. Ends when the last stage has stepped its optimizer."""
@@ -46,4 +48,11 @@ class Pipeline:
 
     async def close(self) -> None:
         """See Contestant."""
-        await self._session.close()
+        if self._running is not None:
+            await self._running.close()
+
+    @property
+    def _session(self) -> Session:
+        if self._running is None:
+            raise RuntimeError("not started")
+        return self._running
