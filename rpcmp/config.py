@@ -122,6 +122,10 @@ class StageConfig(Strict):
         default_factory=dict, description="arguments that override `[optimizer]`'s for this stage"
     )
     frozen: bool = Field(default=False, description="parameters are not trained")
+    recompute: bool = Field(
+        default=False,
+        description="compute activations again in the backward instead of keeping them",
+    )
 
 
 class DataConfig(Strict):
@@ -150,6 +154,10 @@ class Config(Strict):
         default=None,
         description="micro-batches of which a stage may hold activations; by the schedule when "
         "omitted",
+    )
+    wire_dtype: Literal["bfloat16"] | None = Field(
+        default=None,
+        description="float32 activations and gradients travel between stages as this",
     )
     max_grad_norm: float | None = Field(
         default=None, gt=0, description="clip the gradient's norm over all stages"

@@ -11,7 +11,7 @@ from pydantic import Field
 from torch import nn
 
 from rpcmp import factory, layers, partition, simulation
-from rpcmp.config import Config, Factory, Strict
+from rpcmp.config import Config, Factory, StageConfig, Strict
 from rpcmp.schedule import Limits, policy
 
 
@@ -26,6 +26,11 @@ class Assignment(Strict):
     def stage_name(self) -> str:
         """The stage's name in the config and in every message."""
         return self.config.stage_names[self.stage_index]
+
+    @property
+    def settings(self) -> StageConfig:
+        """The stage's section of the config."""
+        return self.config.stage(self.stage_index)
 
     @property
     def limits(self) -> Limits:

@@ -43,6 +43,7 @@ class Verified:
 
     Attributes:
         caveats: settings under which identical bits are not promised.
+        difference: how far the runs are apart; None: nowhere.
     """
 
     steps: int
@@ -50,6 +51,21 @@ class Verified:
     num_elements: int
     parameters_sha256: str
     caveats: list[str]
+    difference: Difference | None = None
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How far a run whose tensors travel with fewer bits is from one process.
+
+    Attributes:
+        loss: the largest difference of a step's losses, relative to the reference's.
+        parameters: the norm of the difference of all final parameters and buffers, relative to the
+            norm of the reference's.
+    """
+
+    loss: float
+    parameters: float
 
 
 def verify(config: Config, connect: Sequence[str] | None = None) -> Verified:
@@ -60,14 +76,15 @@ def verify(config: Config, connect: Sequence[str] | None = None) -> Verified:
         connect: addresses of running stage servers; see rpcmp.job.drive.
 
     Raises:
-        MismatchError: the first difference.
+        MismatchError: the first difference; not with a `wire_dtype`, which is expected to differ.
         RpcmpError: one of the runs failed.
     """
     with tempfile.TemporaryDirectory(prefix="rpcmp-verify-") as folder:
         pipelined = asyncio.run(_pipelined(config, connect, Path(folder) / "pipelined"))
         reference = asyncio.run(_reference(config, Path(folder) / "reference"))
     caveats = host.differences(reference.hosts["reference"], pipelined.hosts) + _devices(config)
-    if difference := first_difference(pipelined, reference):
+    difference = first_difference(pipelined, reference)
+    if difference is not None and config.wire_dtype is None:
         raise MismatchError("\n  ".join([difference, *(f"note: {text}" for text in caveats)]))
     return Verified(
         steps=len(reference.losses),
@@ -75,6 +92,7 @@ def verify(config: Config, connect: Sequence[str] | None = None) -> Verified:
         num_elements=sum(tensor.numel() for tensor in reference.state.values()),
         parameters_sha256=digest.parameters_sha256(reference.state),
         caveats=caveats,
+        difference=None if difference is None else distance(pipelined, reference),
     )
 
 
@@ -94,6 +112,18 @@ def first_difference(pipelined: Run, reference: Run) -> str | None:
         if found := _tensor_difference(pipelined.state[name], reference.state[name]):
             return f"after the last step: {name}: {found}"
     return None
+
+
+def distance(pipelined: Run, reference: Run) -> Difference:
+    """How far two runs of equal shape are apart."""
+    pairs = zip(pipelined.losses, reference.losses, strict=True)
+    losses = [abs(ours - theirs) / abs(theirs) if theirs else abs(ours) for ours, theirs in pairs]
+    names = sorted(reference.state)
+    theirs = torch.cat([reference.state[name].double().flatten() for name in names])
+    ours = torch.cat([pipelined.state[name].double().flatten() for name in names])
+    size = float(theirs.norm())
+    apart = float((ours - theirs).norm())
+    return Difference(max(losses, default=0.0), apart / size if size else apart)
 
 
 def _tensor_difference(ours: torch.Tensor, theirs: torch.Tensor) -> str | None:

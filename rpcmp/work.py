@@ -86,6 +86,8 @@ class Outputs(NamedTuple):
         value: the output, or the part of it that was asked for: a tree of host tensors.
         token: while training, where no tensor of `value` is differentiable, an empty tensor that
             is: distributed autograd must find its way to every stage.
+        narrowed: which tensors of `value`, float32 where they come from and go to, travel as the
+            config's `wire_dtype`.
         reports: with the first micro-batch of a step, what this stage and all that it reads have
             to say of the step before, by stage: like this the driver hears of any number of stages
             in one message.
@@ -93,6 +95,7 @@ class Outputs(NamedTuple):
 
     value: Any
     token: torch.Tensor | None = None
+    narrowed: tuple[int, ...] = ()
     reports: dict[str, StepReport] | None = None
 
 

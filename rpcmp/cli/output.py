@@ -131,11 +131,19 @@ def _lines(event: Message, config: Config, steps: int) -> Iterator[str]:
                 f"done: {event['steps']} steps, last loss {event['loss']:.4f}"
                 + (f", {_numbers(event['metrics'], 'test ')}" if event["metrics"] else "")
             )
+            yield f"peak memory {_memory(event['memory'])}"
             yield f"parameters sha256 {event['parameters_sha256']}"
 
 
 def _numbers(values: dict[str, Any], prefix: str = "") -> str:
     return ", ".join(f"{prefix}{name} {value:.4f}" for name, value in values.items())
+
+
+def _memory(memory: dict[str, dict[str, int]]) -> str:
+    return ", ".join(
+        f"{stage} {bytes_['peak'] / 2**20:,.0f} MiB (idle {bytes_['idle'] / 2**20:,.0f})"
+        for stage, bytes_ in memory.items()
+    )
 
 
 def _busy(busy: dict[str, float]) -> str:

@@ -30,6 +30,13 @@ def verify(config: Path, overrides: tuple[str, ...], connect: str | None, steps:
     result = run(job, addresses_of(connect, job))
     for caveat in result.caveats:
         click.echo(f"note: {caveat}")
+    if result.difference is not None:
+        click.echo(
+            f"different, as wire_dtype = {job.wire_dtype!r} makes it: losses by up to "
+            f"{result.difference.loss:.1e}, parameters and buffers by "
+            f"{result.difference.parameters:.1e} (relative) after {result.steps} steps"
+        )
+        return
     click.echo(
         f"identical: {result.steps} losses and {result.num_tensors} tensors "
         f"({result.num_elements:,} numbers), bit for bit"

@@ -225,6 +225,10 @@ class Group:
         now: int = transport.result(answer, stage)
         return now
 
+    def memory(self) -> dict[str, dict[str, int]]:
+        """Each stage's bytes: "idle", when it had been built, and "peak"."""
+        return self._everywhere(Stage.memory)
+
     def live_state(self) -> dict[str, dict[str, int]]:
         """For each stage and the driver, counts of what a step must not leave behind."""
         return {**self._everywhere(Stage.live_state), DRIVER: transport.live_state()}

@@ -99,6 +99,7 @@ class DriverProcess:
         training.run(evaluate=order["evaluate"])
         if tracer is not None:
             tracer.write(Path(order["trace"]))
+        memory = group.memory()  # before anything is copied for a file
         if order["save_state"]:
             save_tensors(group.state_dict(), Path(order["save_state"]))
         self._channel.send(
@@ -109,6 +110,7 @@ class DriverProcess:
                 "metrics": training.metrics,
                 "parameters_sha256": group.parameters_sha256(),
                 "hosts": group.hosts(),
+                "memory": memory,
             }
         )
         self._channel.send({"event": "done"})

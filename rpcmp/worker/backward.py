@@ -4,8 +4,12 @@
     compute thread                                    └─ B ─────────┘        W
                                              the schedule's turn       and again its turn
 
-A thread of the distributed autograd engine waits in `run` until the schedule lets the compute thread
-do the work. Where the schedule splits, weight gradients follow as an action of their own.
+A thread of the distributed autograd engine waits in `run` until the schedule has let the compute
+thread do the work. Where the schedule splits, weight gradients follow as an action of their own.
+
+The stage that computes the loss knows its gradient, which is one. So its backward follows the
+forward at once, instead of when the driver has had the loss and asked for it, and `run` finds the
+result there.
 """
 
 from __future__ import annotations
@@ -14,7 +18,9 @@ import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future as Waiting
 from dataclasses import dataclass, field
+from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from rpcmp.errors import StageError
@@ -22,10 +28,20 @@ from rpcmp.schedule import Action
 from rpcmp.split import WeightGradients
 from rpcmp.work import Work
 from rpcmp.worker import boundary
-from rpcmp.worker.boundary import Differentiated, Gradients, LocalTape
+from rpcmp.worker.boundary import Differentiated, Gradients
 from rpcmp.worker.compute import ComputeThread
 from rpcmp.worker.failure import failure
 from rpcmp.worker.rounds import Task
+
+
+class Tape(Protocol):
+    """The activations of one micro-batch, or what they can be computed from."""
+
+    def backward(self, gradients: Gradients) -> Differentiated:
+        """See LocalTape."""
+
+    def free(self) -> None:
+        """Let go of it all."""
 
 
 @dataclass
@@ -35,17 +51,19 @@ class Memory:
     Attributes:
         tape: its activations.
         weights: where weight gradients wait.
-        read: for each port, which of the tensors that the stage produced it reads.
-        num_produced: how many those are.
+        dtypes: of the tensors that the stage produced.
+        read: for each port, which of these it reads.
         has_token: for each port, whether its answer had a token.
+        done: the backward's result, once that has been submitted.
     """
 
     work: Work
-    tape: LocalTape
+    tape: Tape
     weights: WeightGradients
-    read: list[list[int]]
-    num_produced: int
+    dtypes: list[torch.dtype] = field(default_factory=list)
+    read: list[list[int]] = field(default_factory=list)
     has_token: list[bool] = field(default_factory=list)
+    done: Waiting[Differentiated] | None = None
 
 
 class Missing:
@@ -98,7 +116,16 @@ class Backwards:
 
     def run(self, memory: Memory, gradients: Gradients) -> list[Tensor | None]:
         """The gradients of what was received; blocks until the schedule has let it run."""
+        done = memory.done or self.start(memory, gradients)
+        found, missing = done.result()
+        for index, which in missing.items():
+            self._missing.tell(memory.work, index, which)
+        return found
+
+    def start(self, memory: Memory, gradients: Gradients) -> Waiting[Differentiated]:
+        """Queue the backward of a micro-batch, whose outputs have these gradients."""
         done: Waiting[Differentiated] = Waiting()
+        memory.done = done
         work = memory.work
 
         def cancel() -> None:
@@ -107,10 +134,7 @@ class Backwards:
 
         task = Task(lambda: self._differentiate(memory, gradients, done), cancel)
         self._compute.submit(work.round, Action.BACKWARD, work.microbatch, task)
-        found, missing = done.result()
-        for index, which in missing.items():
-            self._missing.tell(work, index, which)
-        return found
+        return done
 
     def _differentiate(
         self, memory: Memory, gradients: Gradients, done: Waiting[Differentiated]
@@ -136,14 +160,16 @@ class Backwards:
 
     def _sum_by_position(self, memory: Memory, gradients: Gradients) -> list[Tensor | None]:
         """The readers' gradients of each tensor that the stage produced, summed in one order."""
-        contributions: list[list[Tensor | None]] = [[] for _ in range(memory.num_produced)]
+        contributions: list[list[Tensor | None]] = [[] for _ in memory.dtypes]
         missing = self._missing.take(memory.work)
         left = iter(gradients)
         for port, positions in enumerate(memory.read):
             without = missing.get(port, ())
             for place, position in enumerate(positions):
                 grad = next(left)
-                contributions[position].append(None if place in without else grad)
+                is_there = grad is not None and place not in without
+                wide = grad.to(memory.dtypes[position]) if grad is not None and is_there else None
+                contributions[position].append(wide)
             if memory.has_token[port]:
                 next(left)
         return [boundary.sum_gradients(found) for found in contributions]

@@ -47,7 +47,11 @@ class LocalTape:
         self._outputs: list[Tensor] = []
         self._received = [tree.tensors(outputs.value) for outputs in received]
         self._has_token = [outputs.token is not None for outputs in received]
-        tensors = [tensor.detach().to(device) for found in self._received for tensor in found]
+        tensors = [
+            tensor.detach().to(device, torch.float32 if index in outputs.narrowed else tensor.dtype)
+            for outputs, found in zip(received, self._received, strict=True)
+            for index, tensor in enumerate(found)
+        ]
         needed = [tensor.requires_grad for found in self._received for tensor in found]
         entered = iter(_enter(self._note, tensors, needed))
         self.inputs: list[Any] = [
@@ -83,7 +87,7 @@ class LocalTape:
         for index, (received, has_token) in enumerate(
             zip(self._received, self._has_token, strict=True)
         ):
-            grads = [_to_host(next(found)) for _ in received]
+            grads = [_to_host(next(found), tensor.dtype) for tensor in received]
             without = [
                 i for i, grad in enumerate(grads) if grad is None and received[i].requires_grad
             ]
@@ -217,5 +221,5 @@ def sum_gradients(contributions: Sequence[Tensor | None]) -> Tensor | None:
     return total
 
 
-def _to_host(gradient: Tensor | None) -> Tensor | None:
-    return None if gradient is None else gradient.to("cpu").contiguous()
+def _to_host(gradient: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    return None if gradient is None else gradient.to("cpu", dtype).contiguous()

@@ -19,10 +19,11 @@ from rpcmp.members import DRIVER
 from rpcmp.split import Splitter
 from rpcmp.work import Mode, Outputs, Work
 from rpcmp.worker import boundary
-from rpcmp.worker.backward import Backwards, Memory
+from rpcmp.worker.backward import Backwards, Memory, Tape
 from rpcmp.worker.boundary import LocalTape
 from rpcmp.worker.failure import failure
 from rpcmp.worker.model import StageModel
+from rpcmp.worker.recompute import Buffers, Replay
 
 
 class Execution:
@@ -34,6 +35,8 @@ class Execution:
         references: what it reads.
         ports: who reads it.
         backwards: what runs its backwards.
+        recompute: whether activations are computed again instead of kept.
+        wire_dtype: what float32 tensors travel as between stages; None: as they are.
     """
 
     def __init__(
@@ -43,6 +46,8 @@ class Execution:
         references: Sequence[Reference],
         ports: Sequence[Port],
         backwards: Backwards,
+        recompute: bool,
+        wire_dtype: torch.dtype | None,
     ) -> None:
         self._stage = stage
         self._model = model
@@ -50,6 +55,8 @@ class Execution:
         self._ports = ports
         self._backwards = backwards
         self._splitter = Splitter()
+        self._wire_dtype = wire_dtype
+        self._buffers = Buffers(model.buffers()) if recompute else None
 
     def forward(self, work: Work, answers: list[Outputs]) -> list[Any]:
         """What each port's reader gets: Outputs or, from the sink when evaluating, Evaluated.
@@ -79,19 +86,36 @@ class Execution:
             raise failure(self._stage, "forward", work, error, got) from error
 
     def _train(self, work: Work, received: list[Outputs], targets: Any) -> list[Outputs]:
-        tape = LocalTape(received, self._model.device)
         weights = self._splitter.begin()
-        with weights.watch():
-            outputs = self._model.forward(tape.inputs, work)
-            if self._model.is_sink:
-                outputs = self._model.loss(outputs, targets, work)
-        produced = tape.leave(outputs)
-        self._splitter.calibrate(produced)
+        compute = functools.partial(self._compute, work, targets)
+        device = self._model.device
+        tape: Tape
+        if self._buffers is not None:
+            tape = replay = Replay(
+                compute, received, device, self._buffers, self._splitter, weights
+            )
+            outputs = replay.forward()
+        else:
+            tape = local = LocalTape(received, device)
+            with weights.watch():
+                outputs = compute(local.inputs)
+            self._splitter.calibrate(local.leave(outputs))
+        return self._answer(Memory(work, tape, weights), outputs, received)
+
+    def _compute(self, work: Work, targets: Any, inputs: list[Any]) -> Any:
+        outputs = self._model.forward(inputs, work)
+        return self._model.loss(outputs, targets, work) if self._model.is_sink else outputs
+
+    def _answer(self, memory: Memory, outputs: Any, received: list[Outputs]) -> list[Outputs]:
+        produced = tree.tensors(outputs)
         parts = [tree.select(outputs, port.path) for port in self._ports]
         positions = {id(tensor): position for position, tensor in enumerate(produced)}
-        read = [[positions[id(tensor)] for tensor in tree.tensors(part)] for part in parts]
-        memory = Memory(work, tape, weights, read, len(produced))
-        return self._connect(memory, parts, received)
+        memory.dtypes = [tensor.dtype for tensor in produced]
+        memory.read = [[positions[id(tensor)] for tensor in tree.tensors(part)] for part in parts]
+        answers = self._connect(memory, parts, received)
+        if self._model.is_sink:
+            self._backwards.start(memory, [torch.ones_like(produced[0])])
+        return answers
 
     def _connect(self, memory: Memory, parts: list[Any], received: list[Outputs]) -> list[Outputs]:
         """The answers for all readers, as results of one node of the distributed graph."""
@@ -105,32 +129,41 @@ class Execution:
         run = functools.partial(self._backwards.run, memory)
         connected = iter(boundary.connect(run, tensors, received, constants))
         return [
-            Outputs(
-                tree.map_tensors(lambda _: next(connected), outputs.value),
-                None if outputs.token is None else next(connected),
+            outputs._replace(
+                value=tree.map_tensors(lambda _: next(connected), outputs.value),
+                token=None if outputs.token is None else next(connected),
             )
             for outputs in fresh
         ]
 
     def _outputs(self, port: Port, part: Any, constants: list[Tensor]) -> Outputs:
         """Copies for one reader: its answer is being sent while the stage computes on."""
-        _check_plain(part)
-        value = tree.map_tensors(_host_copy, part)
+        outputs = self._copied(port, part)
         if port.reader == DRIVER:  # the driver differentiates the loss itself: it has a gradient
-            return Outputs(value)
-        pairs = list(zip(tree.tensors(part), tree.tensors(value), strict=True))
+            return outputs
+        pairs = list(zip(tree.tensors(part), tree.tensors(outputs.value), strict=True))
         fixed = [copy for tensor, copy in pairs if not tensor.requires_grad]
         constants += fixed
-        return Outputs(value, torch.empty(0) if len(fixed) == len(pairs) else None)
+        is_all = len(fixed) == len(pairs)
+        return outputs._replace(token=torch.empty(0)) if is_all else outputs
+
+    def _copied(self, port: Port, part: Any) -> Outputs:
+        _check_plain(part)
+        dtype = None if port.reader == DRIVER else self._wire_dtype
+        tensors = tree.tensors(part)
+        narrowed = tuple(i for i, t in enumerate(tensors) if dtype and t.dtype is torch.float32)
+        copies = iter(
+            _host_copy(tensor, dtype if index in narrowed else None)
+            for index, tensor in enumerate(tensors)
+        )
+        return Outputs(tree.map_tensors(lambda _: next(copies), part), narrowed=narrowed)
 
     def _infer(self, work: Work, received: list[Outputs], targets: Any) -> list[Any]:
         tape = LocalTape(received, self._model.device)
         outputs = self._model.forward(tape.inputs, work)
         if work.mode is Mode.EVALUATE and self._model.is_sink:
             return [self._model.evaluate(outputs, targets, work)]
-        parts = [tree.select(outputs, port.path) for port in self._ports]
-        _check_plain(parts)
-        return [Outputs(tree.map_tensors(_host_copy, part)) for part in parts]
+        return [self._copied(port, tree.select(outputs, port.path)) for port in self._ports]
 
 
 def _check_plain(outputs: Any) -> None:
@@ -143,7 +176,7 @@ def _check_plain(outputs: Any) -> None:
             )
 
 
-def _host_copy(tensor: Tensor) -> Tensor:
+def _host_copy(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
     """A contiguous copy on the host that nobody else writes to."""
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+    host = torch.empty(tensor.shape, dtype=dtype or tensor.dtype, device="cpu")
     return host.copy_(tensor.detach())

@@ -107,6 +107,11 @@ class StageModel:
                     seen.add(parameter)
                     yield f"{layer}.{name}", parameter
 
+    def buffers(self) -> Iterator[Tensor]:
+        """The buffers, persistent or not; shared ones once."""
+        seen = {id(buffer): buffer for m in self._modules.values() for buffer in m.buffers()}
+        yield from seen.values()
+
     def state_dict(self) -> dict[str, Tensor]:
         """Parameters and buffers under their names in the unsplit model; not copied."""
         return {

@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.futures import Future
 
@@ -35,6 +36,7 @@ from rpcmp.work import End, Mode, Outputs, StepReport, Work
 from rpcmp.worker.backward import Backwards, Missing
 from rpcmp.worker.compute import ComputeThread
 from rpcmp.worker.execution import Execution
+from rpcmp.worker.memory import Meter
 from rpcmp.worker.model import StageModel
 from rpcmp.worker.optimizer import StageOptimizer
 from rpcmp.worker.rounds import Round, Task
@@ -42,6 +44,9 @@ from rpcmp.worker.slices import Slices
 
 DRIVER_PORT = 0
 """The sink's only port: its reader is the driver, which wants the loss or the outputs."""
+
+
+_WIRE_DTYPES = {None: None, "bfloat16": torch.bfloat16}
 
 
 class Stage:
@@ -66,7 +71,15 @@ class Stage:
         backwards = Backwards(
             self.name, self._compute, self._limits.splits, missing, self._note, self._note_broken
         )
-        self._execution = Execution(self.name, self.model, self._references, ports, backwards)
+        self._execution = Execution(
+            self.name,
+            self.model,
+            self._references,
+            ports,
+            backwards,
+            recompute=assignment.settings.recompute,
+            wire_dtype=_WIRE_DTYPES[assignment.config.wire_dtype],
+        )
         self.optimizer = StageOptimizer(self.name, self.model, assignment, self._compute)
         self.finished = threading.Event()
         self._num_ports = len(ports)
@@ -77,6 +90,7 @@ class Stage:
         self._aborted_round = 0
         self._broken: StageError | None = None
         self._slices = Slices()
+        self._meter = Meter(self.model.device)
 
     # What the other processes call.
 
@@ -153,6 +167,10 @@ class Stage:
     def live_state(self) -> dict[str, int]:
         """Counts of what a step must not leave behind."""
         return {**transport.live_state(), "pending": len(self._pending)}
+
+    def memory(self) -> dict[str, int]:
+        """Bytes of this process's memory: when it was idle, and at its peak."""
+        return self._meter.read()
 
     def host(self) -> dict[str, str]:
         """What decides this host's bits."""
