@@ -104,9 +104,10 @@ class Replay:
         with torch.enable_grad(), self._weights.watch():
             produced = tape.leave(self._compute(tape.inputs))
         self._splitter.calibrate(produced)
-        restore(after)
         self.free()
-        return tape.backward(gradients)
+        found = tape.backward(gradients)
+        restore(after)
+        return found
 
     def free(self) -> None:
         """Let go of what was received."""
