@@ -100,14 +100,14 @@ class Replay:
         """The second forward, and then what `LocalTape.backward` does."""
         after = self._buffers.copy()
         restore(self._before)
-        tape = LocalTape(self._received, self._device)
-        with torch.enable_grad(), self._weights.watch():
-            produced = tape.leave(self._compute(tape.inputs))
-        self._splitter.calibrate(produced)
-        self.free()
-        found = tape.backward(gradients)
-        restore(after)
-        return found
+        try:
+            tape = LocalTape(self._received, self._device)
+            self.free()
+            with torch.enable_grad(), self._weights.watch():
+                self._splitter.calibrate(tape.leave(self._compute(tape.inputs)))
+            return tape.backward(gradients)
+        finally:  # after the backward, to which batch normalization hands its buffers
+            restore(after)
 
     def free(self) -> None:
         """Let go of what was received."""
