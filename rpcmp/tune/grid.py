@@ -56,7 +56,7 @@ class Grid:
     def notes(self) -> Iterator[str]:
         """A line for all that is left out for the same reason."""
         for (way, why), numbers in self.left_out.items():
-            yield f"left out: {', '.join(map(str, numbers))} micro-batches, {way}: {why}"
+            yield f"left out: num_microbatches {', '.join(map(str, numbers))}, {way}: {why}"
 
 
 def grid(config: Config, axes: Axes) -> Grid:
@@ -76,7 +76,7 @@ def grid(config: Config, axes: Axes) -> Grid:
         why = _nonsense(setting, config.data.batch_size)
         if not why:
             same = kept.setdefault(_effect(config, setting), setting)
-            why = "" if same is setting else f"the same as {same}"
+            why = "" if same is setting else f"the same as {same.way}"
         if why:
             left_out[setting.way, why].append(setting.num_microbatches)
     return Grid(own, sorted(kept.values(), key=_place), dict(left_out))

@@ -13,8 +13,10 @@ from rpcmp.bench.statistics import Estimate, spread
 from rpcmp.setting import Setting
 from rpcmp.tune.sweep import LEAST_CONFIDENCE, Series, Tuned, is_more
 
-COLUMNS = ("schedule", "max_in_flight", "micro-batches", "ms a step", "quartiles")
-COMPARED = ("samples/s", "no bubble", "it / best", "interval", "")
+COLUMNS = (
+    *("schedule", "max_in_flight", "micro-batches", "ms a step", "quartiles", "samples/s"),
+    *("busiest stage", "it / best", "interval", ""),
+)
 
 
 def as_json(tuned: Tuned) -> dict[str, Any]:
@@ -41,8 +43,10 @@ def table(tuned: Tuned) -> Table:
         f"{tuned.rounds} interleaved rounds of {tuned.steps} steps"
     )
     shown = Table(title=title, title_justify="left", box=None, header_style="bold")
-    for head in (*COLUMNS, *COMPARED):
-        shown.add_column(head, justify="left" if head in ("schedule", "") else "right")
+    for head in COLUMNS:
+        shown.add_column(
+            head, justify="left" if head in ("schedule", "") else "right", no_wrap=True
+        )
     for one in tuned.series:
         shown.add_row(*_row(tuned, one), style="bold" if one is tuned.best else None)
     return shown
@@ -57,7 +61,7 @@ def lines(tuned: Tuned) -> Iterator[str]:
         return
     yield f"best: {best}"
     if tuned.confirmed is not None:
-        yield f"its step / that of your {own}: {_ratio(tuned.confirmed)}, in rounds of their own"
+        yield f"its step / that of your {own}: {_ratio(tuned.confirmed)}, measured after the choice"
     if not tuned.is_faster:
         yield f"the difference is within noise: leave your config as it is{_hint(tuned)}"
         return
@@ -90,7 +94,7 @@ def _object(tuned: Tuned, one: Series) -> dict[str, Any]:
 
 def _row(tuned: Tuned, one: Series) -> list[str]:
     of, ratio = spread(one.seconds), tuned.against_best(one)
-    compared = ["", ""] if one is tuned.best else _ratio(ratio).split(maxsplit=1)
+    compared = (f"{ratio.median:.3f}", _interval(ratio))
     return [
         one.setting.schedule,
         str(one.setting.max_in_flight or "default"),
@@ -99,7 +103,7 @@ def _row(tuned: Tuned, one: Series) -> list[str]:
         f"{of.lower_quartile * 1e3:,.1f} to {of.upper_quartile * 1e3:,.1f}",
         f"{_samples_per_s(tuned, one):,.0f}",
         f"{one.slowest_stage_s * 1e3:,.1f}",
-        *compared,
+        *(("", "") if one is tuned.best else compared),
         _remark(tuned, one),
     ]
 
@@ -109,7 +113,7 @@ def _remark(tuned: Tuned, one: Series) -> str:
     if one is tuned.best:
         said.append("best")
     elif not is_more(tuned.against_best(one)):
-        said.append("as good within noise")
+        said.append("within noise")
     return ", ".join(said)
 
 
@@ -119,7 +123,11 @@ def _samples_per_s(tuned: Tuned, one: Series) -> float:
 
 
 def _ratio(ratio: Estimate) -> str:
-    return f"{ratio.median:.3f} {ratio.low:.3f} to {ratio.high:.3f} ({ratio.confidence:.0%})"
+    return f"{ratio.median:.3f} ({_interval(ratio)})"
+
+
+def _interval(ratio: Estimate) -> str:
+    return f"{ratio.low:.3f} to {ratio.high:.3f}, {ratio.confidence:.0%}"
 
 
 def _hint(tuned: Tuned) -> str:
