@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rpcmp.tune.grid import Grid
     from rpcmp.tune.sweep import Tuned
 
-WIDTH = 140
+WIDTH = 160
 """Characters that a row of the table may take."""
 
 DEFAULT = "default"
@@ -66,9 +66,12 @@ def tune(
 
     Measures every combination and CONFIG's own in interleaved rounds on one group of workers, and
     then the best one against CONFIG's own again. Five rounds are the fewest that can tell two
-    settings apart; keep the machine quiet. Whatever the schedule and max_in_flight, the bits of a
-    run are the same. The number of micro-batches does change them: batch normalization's
-    statistics, which are a micro-batch's, and what dropout draws.
+    settings apart; keep the machine quiet. "busiest stage" is how long that one computes in a step,
+    which is what a step would take without any bubble.
+
+    Whatever the schedule and max_in_flight, the bits of a run are the same. The number of
+    micro-batches does change them: batch normalization's statistics, which are a micro-batch's,
+    and what dropout draws.
 
     \b
     Example:

@@ -67,13 +67,13 @@ def _draw_lines(axes: Axes, tuned: Tuned) -> None:
 
 
 def _draw_bound(axes: Axes, tuned: Tuned) -> None:
-    """The slowest stage's own work: what the same cuts would take without any bubble."""
+    """The busiest stage's own work: what the same cuts would take without any bubble."""
     least: dict[int, float] = {}
     for one in tuned.series:
         number = one.setting.num_microbatches
-        least[number] = min(one.slowest_stage_s * 1e3, least.get(number, float("inf")))
+        least[number] = min(one.busiest_stage_s * 1e3, least.get(number, float("inf")))
     numbers = sorted(least)
-    label = "slowest stage's own work: no bubble"
+    label = "busiest stage's own work: no bubble"
     axes.plot(numbers, [least[n] for n in numbers], color="grey", linestyle="--", label=label)
 
 

@@ -86,7 +86,7 @@ def _object(tuned: Tuned, one: Series) -> dict[str, Any]:
         "step_s": one.median_s,
         "spread": asdict(spread(one.seconds)),
         "samples_per_s": _samples_per_s(tuned, one),
-        "slowest_stage_s": one.slowest_stage_s,
+        "busiest_stage_s": one.busiest_stage_s,
         "ratio_to_best": asdict(tuned.against_best(one)),
         "is_slower_than_best": is_more(tuned.against_best(one)),
     }
@@ -102,7 +102,7 @@ def _row(tuned: Tuned, one: Series) -> list[str]:
         f"{of.median * 1e3:,.1f}",
         f"{of.lower_quartile * 1e3:,.1f} to {of.upper_quartile * 1e3:,.1f}",
         f"{_samples_per_s(tuned, one):,.0f}",
-        f"{one.slowest_stage_s * 1e3:,.1f}",
+        f"{one.busiest_stage_s * 1e3:,.1f}",
         *(("", "") if one is tuned.best else compared),
         _remark(tuned, one),
     ]

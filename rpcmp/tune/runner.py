@@ -24,11 +24,11 @@ class Measured(NamedTuple):
 
     Attributes:
         step: from begin to end.
-        slowest_stage: in which the busiest stage computes: what the step takes without a bubble.
+        busiest_stage: in which the busiest stage computes: what the step takes without a bubble.
     """
 
     step: float
-    slowest_stage: float
+    busiest_stage: float
 
 
 class Runner(Protocol):

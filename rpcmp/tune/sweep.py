@@ -39,9 +39,9 @@ class Series:
         return median(self.seconds)
 
     @property
-    def slowest_stage_s(self) -> float:
+    def busiest_stage_s(self) -> float:
         """In which the busiest stage computes in a step; the median."""
-        return median(each.slowest_stage for each in self.measured)
+        return median(each.busiest_stage for each in self.measured)
 
 
 @dataclass(frozen=True)
