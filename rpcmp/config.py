@@ -76,6 +76,9 @@ FactoryOrName = Annotated[Factory, BeforeValidator(_expand)]
 
 Positive = Annotated[int, Field(ge=1)]
 
+Schedule = Literal["gpipe", "1f1b", "zero-bubble"]
+"""The names of rpcmp.schedule's policies."""
+
 
 class ModelConfig(Strict):
     """A model given as a list of layers."""
@@ -147,9 +150,7 @@ class Config(Strict):
     epochs: Positive | None = Field(default=None, description="passes over the data; 1 by default")
     steps: Positive | None = Field(default=None, description="optimizer steps, instead of epochs")
     num_microbatches: Positive = Field(default=4, description="slices of a mini-batch")
-    schedule: Literal["gpipe", "1f1b", "zero-bubble"] = Field(
-        default="1f1b", description="order of forwards and backwards"
-    )
+    schedule: Schedule = Field(default="1f1b", description="order of forwards and backwards")
     max_in_flight: Positive | None = Field(
         default=None,
         description="micro-batches of which a stage may hold activations; by the schedule when "

@@ -6,6 +6,8 @@ factory that does not import or an empty dataset ends the job before any worker 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from pydantic import Field
 from torch import nn
@@ -13,14 +15,20 @@ from torch import nn
 from rpcmp import factory, layers, partition, simulation
 from rpcmp.config import Config, Factory, StageConfig, Strict
 from rpcmp.schedule import Limits, policy
+from rpcmp.setting import Setting
 
 
 class Assignment(Strict):
-    """One worker's part of a job; travels as JSON in StartRequest.assignment."""
+    """One worker's part of a job; travels as JSON in StartRequest.assignment.
+
+    Attributes:
+        settings: others than the config's own that the job may change to on the way.
+    """
 
     config: Config
     stage_index: int = Field(ge=0)
     layers: list[str] = Field(min_length=1)
+    settings: list[Setting] = Field(default_factory=list)
 
     @property
     def stage_name(self) -> str:
@@ -28,7 +36,7 @@ class Assignment(Strict):
         return self.config.stage_names[self.stage_index]
 
     @property
-    def settings(self) -> StageConfig:
+    def stage(self) -> StageConfig:
         """The stage's section of the config."""
         return self.config.stage(self.stage_index)
 
@@ -37,9 +45,19 @@ class Assignment(Strict):
         """Micro-batches that this stage may keep."""
         return limits(self.config)[self.stage_name]
 
+    @property
+    def all_limits(self) -> list[Limits]:
+        """The same under every setting, the config's own first."""
+        others = [limits(setting.on(self.config))[self.stage_name] for setting in self.settings]
+        return [self.limits, *others]
 
-def assign(config: Config) -> list[Assignment]:
+
+def assign(config: Config, settings: Sequence[Setting] = ()) -> list[Assignment]:
     """Every stage's assignment, in the config's order.
+
+    Args:
+        config: the job.
+        settings: what it may change to on the way.
 
     Raises:
         ConfigError: the layers cannot be imported or the balance does not fit them, or something
@@ -47,7 +65,7 @@ def assign(config: Config) -> list[Assignment]:
     """
     _try_out(config)
     return [
-        Assignment(config=config, stage_index=index, layers=names)
+        Assignment(config=config, stage_index=index, layers=names, settings=list(settings))
         for index, names in enumerate(_layers_of_stages(config))
     ]
 

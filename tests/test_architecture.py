@@ -19,13 +19,14 @@ LAYERS = """
     graph partition schedule addresses microbatch handoff transport control split
     simulation
     config source trace
-    configfile factory
+    configfile factory setting
     configdoc data layers
     plan
     worker server reference
     driver job
     pipeline verify
     bench
+    tune
     cli
     __main__
 """

@@ -6,10 +6,7 @@ from collections.abc import Mapping
 
 from rpcmp.bench.cases import Case
 from rpcmp.bench.contestant import Segment
-from rpcmp.job.session import Session
-
-ENDLESS = 10**9
-"""Steps: as many as somebody asks for."""
+from rpcmp.job.segments import Segments
 
 
 class Pipeline:
@@ -18,9 +15,8 @@ class Pipeline:
     name = "rpcmp"
 
     def __init__(self, case: Case) -> None:
-        endless = case.config.model_copy(update={"steps": ENDLESS, "epochs": None})
-        self._config = endless.with_folder(case.config.folder)
-        self._running: Session | None = None
+        self._config = case.config
+        self._running: Segments | None = None
         self.driver_cpu_seconds = 0.0
 
     @property
@@ -34,25 +30,18 @@ class Pipeline:
 
     async def start(self) -> None:
         """See Contestant."""
-        self._running = Session(self._config)
+        self._running = Segments(self._config)
         await self._running.start()
-        self._running.send({"op": "segments"})
 
     async def run(self, steps: int) -> Segment:
         """See Contestant. Ends when the last stage has stepped its optimizer."""
-        self._session.send({"op": "segment", "steps": steps})
-        while (event := await self._session.next_event())["event"] != "segment":
-            pass
-        self.driver_cpu_seconds = event["cpu_seconds"] / steps
-        return Segment(event["seconds"] / steps, event["losses"])
+        if self._running is None:
+            raise RuntimeError("not started")
+        done = await self._running.run(steps)
+        self.driver_cpu_seconds = done.cpu_seconds
+        return Segment(done.seconds, done.losses)
 
     async def close(self) -> None:
         """See Contestant."""
         if self._running is not None:
             await self._running.close()
-
-    @property
-    def _session(self) -> Session:
-        if self._running is None:
-            raise RuntimeError("not started")
-        return self._running

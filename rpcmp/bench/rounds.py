@@ -6,6 +6,7 @@ import contextlib
 import math
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from rpcmp.bench.contestant import Contestant, Segment
 from rpcmp.errors import MismatchError, UnfitError
@@ -17,6 +18,8 @@ LOSS_TOLERANCE = 1e-4
 """Relative. Sums over samples are taken in another order by each contestant."""
 
 Progress = Callable[[str], None]
+
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
@@ -68,10 +71,10 @@ async def compare(
     return Rounds(list(series.values()), unfit)
 
 
-def rotated(contestants: Sequence[Contestant], number: int) -> list[Contestant]:
+def rotated(items: Sequence[Item], number: int) -> list[Item]:
     """The order of round `number`."""
-    start = number % len(contestants) if contestants else 0
-    return [*contestants[start:], *contestants[:start]]
+    start = number % len(items) if items else 0
+    return [*items[start:], *items[:start]]
 
 
 def loss_difference(series: Sequence[Series]) -> str | None:

@@ -17,6 +17,7 @@ from rpcmp.cli.drive import drive
 from rpcmp.cli.serve import serve
 from rpcmp.cli.status import status
 from rpcmp.cli.trace import trace
+from rpcmp.cli.tune import tune
 from rpcmp.cli.verify import verify
 from rpcmp.errors import RpcmpError, StageError, exit_code
 
@@ -39,6 +40,7 @@ cli.add_command(status)
 cli.add_command(trace)
 cli.add_command(verify)
 cli.add_command(bench)
+cli.add_command(tune)
 
 
 def main() -> None:

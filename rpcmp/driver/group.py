@@ -104,6 +104,17 @@ class Group:
         self._accumulated = 0
         self._threads = ThreadPoolExecutor(in_flight(config), "rpcmp-microbatch")
 
+    def reschedule(self, config: Config) -> None:
+        """Go on under another setting, one that the plan foresaw; between two rounds.
+
+        Args:
+            config: the job with that setting.
+        """
+        self._threads.shutdown()
+        self._threads = ThreadPoolExecutor(in_flight(config), "rpcmp-microbatch")
+        self._everywhere(Stage.reschedule, config.schedule, plan.limits(config))
+        self._config = config
+
     def start_step(self, inputs: Any, targets: Any, step: int, end: End) -> Round:
         """Begin a train step; `finish_step` waits for it.
 

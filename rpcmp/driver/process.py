@@ -2,7 +2,8 @@
 
 supervisor ──plan──> driver ──planned──> ...  ──join──> driver ──joined──> ...
            ──train──> driver ──start, step, eval, report, summary, done──> ...
-           ──segments──> driver: a few steps for each "segment", until "finish"
+           ──segments──> driver: a few steps for each "segment", until "finish"; under
+                         another setting after a "reschedule"
            ──serve──> driver: calls come by another socket (rpcmp.launch) until it closes
 """
 
@@ -25,6 +26,7 @@ from rpcmp.driver.tracer import Tracer
 from rpcmp.driver.training import Datasets, Training
 from rpcmp.errors import JobError, RpcmpError, one_line, to_wire
 from rpcmp.process.channel import Channel, Message
+from rpcmp.setting import Setting
 from rpcmp.source import Source
 from rpcmp.tensorfile import save_tensors
 
@@ -79,8 +81,10 @@ class DriverProcess:
         folder = Path(message["folder"])
         sys.path.insert(0, str(folder))
         config = Config.model_validate_json(message["config"]).with_folder(folder)
-        transport.reserve_threads(in_flight(config))
-        assignments = [assignment.model_dump_json() for assignment in plan.assign(config)]
+        settings = [Setting(**setting) for setting in message["settings"]]
+        configs = [config, *(setting.on(config) for setting in settings)]
+        transport.reserve_threads(max(map(in_flight, configs)))
+        assignments = [part.model_dump_json() for part in plan.assign(config, settings)]
         if message["load_data"]:
             self._datasets = Datasets.load(config)
         if config.report is not None:
@@ -118,7 +122,10 @@ class DriverProcess:
     def _train_segments(self, config: Config, group: Group) -> None:
         """Train a few steps whenever told so, and block in between."""
         training = self._training(config, group, None)
-        while (order := self._messages.get())["op"] == "segment":
+        while (order := self._messages.get())["op"] != "finish":
+            if order["op"] == "reschedule":
+                group.reschedule(Setting(**order["setting"]).on(config))
+                continue
             self._channel.send({"event": "segment", **training.segment(order["steps"])._asdict()})
         self._channel.send({"event": "done"})
 

@@ -24,6 +24,7 @@ from rpcmp.job.stages import Identity, Stages
 from rpcmp.process.channel import Message
 from rpcmp.process.child import Child
 from rpcmp.process.environment import compute_environment
+from rpcmp.setting import Setting
 
 LEAVE_SECONDS = 15.0
 """How long the group may take to end by itself before it is ended."""
@@ -41,6 +42,7 @@ class Session:
             none, starts servers on this machine.
         load_data: whether the driver process loads the datasets of `[data]`.
         arguments, pass_fds: given to the driver process.
+        settings: what the job may change to on the way.
 
     Attributes:
         draining: the name of a stage whose server is being stopped; empty: none.
@@ -56,10 +58,12 @@ class Session:
         load_data: bool = True,
         arguments: Sequence[str] = (),
         pass_fds: Sequence[int] = (),
+        settings: Sequence[Setting] = (),
     ) -> None:
         self._config = config
         self._load_data = load_data
         self._arguments, self._pass_fds = arguments, pass_fds
+        self._settings = settings
         self._events: asyncio.Queue[Message] = asyncio.Queue()
         self._failure = FirstFailure()
         self._stages = Stages(
@@ -89,6 +93,7 @@ class Session:
                 "config": self._config.model_dump_json(),
                 "folder": str(self._config.folder),
                 "load_data": self._load_data,
+                "settings": [setting.model_dump() for setting in self._settings],
             }
         )
         both_ready = both(self._expect("planned"), self._stages.claim(files))

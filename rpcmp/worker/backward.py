@@ -96,6 +96,9 @@ class Backwards:
         missing: what is known of gradients that do not exist.
         on_failure: told of failures in a backward, which cannot be returned to anybody.
         on_broken: told of failures in weight gradients, for which nobody waits any more.
+
+    Attributes:
+        splits: as given; may change between two rounds.
     """
 
     def __init__(
@@ -109,7 +112,7 @@ class Backwards:
     ) -> None:
         self._stage = stage
         self._compute = compute
-        self._splits = splits
+        self.splits = splits
         self._missing = missing
         self._on_failure = on_failure
         self._on_broken = on_broken
@@ -142,12 +145,12 @@ class Backwards:
         work = memory.work
         try:
             summed = self._sum_by_position(memory, gradients)
-            with memory.weights.defer() if self._splits else contextlib.nullcontext():
+            with memory.weights.defer() if self.splits else contextlib.nullcontext():
                 done.set_result(memory.tape.backward(summed))
         except BaseException as error:
             self._on_failure(work, failure(self._stage, "backward", work, error))
             done.set_exception(RuntimeError(f"backward failed at stage {self._stage!r}"))
-        if self._splits:
+        if self.splits:
             task = Task(lambda: self._accumulate(memory))
             self._compute.submit(work.round, Action.WEIGHT, work.microbatch, task)
 

@@ -34,11 +34,12 @@ class ComputeThread:
         policy: the schedule.
 
     Attributes:
+        policy: as given; may change between two rounds.
         recorder: told of every action.
     """
 
     def __init__(self, policy: Policy) -> None:
-        self._policy = policy
+        self.policy = policy
         self._changed = threading.Condition()
         self._rounds = Rounds()
         self._calls: deque[Callable[[], None]] = deque()
@@ -112,7 +113,7 @@ class ComputeThread:
             return self._calls.popleft()
         if current is None:
             return None
-        action = self._policy.choose(current.progress(), current.limits)
+        action = self.policy.choose(current.progress(), current.limits)
         return None if action is None else self._take(current, action)
 
     def _take(self, current: Round, action: Action) -> Callable[[], None]:

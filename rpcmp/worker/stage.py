@@ -68,7 +68,7 @@ class Stage:
         self._limits = assignment.limits
         self._compute = ComputeThread(policy(assignment.config.schedule))
         missing = Missing(self._take_missing, self._tell_missing)
-        backwards = Backwards(
+        self._backwards = Backwards(
             self.name, self._compute, self._limits.splits, missing, self._note, self._note_broken
         )
         self._execution = Execution(
@@ -76,8 +76,8 @@ class Stage:
             self.model,
             self._references,
             ports,
-            backwards,
-            recompute=assignment.settings.recompute,
+            self._backwards,
+            recompute=assignment.stage.recompute,
             wire_dtype=_WIRE_DTYPES[assignment.config.wire_dtype],
         )
         self.optimizer = StageOptimizer(self.name, self.model, assignment, self._compute)
@@ -141,6 +141,21 @@ class Stage:
             return self.optimizer.report
 
         return self._compute.future(report)
+
+    def reschedule(self, schedule: str, limits: dict[str, Limits]) -> Future[Any]:
+        """Go on under another schedule; between two rounds.
+
+        Args:
+            schedule: its name.
+            limits: of every stage, by name; of those that the assignment foresaw.
+        """
+
+        def switch() -> None:
+            self._limits = limits[self.name]
+            self._compute.policy = policy(schedule)
+            self._backwards.splits = self._limits.splits
+
+        return self._compute.future(switch)
 
     def digests(self) -> Future[Any]:
         """`digest.tensor_line` of each parameter and buffer, by name."""

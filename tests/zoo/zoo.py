@@ -367,3 +367,40 @@ def jittery(milliseconds: float = 1.0) -> Layers:
     """Four layers that dawdle."""
     hidden: Layers = [(f"layer{i}", lambda: Jitter(milliseconds)) for i in range(4)]
     return [*hidden, ("head", lambda: nn.Linear(FEATURES, 1))]
+
+
+class CountOpen(nn.Module):
+    """Puts out how many micro-batches this stage has between forward and backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        counted: Tensor = CountClosed.apply(x, self)  # type: ignore[no-untyped-call]
+        return counted
+
+
+class CountClosed(torch.autograd.Function):
+    """The other half of it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, module: CountOpen) -> Tensor:
+        ctx.module = module
+        module.open += 1
+        return 0.0 * x + module.open
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        ctx.module.open -= 1
+        return 0.0 * gradients[0], None
+
+
+def counting() -> Layers:
+    """A model whose loss, with `output_mean`, shows how its last stage is scheduled."""
+    return [("head", lambda: nn.Linear(FEATURES, 1)), ("count", CountOpen)]
+
+
+def output_mean(outputs: Tensor, targets: Tensor) -> Tensor:
+    """A loss that is what the model puts out."""
+    return outputs.mean()

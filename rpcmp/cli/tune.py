@@ -1,0 +1,161 @@
+"""`rpcmp tune`: the fastest number of micro-batches, schedule and max_in_flight."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from rpcmp import configfile
+from rpcmp.cli.options import addresses_of, config_argument, connect_option, require_writable
+from rpcmp.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rpcmp.config import Config
+    from rpcmp.tune.grid import Grid
+    from rpcmp.tune.sweep import Tuned
+
+WIDTH = 160
+"""Characters that a row of the table may take."""
+
+DEFAULT = "default"
+
+
+@click.command()
+@config_argument
+@connect_option
+@click.option(
+    "--microbatches",
+    metavar="N,...",
+    help="Numbers of micro-batches. [default: powers of two, of two samples each at least]",
+)
+@click.option("--schedules", metavar="NAME,...", help="[default: 1f1b,zero-bubble]")
+@click.option(
+    "--max-in-flight",
+    metavar="N,...",
+    help='Numbers, and "default" for the schedule\'s own. [default: that, and for zero-bubble '
+    "twice the stages too]",
+)
+@click.option("--rounds", type=click.IntRange(min=1), default=5, show_default=True)
+@click.option(
+    "--steps", type=click.IntRange(min=1), default=5, show_default=True, help="Steps a round."
+)
+@click.option(
+    "--png",
+    metavar="FILE",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Draw the curve: step time over micro-batches, with quartiles.",
+)
+@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+def tune(
+    config: Path,
+    overrides: tuple[str, ...],
+    connect: str | None,
+    microbatches: str | None,
+    schedules: str | None,
+    max_in_flight: str | None,
+    rounds: int,
+    steps: int,
+    png: Path | None,
+    as_json: bool,
+) -> None:
+    """Find the setting under which CONFIG trains fastest.
+
+    Measures every combination and CONFIG's own in interleaved rounds on one group of workers, and
+    then the best one against CONFIG's own again. Five rounds are the fewest that can tell two
+    settings apart; keep the machine quiet. "busiest stage" is how long that one computes in a step,
+    which is what a step would take without any bubble.
+
+    Whatever the schedule and max_in_flight, the bits of a run are the same. The number of
+    micro-batches does change them: batch normalization's statistics, which are a micro-batch's,
+    and what dropout draws.
+
+    \b
+    Example:
+      rpcmp tune config.toml --microbatches 4,8,16 --png curve.png
+    """
+    from rpcmp.trace.diagram import require_matplotlib
+    from rpcmp.tune.grid import Axes, grid
+
+    job = configfile.load(config, overrides)
+    swept = grid(
+        job,
+        Axes(
+            _numbers("--microbatches", microbatches),
+            _values("--schedules", schedules),
+            _limits(max_in_flight),
+        ),
+    )
+    if png is not None:
+        require_matplotlib()
+        require_writable(png)
+    tuned = asyncio.run(_tune(job, swept, addresses_of(connect, job), rounds, steps))
+    _show(tuned, as_json)
+    if png is not None:
+        from rpcmp.tune.curve import write_png
+
+        write_png(tuned, png)
+
+
+async def _tune(
+    config: Config, swept: Grid, connect: list[str] | None, rounds: int, steps: int
+) -> Tuned:
+    from rpcmp.tune.runner import GroupRunner
+    from rpcmp.tune.sweep import tune as run
+
+    def progress(what: str) -> None:
+        click.echo(f"{config.name}: {what}", err=True)
+
+    runner = GroupRunner(config, swept.settings, connect)
+    try:
+        progress(f"starting, to measure {len(swept.settings)} settings")
+        await runner.start()
+        return await run(config, swept, runner, rounds, steps, progress)
+    finally:
+        await runner.close()
+
+
+def _show(tuned: Tuned, as_json: bool) -> None:
+    from rich.console import Console
+
+    from rpcmp.tune import report
+
+    if as_json:
+        click.echo(json.dumps(report.as_json(tuned)))
+        return
+    # Never narrower than the table: a terminal wraps lines more legibly than rich does cells.
+    Console(width=max(Console().width, WIDTH), highlight=False).print(report.table(tuned))
+    for line in report.lines(tuned):
+        click.echo(line)
+
+
+def _values(option: str, text: str | None) -> list[str] | None:
+    """The parts of "a,b"; None where the option was not given."""
+    if text is None:
+        return None
+    values = [part.strip() for part in text.split(",") if part.strip()]
+    if not values:
+        raise ConfigError(f"{option} {text!r}: give at least one value, or leave it out")
+    return values
+
+
+def _numbers(option: str, text: str | None) -> list[int] | None:
+    values = _values(option, text)
+    return None if values is None else [_number(option, value) for value in values]
+
+
+def _limits(text: str | None) -> list[int | None] | None:
+    option = "--max-in-flight"
+    values = _values(option, text)
+    if values is None:
+        return None
+    return [None if value == DEFAULT else _number(option, value) for value in values]
+
+
+def _number(option: str, value: str) -> int:
+    if not value.isdecimal() or int(value) < 1:
+        raise ConfigError(f"{option}: {value!r} is no positive whole number")
+    return int(value)

@@ -1,0 +1,85 @@
+"""A job that trains a few steps whenever it is told to, and blocks in between: to be measured."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rpcmp.config import Config
+from rpcmp.errors import DrainingError
+from rpcmp.job.session import Session
+from rpcmp.setting import Setting
+
+ENDLESS = 10**9
+"""Steps: as many as somebody asks for."""
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Consecutive steps, timed by the driver process. All times are means in seconds a step.
+
+    Attributes:
+        seconds: of the wall clock, until the last stage has stepped its optimizer.
+        cpu_seconds: of the driver process.
+        busy_seconds: in which each stage computes, by its name.
+        losses: the mini-batch's loss in each step.
+    """
+
+    seconds: float
+    cpu_seconds: float
+    busy_seconds: dict[str, float]
+    losses: list[float]
+
+
+class Segments:
+    """A group that is started once; the steps of all its segments follow on each other.
+
+    Args:
+        config: the job; how long it says to train does not count.
+        connect: addresses of running stage servers; see Session.
+        settings: what it may change to on the way, besides the config's own.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        connect: Sequence[str] | None = None,
+        settings: Sequence[Setting] = (),
+    ) -> None:
+        endless = config.model_copy(update={"steps": ENDLESS, "epochs": None})
+        self._session = Session(endless, connect, settings=settings)
+
+    async def start(self) -> None:
+        """Bring the group to life.
+
+        Raises:
+            RpcmpError: why it cannot; call `close` all the same.
+        """
+        await self._session.start()
+        self._session.send({"op": "segments"})
+
+    def change_to(self, setting: Setting) -> None:
+        """Train the next segments under another setting, one that was given at the start."""
+        self._session.send({"op": "reschedule", "setting": setting.model_dump()})
+
+    async def run(self, steps: int) -> Segment:
+        """Train the next `steps` steps.
+
+        Raises:
+            RpcmpError: the job has failed, or a server is being stopped.
+        """
+        self._session.send({"op": "segment", "steps": steps})
+        busy: defaultdict[str, float] = defaultdict(float)
+        while (event := await self._session.next_event())["event"] != "segment":
+            if event["event"] == "draining":
+                raise DrainingError(f"the server of stage {event['stage']!r} is being stopped")
+            for stage, share in event.get("busy", {}).items():
+                busy[stage] += share * event["step_s"] / steps
+        return Segment(
+            event["seconds"] / steps, event["cpu_seconds"] / steps, dict(busy), event["losses"]
+        )
+
+    async def close(self) -> None:
+        """End whatever runs and free every server."""
+        await self._session.close()

@@ -1,0 +1,140 @@
+"""Which settings are measured, and which need not be. Pure."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+from typing import NamedTuple
+
+from pydantic import ValidationError
+
+from rpcmp import simulation
+from rpcmp.config import Config
+from rpcmp.errors import ConfigError
+from rpcmp.schedule import policy
+from rpcmp.setting import Setting
+
+MOST_MICROBATCHES = 128
+"""Of the default sweep."""
+
+SCHEDULES = ("1f1b", "zero-bubble")
+"""Of the default sweep."""
+
+
+class Axes(NamedTuple):
+    """What to sweep; None: the default.
+
+    Attributes:
+        num_microbatches: by default powers of two, as long as each micro-batch has two samples,
+            which is the least that batch normalization takes.
+        schedules: names of policies.
+        max_in_flight: numbers, and None for the schedule's own; by default that, and for
+            zero-bubble also twice the longest way through the graph, the most that is of use.
+    """
+
+    num_microbatches: Sequence[int] | None = None
+    schedules: Sequence[str] | None = None
+    max_in_flight: Sequence[int | None] | None = None
+
+
+@dataclass(frozen=True)
+class Grid:
+    """What to measure.
+
+    Attributes:
+        own: the config's setting, with which all others are compared.
+        settings: all, `own` among them.
+        left_out: why not, and for which numbers of micro-batches, by `Setting.way`.
+    """
+
+    own: Setting
+    settings: list[Setting]
+    left_out: dict[tuple[str, str], list[int]] = field(default_factory=dict)
+
+    def notes(self) -> Iterator[str]:
+        """A line for all that is left out for the same reason."""
+        for (way, why), numbers in self.left_out.items():
+            yield f"left out: num_microbatches {', '.join(map(str, numbers))}, {way}: {why}"
+
+
+def grid(config: Config, axes: Axes) -> Grid:
+    """The settings of all axes and the config's own, each once.
+
+    Raises:
+        ConfigError: the config has no data, or a value is none that a config could have.
+    """
+    if config.data is None:
+        raise ConfigError("the config has no [data] section, which tuning it needs")
+    own = Setting.of(config)
+    kept: dict[Hashable, Setting] = {_effect(config, own): own}
+    left_out: defaultdict[tuple[str, str], list[int]] = defaultdict(list)
+    for setting in dict.fromkeys(_product(config, axes)):
+        if setting == own:
+            continue
+        why = _nonsense(setting, config.data.batch_size)
+        if not why:
+            same = kept.setdefault(_effect(config, setting), setting)
+            why = "" if same is setting else f"the same as {same.way}"
+        if why:
+            left_out[setting.way, why].append(setting.num_microbatches)
+    return Grid(own, sorted(kept.values(), key=_place), dict(left_out))
+
+
+def _product(config: Config, axes: Axes) -> Iterator[Setting]:
+    batch_size = config.data.batch_size if config.data else 1
+    numbers = _powers_of_two(batch_size) if axes.num_microbatches is None else axes.num_microbatches
+    for schedule in axes.schedules or SCHEDULES:
+        policy(schedule)
+        for in_flight, number in product(_in_flight(config, axes, schedule), numbers):
+            yield _setting(number, schedule, in_flight)
+
+
+def _setting(number: int, schedule: str, in_flight: int | None) -> Setting:
+    values = {"num_microbatches": number, "schedule": schedule, "max_in_flight": in_flight}
+    try:
+        return Setting.model_validate(values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise ConfigError(f"{first['loc'][0]}: {first['msg']} (got {first['input']!r})") from error
+
+
+def _powers_of_two(batch_size: int) -> list[int]:
+    most = min(MOST_MICROBATCHES, max(1, batch_size // 2))
+    return [1 << exponent for exponent in range(most.bit_length())]
+
+
+def _in_flight(config: Config, axes: Axes, schedule: str) -> Sequence[int | None]:
+    if axes.max_in_flight is not None:
+        return axes.max_in_flight
+    graph = config.graph()
+    longest = max(graph.depth(stage) for stage in graph.stages)
+    return [None, 2 * longest] if schedule == "zero-bubble" else [None]
+
+
+def _nonsense(setting: Setting, batch_size: int) -> str:
+    """Why nobody would want it; empty: somebody may."""
+    if setting.num_microbatches > batch_size:
+        return f"a mini-batch has {batch_size} samples"
+    if setting.schedule == "gpipe" and setting.max_in_flight is not None:
+        return "gpipe always holds all micro-batches"
+    return ""
+
+
+def _effect(config: Config, setting: Setting) -> Hashable:
+    """Equal for two settings that make every stage do the same."""
+    batch_size = config.data.batch_size if config.data else setting.num_microbatches
+    count = min(setting.num_microbatches, batch_size)
+    limits = simulation.limits(
+        config.graph(), policy(setting.schedule), setting.num_microbatches, setting.max_in_flight
+    )
+    kept = [
+        (min(each.open, count), min(each.held, count), each.splits, min(each.deferred, count))
+        for each in limits.values()
+    ]
+    return count, setting.schedule, tuple(kept)
+
+
+def _place(setting: Setting) -> tuple[str, int, int]:
+    return setting.schedule, setting.max_in_flight or 0, setting.num_microbatches

@@ -1,0 +1,135 @@
+"""What `rpcmp tune` says: a table and the lines to paste, or one JSON object."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Any
+
+from rich.table import Table
+
+from rpcmp.bench.statistics import Estimate, spread
+from rpcmp.setting import Setting
+from rpcmp.tune.sweep import LEAST_CONFIDENCE, Series, Tuned, is_more
+
+COLUMNS = (
+    *("schedule", "max_in_flight", "micro-batches", "ms a step", "quartiles", "samples/s"),
+    *("busiest stage", "it / best", "interval", ""),
+)
+
+
+def as_json(tuned: Tuned) -> dict[str, Any]:
+    """The sweep as plain data; times in seconds a step."""
+    return {
+        "name": tuned.config.name,
+        "num_stages": tuned.config.num_stages,
+        "rounds": tuned.rounds,
+        "steps": tuned.steps,
+        "settings": [_object(tuned, one) for one in tuned.series],
+        "best": tuned.best.setting.model_dump(),
+        "own": tuned.own.setting.model_dump(),
+        "confirmed": None if tuned.confirmed is None else asdict(tuned.confirmed),
+        "is_faster": tuned.is_faster,
+        "recommended": tuned.recommended.model_dump(),
+        "left_out": tuned.left_out,
+    }
+
+
+def table(tuned: Tuned) -> Table:
+    """A row a setting."""
+    title = (
+        f"{tuned.config.name}: {tuned.config.num_stages} stages, "
+        f"{tuned.rounds} interleaved rounds of {tuned.steps} steps"
+    )
+    shown = Table(title=title, title_justify="left", box=None, header_style="bold")
+    for head in COLUMNS:
+        shown.add_column(
+            head, justify="left" if head in ("schedule", "") else "right", no_wrap=True
+        )
+    for one in tuned.series:
+        shown.add_row(*_row(tuned, one), style="bold" if one is tuned.best else None)
+    return shown
+
+
+def lines(tuned: Tuned) -> Iterator[str]:
+    """What stands below the table: what was left out, the verdict, and the lines to paste."""
+    yield from tuned.left_out
+    best, own = tuned.best.setting, tuned.own.setting
+    if best == own:
+        yield f"best: {own}, as your config has it"
+        return
+    yield f"best: {best}"
+    if tuned.confirmed is not None:
+        yield f"its step / that of your {own}: {_ratio(tuned.confirmed)}, measured after the choice"
+    if not tuned.is_faster:
+        yield f"the difference is within noise: leave your config as it is{_hint(tuned)}"
+        return
+    yield from paste(own, best)
+
+
+def paste(own: Setting, best: Setting) -> Iterator[str]:
+    """How to change a config from one setting to the other."""
+    changed = {k: v for k, v in best.model_dump().items() if v != getattr(own, k)}
+    toml = {key: json.dumps(value) for key, value in changed.items() if value is not None}
+    if len(toml) == len(changed):
+        yield " ".join(f"--set {key}={changed[key]}" for key in changed)
+    yield from (f"{key} = {value}" for key, value in toml.items())
+    yield from (f"(without {key})" for key in changed if key not in toml)
+    if "num_microbatches" in changed:
+        yield "note: other micro-batches, other batch-normalization statistics and dropout draws"
+
+
+def _object(tuned: Tuned, one: Series) -> dict[str, Any]:
+    return {
+        **one.setting.model_dump(),
+        "step_s": one.median_s,
+        "spread": asdict(spread(one.seconds)),
+        "samples_per_s": _samples_per_s(tuned, one),
+        "busiest_stage_s": one.busiest_stage_s,
+        "ratio_to_best": asdict(tuned.against_best(one)),
+        "is_slower_than_best": is_more(tuned.against_best(one)),
+    }
+
+
+def _row(tuned: Tuned, one: Series) -> list[str]:
+    of, ratio = spread(one.seconds), tuned.against_best(one)
+    compared = (f"{ratio.median:.3f}", _interval(ratio))
+    return [
+        one.setting.schedule,
+        str(one.setting.max_in_flight or "default"),
+        str(one.setting.num_microbatches),
+        f"{of.median * 1e3:,.1f}",
+        f"{of.lower_quartile * 1e3:,.1f} to {of.upper_quartile * 1e3:,.1f}",
+        f"{_samples_per_s(tuned, one):,.0f}",
+        f"{one.busiest_stage_s * 1e3:,.1f}",
+        *(("", "") if one is tuned.best else compared),
+        _remark(tuned, one),
+    ]
+
+
+def _remark(tuned: Tuned, one: Series) -> str:
+    said = ["yours"] if one is tuned.own else []
+    if one is tuned.best:
+        said.append("best")
+    elif not is_more(tuned.against_best(one)):
+        said.append("within noise")
+    return ", ".join(said)
+
+
+def _samples_per_s(tuned: Tuned, one: Series) -> float:
+    data = tuned.config.data
+    return data.batch_size / one.median_s if data else 0.0
+
+
+def _ratio(ratio: Estimate) -> str:
+    return f"{ratio.median:.3f} ({_interval(ratio)})"
+
+
+def _interval(ratio: Estimate) -> str:
+    return f"{ratio.low:.3f} to {ratio.high:.3f}, {ratio.confidence:.0%}"
+
+
+def _hint(tuned: Tuned) -> str:
+    confidence = tuned.confirmed.confidence if tuned.confirmed else 1.0
+    return " (more --rounds could tell)" if confidence < LEAST_CONFIDENCE else ""
