@@ -17,12 +17,13 @@ PROTOS = PACKAGE.parent / "protos"
 LAYERS = """
     __init__ errors members seeds metrics tree tensorfile digest work process v1 host examples
     graph partition schedule addresses microbatch handoff transport control split
-    simulation
+    simulation sizes
     config source trace
-    configfile factory
+    configfile factory balance
     configdoc data layers
     plan
     worker server reference
+    profile
     driver job
     pipeline verify
     bench
