@@ -51,7 +51,7 @@ class HostProfile(Strict):
 
     Attributes:
         layers: of the whole model, in order.
-        base_bytes: what a worker takes up there before it has built anything.
+        base_bytes: what a worker takes up there whatever its layers are.
         available_bytes: what the device has for all workers together; None where nobody knows.
     """
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import defaultdict
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
@@ -47,30 +48,43 @@ async def measure(config: Config, addresses: Sequence[str], sample: bytes) -> li
         RpcmpError: a layer fails.
     """
     orders = [_order(config, index) for index in range(config.num_stages)]
-    firsts = [orders.index(order) for order in orders]
+    equals = [orders.index(order) for order in orders]
     files = code.collect(config.folder) if config.ship_code else []
-    async with _clients(config, addresses, max(firsts) + 1) as clients:
-        found = await all_of(client.connect() for client in clients)
-        machines = [description.machine for description in found]
-        if not addresses:  # one machine: who is equal to an earlier stage needs no server
-            machines = [machines[0]] * config.num_stages
-        one_by_one = {machine: asyncio.Lock() for machine in machines}
-        first: dict[tuple[str, int], int] = {}
-        for index, key in enumerate(zip(machines, firsts, strict=True)):
-            first.setdefault(key, index)
-
-        async def ask(index: int) -> HostProfile:
-            request = pb.ProfileRequest(
-                job=_job(config, index, files), order=orders[index].model_dump_json(), sample=sample
-            )
-            async with one_by_one[machines[index]]:
-                answer = await clients[index].profile(request)
-            return HostProfile.model_validate_json(answer.profile)
-
-        profiles = await all_of(ask(index) for index in first.values())
+    async with _clients(config, addresses, num_local=max(equals) + 1) as clients:
+        keys = list(zip(await _machines(clients, config.num_stages), equals, strict=True))
+        first = {key: keys.index(key) for key in keys}
+        turns: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        profiles = await all_of(
+            _ask(clients[index], turns[machine], _request(config, index, orders, files, sample))
+            for (machine, _), index in first.items()
+        )
     by_key = dict(zip(first, profiles, strict=True))
-    keys = zip(machines, firsts, strict=True)
-    return [Measured(machine, by_key[machine, equal]) for machine, equal in keys]
+    return [Measured(key[0], by_key[key]) for key in keys]
+
+
+async def _machines(clients: list[StageClient], num_stages: int) -> list[str]:
+    """Each stage's machine. There are fewer servers than stages only where all are on this one."""
+    found = [description.machine for description in await all_of(c.connect() for c in clients)]
+    return found + found[:1] * (num_stages - len(found))
+
+
+async def _ask(client: StageClient, turn: asyncio.Lock, request: pb.ProfileRequest) -> HostProfile:
+    async with turn:
+        answer = await client.profile(request)
+    return HostProfile.model_validate_json(answer.profile)
+
+
+def _request(
+    config: Config, index: int, orders: list[Order], files: list[pb.CodeFile], sample: bytes
+) -> pb.ProfileRequest:
+    job = pb.PrepareRequest(
+        job=config.name,
+        versions=versions(),
+        stage_index=index,
+        threads=config.stage(index).threads,
+        code=files,
+    )
+    return pb.ProfileRequest(job=job, order=orders[index].model_dump_json(), sample=sample)
 
 
 def _order(config: Config, index: int) -> Order:
@@ -83,16 +97,6 @@ def _order(config: Config, index: int) -> Order:
     return Order(
         config=alone.model_copy(update={"max_in_flight": None}),
         differentiates=settings.frozen and not all(before),
-    )
-
-
-def _job(config: Config, index: int, files: list[pb.CodeFile]) -> pb.PrepareRequest:
-    return pb.PrepareRequest(
-        job=config.name,
-        versions=versions(),
-        stage_index=index,
-        threads=config.stage(index).threads,
-        code=files,
     )
 
 

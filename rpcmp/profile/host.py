@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from rpcmp import layers, tree
+from rpcmp import factory, layers, tree
 from rpcmp.balance.profile import HostProfile, LayerProfile, Order
 from rpcmp.errors import JobError, RpcmpError
-from rpcmp.factory import explain
 from rpcmp.profile import memory
 from rpcmp.profile.layer import Layer
 
@@ -27,6 +26,7 @@ def measure(order: Order, inputs: Any, targets: Any) -> HostProfile:
         JobError: one failed when it was run.
     """
     device = torch.device(order.config.stage(0).device)
+    _load_lazily_loaded(order)
     base, available = memory.base_bytes(device), memory.available_bytes(device)
     names = list(layers.chain_layers(order.config))
     found = []
@@ -35,6 +35,14 @@ def measure(order: Order, inputs: Any, targets: Any) -> HostProfile:
         inputs = tree.map_tensors(lambda tensor: _received(tensor, order.differentiates), outputs)
         found.append(profile)
     return HostProfile(layers=found, base_bytes=base, available_bytes=available)
+
+
+def _load_lazily_loaded(order: Order) -> None:
+    """Train a tiny model: torch loads some 100 MiB of itself only then, in a worker as well."""
+    model = nn.Linear(2, 2)
+    optimizer = factory.create(order.config.optimizer_of(0), "optimizer", list(model.parameters()))
+    model(torch.ones(2, 2)).sum().backward()
+    optimizer.step()
 
 
 def _measure_layer(
@@ -46,7 +54,7 @@ def _measure_layer(
     except RpcmpError:
         raise
     except BaseException as error:  # sys.exit() in a layer as well
-        text = f"measuring the layer {name!r} failed: {explain(error)}"
+        text = f"measuring the layer {name!r} failed: {factory.explain(error)}"
         raise JobError(f"{text}\nit had received {tree.describe(inputs)}") from error
 
 

@@ -24,7 +24,7 @@ class Storages:
         return sum(self._sizes.values())
 
     def add(self, tensor: Tensor) -> None:
-        """Count one more; it has to live as long as this does."""
+        """Count one more; its memory must not be freed and used again as long as this counts."""
         if tensor.layout is torch.strided:
             storage = tensor.untyped_storage()
             self._sizes[storage.data_ptr()] = storage.nbytes()
