@@ -15,14 +15,16 @@ from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
+    Discriminator,
     Field,
     JsonValue,
     PrivateAttr,
+    Tag,
     TypeAdapter,
     model_validator,
 )
 
-from rpcmp import addresses, graph
+from rpcmp import addresses, graph, sizes
 from rpcmp.errors import ConfigError
 
 _PLAIN: TypeAdapter[dict[str, JsonValue]] = TypeAdapter(dict[str, JsonValue])
@@ -79,6 +81,24 @@ Positive = Annotated[int, Field(ge=1)]
 Schedule = Literal["gpipe", "1f1b", "zero-bubble"]
 """The names of rpcmp.schedule's policies."""
 
+Balance = Annotated[
+    Annotated[list[Positive], Tag("<list>")] | Annotated[Literal["auto"], Tag("<auto>")],
+    Discriminator(lambda value: "<auto>" if isinstance(value, str) else "<list>"),
+]
+"""Layers of each stage, or "auto". Tags in brackets are no keys: errors leave them out."""
+
+
+def _size(text: str) -> str:
+    try:
+        sizes.parse(text)
+    except ConfigError as error:
+        raise ValueError(str(error)) from error
+    return text
+
+
+Size = Annotated[str, AfterValidator(_size)]
+"""A size such as "8 GiB"; see `rpcmp.sizes`."""
+
 
 class ModelConfig(Strict):
     """A model given as a list of layers."""
@@ -89,8 +109,10 @@ class ModelConfig(Strict):
         "of them, or an nn.Sequential",
     )
     kwargs: Arguments = Field(default_factory=dict, description="arguments of `layers`")
-    balance: list[Positive] | None = Field(
-        default=None, description="layers of each stage; by parameter count when omitted"
+    balance: Balance | None = Field(
+        default=None,
+        description='layers of each stage; "auto": measured on the hosts; by parameter count when '
+        "omitted",
     )
     num_stages: Positive | None = Field(
         default=None, description="how many stages, where no balance says it"
@@ -121,6 +143,11 @@ class StageConfig(Strict):
     )
     device: str = Field(default="cpu", description='torch device of the stage, such as "cuda:0"')
     threads: Positive = Field(default=1, description="compute threads (OpenMP, MKL)")
+    memory: Size | None = Field(
+        default=None,
+        description='memory limit for `balance = "auto"`, such as "8 GiB"; the host\'s share when '
+        "omitted",
+    )
     optimizer: Arguments = Field(
         default_factory=dict, description="arguments that override `[optimizer]`'s for this stage"
     )
@@ -129,6 +156,11 @@ class StageConfig(Strict):
         default=False,
         description="compute activations again in the backward instead of keeping them",
     )
+
+    @property
+    def memory_bytes(self) -> int | None:
+        """The memory limit, where the config gives one."""
+        return None if self.memory is None else sizes.parse(self.memory)
 
 
 class DataConfig(Strict):
@@ -211,7 +243,25 @@ class Config(Strict):
         """How many stages the job has."""
         if self.model is None or self.stages:
             return len(self.stages)
-        return len(self.model.balance or ()) or self.model.num_stages or 1
+        balance = self.model.balance
+        counted = len(balance) if isinstance(balance, list) else 0
+        return counted or self.model.num_stages or 1
+
+    @property
+    def is_balanced_by_measurement(self) -> bool:
+        """Whether the balance is "auto": known only when the hosts have been asked."""
+        return self.model is not None and self.model.balance == "auto"
+
+    def with_balance(self, balance: list[int]) -> Self:
+        """A copy of this config with these layers a stage.
+
+        Raises:
+            ConfigError: the model is no list of layers.
+        """
+        if self.model is None:
+            raise ConfigError("only a job with [model] has a balance")
+        model = self.model.model_copy(update={"balance": balance})
+        return self.model_copy(update={"model": model})
 
     @property
     def stage_names(self) -> list[str]:
@@ -303,7 +353,7 @@ class Config(Strict):
         if model is None:
             return self
         counts = {
-            "balance": len(model.balance) if model.balance else None,
+            "balance": len(model.balance) if isinstance(model.balance, list) else None,
             "num_stages": model.num_stages,
             "[[stages]]": len(self.stages) or None,
         }
@@ -311,4 +361,6 @@ class Config(Strict):
         if len(set(given.values())) > 1:
             said = ", ".join(f"{key} says {count}" for key, count in given.items())
             raise ValueError(f"how many stages? {said}")
+        if self.is_balanced_by_measurement and not given:
+            raise ValueError('balance = "auto" for how many stages? give num_stages or [[stages]]')
         return self

@@ -48,7 +48,7 @@ def _type(annotation: Any) -> str:
     if origin is Literal:
         return " or ".join(f'`"{value}"`' for value in arguments)
     if origin in (Union, types.UnionType):
-        return _type(next(kind for kind in arguments if kind is not types.NoneType))
+        return " or ".join(_type(kind) for kind in arguments if kind is not types.NoneType)
     if origin is list:
         return f"list of {_type(arguments[0])}"
     if origin is dict:

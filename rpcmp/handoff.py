@@ -1,7 +1,8 @@
-"""Trees of tensors from one process to another on the same machine.
+"""Trees of tensors from one process to another, without pickle.
 
-Shape and plain values go as JSON over a socket pair, tensors through shared memory whose file
-descriptor goes along. No pickle, no limit on size, nothing left in /dev/shm after a crash.
+On the same machine shape and plain values go as JSON over a socket pair, tensors through shared
+memory whose file descriptor goes along: no limit on size, nothing left in /dev/shm after a crash.
+Between machines `dumps` and `loads` make bytes of a small tree.
 """
 
 from __future__ import annotations
@@ -18,6 +19,24 @@ from torch import Tensor
 from rpcmp import tensorfile
 
 _HEADER = struct.Struct("!Q")
+
+
+def dumps(message: Any) -> bytes:
+    """A tree of tensors, numbers, strings and None, for `loads`.
+
+    Raises:
+        TypeError: a leaf is neither a tensor nor plain.
+    """
+    tensors: dict[str, Tensor] = {}
+    data = json.dumps(_encode(message, tensors)).encode()
+    return _HEADER.pack(len(data)) + data + tensorfile.to_bytes(tensors)
+
+
+def loads(message: bytes) -> Any:
+    """The tree that `dumps` was given."""
+    (size,) = _HEADER.unpack_from(message)
+    end = _HEADER.size + size
+    return _decode(json.loads(message[_HEADER.size : end]), tensorfile.from_bytes(message[end:]))
 
 
 class Handoff:

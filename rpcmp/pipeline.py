@@ -21,6 +21,7 @@ from rpcmp.driver.evaluation import Evaluation
 from rpcmp.errors import DrainingError, JobError, RpcmpError, WorkerDiedError, from_wire
 from rpcmp.handoff import Handoff
 from rpcmp.job.background import BackgroundLoop
+from rpcmp.job.balancing import balanced
 from rpcmp.job.session import Session
 
 EXPLAIN_SECONDS = 5.0
@@ -31,8 +32,9 @@ def launch(config: Config, connect: Sequence[str] | None = None) -> Pipeline:
     """Start a job and return its model, ready to train; use it as a context manager.
 
     Args:
-        config: from `rpcmp.load_config`, or built in code. `data`, `epochs` and `steps` are not
-            used: the caller brings the mini-batches.
+        config: from `rpcmp.load_config`, or built in code. `epochs` and `steps` are not used, nor
+            is `data` except to measure layers for `balance = "auto"`: the caller brings the
+            mini-batches.
         connect: addresses of running stage servers, one a stage; None uses the config's or, where
             it has none, starts servers on this machine.
 
@@ -211,6 +213,7 @@ class PipelineOptimizer:
 async def _start(
     config: Config, connect: Sequence[str] | None, connection: socket.socket
 ) -> Session:
+    config, _ = await balanced(config, connect)
     fd = connection.fileno()
     session = Session(config, connect, load_data=False, arguments=[str(fd)], pass_fds=[fd])
     try:

@@ -14,6 +14,7 @@ from torch import nn
 
 from rpcmp import factory, layers, partition, simulation
 from rpcmp.config import Config, Factory, StageConfig, Strict
+from rpcmp.errors import ConfigError
 from rpcmp.schedule import Limits, policy
 from rpcmp.setting import Setting
 
@@ -87,6 +88,8 @@ def _layers_of_stages(config: Config) -> list[list[str]]:
         return [[name] for name in config.stage_names]
     available = layers.chain_layers(config)
     balance = config.model.balance
+    if balance == "auto":
+        raise ConfigError('balance = "auto" has to be measured before stages can be planned')
     if balance is None:
         balance = partition.balance_by_size(layers.layer_sizes(available), config.num_stages)
     return partition.cut(list(available), balance)

@@ -21,12 +21,23 @@ def load_tensors(path: Path) -> dict[str, Tensor]:
     return safetensors.torch.load_file(path)
 
 
+def to_bytes(tensors: Mapping[str, Tensor]) -> bytes:
+    """What `save_tensors` would write."""
+    data: bytes = safetensors.torch.save(_independent(tensors))
+    return data
+
+
+def from_bytes(data: bytes) -> dict[str, Tensor]:
+    """The tensors that `to_bytes` was given."""
+    return safetensors.torch.load(data)
+
+
 def to_memory(tensors: Mapping[str, Tensor]) -> int:
     """The file descriptor of anonymous shared memory that holds `tensors`; the caller closes it.
 
     A memfd counts towards the processes' memory and needs no room in /dev/shm.
     """
-    data = safetensors.torch.save(_independent(tensors))
+    data = to_bytes(tensors)
     fd = os.memfd_create("rpcmp-tensors")
     with open(os.dup(fd), "wb") as file:
         file.write(data)

@@ -13,6 +13,7 @@ import torch
 from rpcmp import digest, host
 from rpcmp.config import Config
 from rpcmp.errors import MismatchError, WorkerDiedError, from_wire
+from rpcmp.job.balancing import balanced
 from rpcmp.job.drive import drive
 from rpcmp.process.channel import Message
 from rpcmp.process.child import Child
@@ -79,6 +80,7 @@ def verify(config: Config, connect: Sequence[str] | None = None) -> Verified:
         MismatchError: the first difference; not with a `wire_dtype`, which is expected to differ.
         RpcmpError: one of the runs failed.
     """
+    config, _ = asyncio.run(balanced(config, connect))  # the same stages for both
     with tempfile.TemporaryDirectory(prefix="rpcmp-verify-") as folder:
         pipelined = asyncio.run(_pipelined(config, connect, Path(folder) / "pipelined"))
         reference = asyncio.run(_reference(config, Path(folder) / "reference"))

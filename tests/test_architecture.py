@@ -15,14 +15,15 @@ PACKAGE = Path(__file__).parent.parent / "rpcmp"
 PROTOS = PACKAGE.parent / "protos"
 
 LAYERS = """
-    __init__ errors members seeds metrics tree tensorfile digest work process v1 host examples
-    graph partition schedule addresses microbatch handoff transport control split
-    simulation
+    __init__ errors members seeds metrics tree tensorfile digest work v1 host examples
+    graph partition schedule addresses microbatch handoff transport control split process
+    simulation sizes
     config source trace
-    configfile factory setting
+    configfile factory setting balance
     configdoc data layers
     plan
     worker server reference
+    profile
     driver job
     pipeline verify
     bench

@@ -72,6 +72,7 @@ def test_the_defaults_of_a_stage_are_as_documented() -> None:
         "device": "cpu",
         "threads": 1,
         "optimizer": {},
+        "memory": None,
         "frozen": False,
     }
 
@@ -143,6 +144,7 @@ def test_a_copy_in_another_folder_leaves_the_original_where_it_is(tmp_path: Path
         (layers(balance=[2, 1]), ["stage0", "stage1"]),
         (layers({"name": "first"}, {}, balance=[2, 1]), ["first", "stage1"]),
         (layers({}, {}, num_stages=2, balance=[1, 1]), ["stage0", "stage1"]),
+        (layers({}, {}, balance="auto"), ["stage0", "stage1"]),
         (BRANCHES, ["image", "text", "head"]),
     ],
 )
@@ -182,6 +184,10 @@ def test_a_stage_without_a_table_has_the_defaults() -> None:
     ("data", "message"),
     [
         ({"loss": "m:loss"}, r"needs \[model\] with layers, or \[\[stages\]\] with modules"),
+        (layers(balance="auto"), r'balance = "auto" for how many stages\? give num_stages or \[\['),
+        (layers(balance="even", num_stages=2), r"model.balance: .* 'auto' \(got 'even'\)"),
+        (layers(balance=2), r"model.balance: .* valid list \(got 2\)"),
+        (layers({"memory": "8 gigs"}), "stages.0.memory: '8 gigs' is no size; write one like"),
         (layers({}, {}, balance=[1, 1, 1]), r"balance says 3, \[\[stages\]\] says 2"),
         (layers(num_stages=2, balance=[1, 1, 1]), "balance says 3, num_stages says 2"),
         (layers({}, num_stages=2), r"num_stages says 2, \[\[stages\]\] says 1"),

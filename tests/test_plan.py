@@ -63,6 +63,7 @@ def test_limits_follow_the_schedule_and_the_depth() -> None:
     ("config", "message"),
     [
         (chain(balance=[1, 1]), "adds up to 2, but the model has 3 layers: first, middle, last"),
+        (chain(num_stages=2, balance="auto"), "has to be measured"),
         (chain(num_stages=4), "4 stages need at least as many layers, but the model has 3"),
         (chain(layers="tests.models:raising", kwargs={}), "failed: ValueError"),
         (chain(layers="tests.models:no_such"), "does not import"),

@@ -170,6 +170,11 @@ def _own_case(
     job = configfile.load(path, overrides)
     if job.data is None:
         raise ConfigError(f"{path} has no [data] section; a benchmark needs samples")
+    if job.is_balanced_by_measurement:
+        raise ConfigError(
+            f'{path} has balance = "auto"; give the list that `rpcmp drive` shows, so that all '
+            "contestants train the same stages"
+        )
     data = job.model_dump(exclude_unset=True)
     if num_microbatches is not None:
         data["num_microbatches"] = num_microbatches

@@ -13,6 +13,7 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from rpcmp import sizes
 from rpcmp.config import Config
 from rpcmp.process.channel import Message
 
@@ -112,6 +113,8 @@ def _bar(console: Console) -> Progress:
 
 def _lines(event: Message, config: Config, steps: int) -> Iterator[str]:
     match event["event"]:
+        case "plan":
+            yield from _plan(event)
         case "start":
             where = ", ".join(config.stage_names)
             yield f"{config.name}: {steps} steps, {config.schedule}, stages {where}"
@@ -132,7 +135,35 @@ def _lines(event: Message, config: Config, steps: int) -> Iterator[str]:
                 + (f", {_numbers(event['metrics'], 'test ')}" if event["metrics"] else "")
             )
             yield f"peak memory {_memory(event['memory'])}"
+            if "plan" in event:
+                yield _compared(event["plan"])
             yield f"parameters sha256 {event['parameters_sha256']}"
+
+
+def _plan(event: Message) -> Iterator[str]:
+    """The balance that was measured, and what it promises."""
+    yield (
+        f"balance = {event['balance']}  predicted: step {_ms(event['step_s'])}  "
+        f"bubble {event['bubble']:.0%}"
+    )
+    width = max(map(len, event["stages"]))
+    for name, stage in event["stages"].items():
+        limit = stage["limit_bytes"]
+        of = "" if limit is None else f" of {sizes.show(limit)}"
+        yield (
+            f"  {name:{width}}  {stage['num_layers']} layers  computes {_ms(stage['busy_s'])}  "
+            f"bubble {stage['bubble']:.0%}  memory {sizes.show(stage['memory_bytes'])}{of}"
+        )
+
+
+def _compared(plan: dict[str, Any]) -> str:
+    measured = plan["measured_step_s"]
+    found = "" if measured is None else f", measured {_ms(measured)} (median)"
+    return f"balance = {plan['balance']}: predicted step {_ms(plan['predicted_step_s'])}{found}"
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:,.1f} ms"
 
 
 def _numbers(values: dict[str, Any], prefix: str = "") -> str:

@@ -66,6 +66,10 @@ class StageClient:
         answer: HealthCheckResponse = await self._call(check)
         return str(HealthCheckResponse.ServingStatus.Name(answer.status))
 
+    async def profile(self, request: pb.ProfileRequest) -> pb.ProfileResponse:
+        """Measure a job's layers; takes as long as it takes."""
+        return await self._call(self._stub.Profile(request))
+
     async def prepare(self, request: pb.PrepareRequest) -> pb.PrepareResponse:
         """Claim the server."""
         return await self._call(self._stub.Prepare(request, timeout=CALL_SECONDS))

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from rpcmp import addresses as address_rules
 from rpcmp.config import Config
@@ -17,6 +17,8 @@ from rpcmp.job.failure import FirstFailure
 from rpcmp.job.localservers import LocalServers
 from rpcmp.members import members
 from rpcmp.v1 import control_pb2 as pb
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -54,12 +56,7 @@ class Stages:
         failure: FirstFailure,
         on_draining: Callable[[str], None],
     ) -> None:
-        address_rules.require_loopback(addresses)
-        if addresses and len(addresses) != config.num_stages:
-            raise ConfigError(
-                f"{config.num_stages} stages need as many addresses, not {len(addresses)}: "
-                f"{', '.join(addresses)}"
-            )
+        require_one_each(config, addresses)
         self._config = config
         self._identity: dict[str, Any] = vars(identity)
         self._addresses = list(addresses)
@@ -80,8 +77,8 @@ class Stages:
             self._addresses = await self._local.start(self._config.num_stages)
         pairs = zip(self._config.stage_names, self._addresses, strict=True)
         self._clients = [StageClient(name, address) for name, address in pairs]
-        await _all(client.connect() for client in self._clients)
-        await _all(self._claim(index, code) for index in range(len(self._clients)))
+        await all_of(client.connect() for client in self._clients)
+        await all_of(self._claim(index, code) for index in range(len(self._clients)))
 
     def place(self, rank: int) -> dict[str, Any]:
         """Where in the group the process with `rank` is, and how it finds the others."""
@@ -94,7 +91,7 @@ class Stages:
 
     async def start(self, assignments: Sequence[str]) -> None:
         """Give every worker its stage; they build it and join the group."""
-        await _all(
+        await all_of(
             client.start(
                 pb.StartRequest(
                     **self.place(rank), stage_name=client.name, assignment=assignments[rank]
@@ -141,7 +138,21 @@ class Stages:
         raise DrainingError(f"stage {client.name!r} at {client.address} ended the job")
 
 
-async def _all(awaitables: Iterable[Awaitable[Any]]) -> None:
+def require_one_each(config: Config, addresses: Sequence[str]) -> None:
+    """Check the addresses of running servers, where there are any.
+
+    Raises:
+        ConfigError: not one address a stage, or one that is not on loopback.
+    """
+    address_rules.require_loopback(addresses)
+    if addresses and len(addresses) != config.num_stages:
+        raise ConfigError(
+            f"{config.num_stages} stages need as many addresses, not {len(addresses)}: "
+            f"{', '.join(addresses)}"
+        )
+
+
+async def all_of(awaitables: Iterable[Awaitable[Result]]) -> list[Result]:
     """Run all together; let all end, then raise the first error, or all unreachable ones."""
     results = await asyncio.gather(*awaitables, return_exceptions=True)
     errors = [result for result in results if isinstance(result, BaseException)]
@@ -149,6 +160,7 @@ async def _all(awaitables: Iterable[Awaitable[Any]]) -> None:
         raise UnreachableError("; ".join(map(str, errors)))
     for error in errors:
         raise error
+    return cast(list[Result], results)
 
 
 async def _try_stop(client: StageClient, request: pb.StopRequest) -> None:

@@ -13,9 +13,10 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any
 
+from rpcmp.errors import WorkerDiedError, from_wire
 from rpcmp.process.channel import Message
 
 MAX_MESSAGE = 64 * 2**20
@@ -87,7 +88,26 @@ class Child:
         if not self._writer.is_closing():
             self._writer.write(json.dumps(message).encode() + b"\n")
 
-    async def messages(self) -> AsyncIterator[Message]:
+    async def ask(self, order: Message) -> Message:
+        """The answer of a child that has one thing to do; ends the child.
+
+        Raises:
+            RpcmpError: what the child answered with an "error".
+            WorkerDiedError: it ended without an answer.
+        """
+        self.send(order)
+        try:
+            async with contextlib.aclosing(self.messages()) as messages:
+                async for answer in messages:
+                    if answer["event"] == "error":
+                        raise from_wire(answer["error"])
+                    return answer
+            code = await self.wait()
+        finally:
+            await self.kill()
+        raise WorkerDiedError(f"a process that was to {order['op']} (pid {self.pid}) ended: {code}")
+
+    async def messages(self) -> AsyncGenerator[Message, None]:
         """What the child says, until it has ended.
 
         The end of the line is not enough: a process that the user's code has forked holds a copy.

@@ -52,6 +52,12 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         return self._server.describe()
 
     @answers_errors
+    async def Profile(
+        self, request: pb.ProfileRequest, grpc_context: GrpcContext
+    ) -> pb.ProfileResponse:
+        return pb.ProfileResponse(profile=await self._server.profile(request))
+
+    @answers_errors
     async def Prepare(
         self, request: pb.PrepareRequest, grpc_context: GrpcContext
     ) -> pb.PrepareResponse:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import platform
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from rpcmp.control.options import SERVER_OPTIONS, differences, versions
 from rpcmp.errors import BusyError, ConfigError, DrainingError, VersionError
-from rpcmp.server import codefolder
+from rpcmp.server import codefolder, profiling
 from rpcmp.server.claim import Claim, State
 from rpcmp.server.control import ControlServicer
 from rpcmp.server.rendezvous import RendezvousServicer
@@ -46,6 +48,7 @@ class StageServer:
         self.draining = False
         self.claim: Claim | None = None
         self._accept_code = accept_code
+        self._profiling = ""
         self._versions = versions()
         self.drain_requested = asyncio.Event()
         self._idle = asyncio.Event()
@@ -89,6 +92,22 @@ class StageServer:
             await asyncio.wait_for(self._idle.wait(), seconds)
         await self.release(self.claim)
         await self._grpc.stop(grace=0.5)
+
+    async def profile(self, request: pb.ProfileRequest) -> str:
+        """Measure a job's layers; the server takes no job meanwhile.
+
+        Raises:
+            DrainingError, BusyError, VersionError, ConfigError: why not.
+            RpcmpError: what a layer failed with.
+        """
+        self._check(request.job)
+        self._profiling = request.job.job
+        self._idle.clear()
+        try:
+            return await profiling.profile(request)
+        finally:
+            self._profiling = ""
+            self._idle.set()
 
     async def prepare(self, request: pb.PrepareRequest) -> Claim:
         """Claim this server for a job.
@@ -154,7 +173,10 @@ class StageServer:
             draining=self.draining,
             versions=self._versions,
             supervisor_pid=os.getpid(),
+            machine=_machine(),
         )
+        if self._profiling:
+            answer.state, answer.job = State.SERVER_STATE_PROFILING, self._profiling
         if self.claim is not None:
             claim = self.claim
             answer.state = claim.state
@@ -170,6 +192,8 @@ class StageServer:
             raise DrainingError("the server is being stopped")
         if self.claim is not None:
             raise BusyError(f"busy with job {self.claim.job!r}")
+        if self._profiling:
+            raise BusyError(f"busy profiling job {self._profiling!r}")
         if (request.stage_index, request.replica) != (self.stage_index, self.replica):
             raise ConfigError(
                 f"serves stage {self.stage_index} replica {self.replica}, not stage "
@@ -190,6 +214,14 @@ class StageServer:
     async def _set_health(self, status: health_pb2.HealthCheckResponse.ServingStatus) -> None:
         for service in SERVICES:
             await self._health.set(service, status)
+
+
+def _machine() -> str:
+    """The same for all servers that share a kernel, and with it processors and memory."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return platform.node()
 
 
 def _resident_bytes(pid: int) -> int:

@@ -3,7 +3,8 @@
 isort:skip_file
 The control plane of rpcmp: what a driver and a stage server say to each other.
 
-Tensors never travel here; they go from worker to worker by torch RPC. Health is the standard
+Tensors do not travel here, but for one micro-batch to profile with: they go from worker to worker
+by torch RPC. Health is the standard
 grpc.health.v1 service on the same port. Every message about a job carries its generation, so
 that a message from a group that no longer exists cannot be taken for a current one.
 """
@@ -41,6 +42,8 @@ class _ServerStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ServerSta
     """the worker is a member of the group"""
     SERVER_STATE_ENDED: _ServerState.ValueType  # 5
     """the worker is gone, the driver has not yet freed the server"""
+    SERVER_STATE_PROFILING: _ServerState.ValueType  # 6
+    """a process measures layers"""
 
 class ServerState(_ServerState, metaclass=_ServerStateEnumTypeWrapper): ...
 
@@ -55,6 +58,8 @@ SERVER_STATE_RUNNING: ServerState.ValueType  # 4
 """the worker is a member of the group"""
 SERVER_STATE_ENDED: ServerState.ValueType  # 5
 """the worker is gone, the driver has not yet freed the server"""
+SERVER_STATE_PROFILING: ServerState.ValueType  # 6
+"""a process measures layers"""
 Global___ServerState: _TypeAlias = ServerState  # noqa: Y015
 
 @_typing.final
@@ -119,6 +124,7 @@ class DescribeResponse(_message.Message):
     STEP_FIELD_NUMBER: _builtins.int
     NUM_PARAMETERS_FIELD_NUMBER: _builtins.int
     WORKER_MEMORY_FIELD_NUMBER: _builtins.int
+    MACHINE_FIELD_NUMBER: _builtins.int
     stage_index: _builtins.int
     replica: _builtins.int
     state: Global___ServerState.ValueType
@@ -134,6 +140,8 @@ class DescribeResponse(_message.Message):
     num_parameters: _builtins.int
     worker_memory: _builtins.int
     """resident bytes"""
+    machine: _builtins.str
+    """equal for servers that share processors"""
     @_builtins.property
     def versions(self) -> Global___Versions: ...
     def __init__(
@@ -152,10 +160,11 @@ class DescribeResponse(_message.Message):
         step: _builtins.int = ...,
         num_parameters: _builtins.int = ...,
         worker_memory: _builtins.int = ...,
+        machine: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["versions", b"versions"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "generation", b"generation", "job", b"job", "num_parameters", b"num_parameters", "replica", b"replica", "stage_index", b"stage_index", "stage_name", b"stage_name", "state", b"state", "step", b"step", "supervisor_pid", b"supervisor_pid", "versions", b"versions", "worker_memory", b"worker_memory", "worker_pid", b"worker_pid"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "generation", b"generation", "job", b"job", "machine", b"machine", "num_parameters", b"num_parameters", "replica", b"replica", "stage_index", b"stage_index", "stage_name", b"stage_name", "state", b"state", "step", b"step", "supervisor_pid", b"supervisor_pid", "versions", b"versions", "worker_memory", b"worker_memory", "worker_pid", b"worker_pid"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -250,6 +259,56 @@ class PrepareResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PrepareResponse: _TypeAlias = PrepareResponse  # noqa: Y015
+
+@_typing.final
+class ProfileRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: _builtins.int
+    ORDER_FIELD_NUMBER: _builtins.int
+    SAMPLE_FIELD_NUMBER: _builtins.int
+    order: _builtins.str
+    """JSON of rpcmp.balance.profile.Order"""
+    sample: _builtins.bytes
+    """inputs and targets of one micro-batch, see rpcmp.handoff.dumps"""
+    @_builtins.property
+    def job(self) -> Global___PrepareRequest:
+        """what the job would claim the server with"""
+
+    def __init__(
+        self,
+        *,
+        job: Global___PrepareRequest | None = ...,
+        order: _builtins.str = ...,
+        sample: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["job", b"job"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["job", b"job", "order", b"order", "sample", b"sample"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ProfileRequest: _TypeAlias = ProfileRequest  # noqa: Y015
+
+@_typing.final
+class ProfileResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PROFILE_FIELD_NUMBER: _builtins.int
+    profile: _builtins.str
+    """JSON of rpcmp.balance.profile.HostProfile"""
+    def __init__(
+        self,
+        *,
+        profile: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["profile", b"profile"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ProfileResponse: _TypeAlias = ProfileResponse  # noqa: Y015
 
 @_typing.final
 class StartRequest(_message.Message):

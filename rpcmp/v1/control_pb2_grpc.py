@@ -41,6 +41,11 @@ class ControlStub:
                 request_serializer=rpcmp_dot_v1_dot_control__pb2.DescribeRequest.SerializeToString,
                 response_deserializer=rpcmp_dot_v1_dot_control__pb2.DescribeResponse.FromString,
                 _registered_method=True)
+        self.Profile = channel.unary_unary(
+                '/rpcmp.v1.Control/Profile',
+                request_serializer=rpcmp_dot_v1_dot_control__pb2.ProfileRequest.SerializeToString,
+                response_deserializer=rpcmp_dot_v1_dot_control__pb2.ProfileResponse.FromString,
+                _registered_method=True)
         self.Prepare = channel.unary_unary(
                 '/rpcmp.v1.Control/Prepare',
                 request_serializer=rpcmp_dot_v1_dot_control__pb2.PrepareRequest.SerializeToString,
@@ -75,6 +80,14 @@ class ControlServicer:
 
     def Describe(self, request, context):
         """Says who the server is and what it does. Never changes anything.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Profile(self, request, context):
+        """Measures each layer of a job's model in a process that ends with the call; before Prepare, and
+        only while the server is free.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -123,6 +136,11 @@ def add_ControlServicer_to_server(servicer, server):
                     servicer.Describe,
                     request_deserializer=rpcmp_dot_v1_dot_control__pb2.DescribeRequest.FromString,
                     response_serializer=rpcmp_dot_v1_dot_control__pb2.DescribeResponse.SerializeToString,
+            ),
+            'Profile': grpc.unary_unary_rpc_method_handler(
+                    servicer.Profile,
+                    request_deserializer=rpcmp_dot_v1_dot_control__pb2.ProfileRequest.FromString,
+                    response_serializer=rpcmp_dot_v1_dot_control__pb2.ProfileResponse.SerializeToString,
             ),
             'Prepare': grpc.unary_unary_rpc_method_handler(
                     servicer.Prepare,
@@ -179,6 +197,33 @@ class Control:
             '/rpcmp.v1.Control/Describe',
             rpcmp_dot_v1_dot_control__pb2.DescribeRequest.SerializeToString,
             rpcmp_dot_v1_dot_control__pb2.DescribeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Profile(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rpcmp.v1.Control/Profile',
+            rpcmp_dot_v1_dot_control__pb2.ProfileRequest.SerializeToString,
+            rpcmp_dot_v1_dot_control__pb2.ProfileResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -3,7 +3,8 @@
 isort:skip_file
 The control plane of rpcmp: what a driver and a stage server say to each other.
 
-Tensors never travel here; they go from worker to worker by torch RPC. Health is the standard
+Tensors do not travel here, but for one micro-batch to profile with: they go from worker to worker
+by torch RPC. Health is the standard
 grpc.health.v1 service on the same port. Every message about a job carries its generation, so
 that a message from a group that no longer exists cannot be taken for a current one.
 """
@@ -42,6 +43,10 @@ class ControlStub:
     def __new__(cls, channel: _aio.Channel) -> ControlAsyncStub: ...
     Describe: _grpc.UnaryUnaryMultiCallable[_control_pb2.DescribeRequest, _control_pb2.DescribeResponse]
     """Says who the server is and what it does. Never changes anything."""
+    Profile: _grpc.UnaryUnaryMultiCallable[_control_pb2.ProfileRequest, _control_pb2.ProfileResponse]
+    """Measures each layer of a job's model in a process that ends with the call; before Prepare, and
+    only while the server is free.
+    """
     Prepare: _grpc.UnaryUnaryMultiCallable[_control_pb2.PrepareRequest, _control_pb2.PrepareResponse]
     """Claims the server for a job, unpacks the job's code and spawns the worker process."""
     Start: _grpc.UnaryUnaryMultiCallable[_control_pb2.StartRequest, _control_pb2.StartResponse]
@@ -64,6 +69,10 @@ class ControlAsyncStub(ControlStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Describe: _aio.UnaryUnaryMultiCallable[_control_pb2.DescribeRequest, _control_pb2.DescribeResponse]  # type: ignore[assignment]
     """Says who the server is and what it does. Never changes anything."""
+    Profile: _aio.UnaryUnaryMultiCallable[_control_pb2.ProfileRequest, _control_pb2.ProfileResponse]  # type: ignore[assignment]
+    """Measures each layer of a job's model in a process that ends with the call; before Prepare, and
+    only while the server is free.
+    """
     Prepare: _aio.UnaryUnaryMultiCallable[_control_pb2.PrepareRequest, _control_pb2.PrepareResponse]  # type: ignore[assignment]
     """Claims the server for a job, unpacks the job's code and spawns the worker process."""
     Start: _aio.UnaryUnaryMultiCallable[_control_pb2.StartRequest, _control_pb2.StartResponse]  # type: ignore[assignment]
@@ -89,6 +98,16 @@ class ControlServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_control_pb2.DescribeResponse, _abc.Awaitable[_control_pb2.DescribeResponse]]:
         """Says who the server is and what it does. Never changes anything."""
+
+    @_abc_1.abstractmethod
+    def Profile(
+        self,
+        request: _control_pb2.ProfileRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_control_pb2.ProfileResponse, _abc.Awaitable[_control_pb2.ProfileResponse]]:
+        """Measures each layer of a job's model in a process that ends with the call; before Prepare, and
+        only while the server is free.
+        """
 
     @_abc_1.abstractmethod
     def Prepare(

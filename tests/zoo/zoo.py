@@ -106,6 +106,42 @@ def opaque() -> Layers:
     return [("opaque", Opaque), ("head", lambda: nn.Linear(FEATURES, 1))]
 
 
+class Sleeper(nn.Module):
+    """Takes its time, forwards and backwards."""
+
+    def __init__(self, milliseconds: float) -> None:
+        super().__init__()
+        self.seconds = milliseconds / 1000
+
+    def forward(self, x: Tensor) -> Tensor:
+        time.sleep(self.seconds)
+        slept: Tensor = SleepBackward.apply(x, self.seconds)  # type: ignore[no-untyped-call]
+        return slept
+
+
+class SleepBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
+        ctx.seconds = seconds
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        time.sleep(ctx.seconds)
+        return grad, None
+
+
+def lopsided(milliseconds: float = 30.0) -> Layers:
+    """One layer takes far longer than all others together, and has no parameters at all."""
+    return [
+        ("first", lambda: nn.Linear(FEATURES, 4 * FEATURES)),
+        ("second", lambda: nn.Linear(4 * FEATURES, FEATURES)),
+        ("sleeper", lambda: Sleeper(milliseconds)),
+        ("relu", lambda: nn.ReLU(inplace=True)),
+        ("head", lambda: nn.Linear(FEATURES, 1)),
+    ]
+
+
 def trees() -> Layers:
     """Tuples, dicts, integers, an output that nobody uses, and shapes that follow the batch."""
     return [("first", ToDict), ("second", ToTuple), ("third", FromTuple)]

@@ -1,0 +1,118 @@
+"""What a step will take with a balance: simulated from the times of the layers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from rpcmp import simulation
+from rpcmp.balance.cuts import StageHost
+from rpcmp.config import Config
+from rpcmp.schedule import Limits, policy
+from rpcmp.simulation import Simulation, Times
+
+
+@dataclass(frozen=True)
+class StagePrediction:
+    """One stage.
+
+    Attributes:
+        num_layers: how many layers it has.
+        busy_s: seconds of a step in which it computes.
+        bubble: the share of a step in which it does not.
+        memory_bytes: what it takes up at most.
+        limit_bytes: what it may take up; None: no limit.
+    """
+
+    num_layers: int
+    busy_s: float
+    bubble: float
+    memory_bytes: int
+    limit_bytes: int | None
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A balance and what comes of it.
+
+    Attributes:
+        balance: layers of each stage.
+        step_s: seconds of a step in the middle of a run, without transfers and data loading.
+        bubble: the share of a step in which stages idle, over all of them.
+        stages: by name, in order.
+    """
+
+    balance: list[int]
+    step_s: float
+    bubble: float
+    stages: dict[str, StagePrediction]
+
+
+def limits(config: Config) -> dict[str, Limits]:
+    """Micro-batches that each stage may keep, by its name; see `Policy.limits`."""
+    return simulation.limits(
+        config.graph(), policy(config.schedule), config.num_microbatches, config.max_in_flight
+    )
+
+
+def predict(config: Config, hosts: Sequence[StageHost], balance: list[int]) -> Prediction:
+    """The next step begins as soon as every stage has time for it.
+
+    Args:
+        config: the job.
+        hosts: in the order of the stages.
+        balance: layers of each stage.
+    """
+    ends = list(accumulate(balance))
+    parts = list(zip(hosts, [0, *ends], ends, strict=False))
+    step = _step_seconds(config, parts)
+    stages = {
+        host.stage: StagePrediction(
+            num_layers=end - start,
+            busy_s=(busy := host.seconds(start, end)),
+            bubble=max(0.0, 1.0 - busy / step) if step else 0.0,
+            memory_bytes=host.memory(start, end),
+            limit_bytes=host.limit_bytes,
+        )
+        for host, start, end in parts
+    }
+    bubble = sum(stage.bubble for stage in stages.values()) / len(stages)
+    return Prediction(balance, step, bubble, stages)
+
+
+def _step_seconds(config: Config, parts: Sequence[tuple[StageHost, int, int]]) -> float:
+    """From one step's begin to the next one's.
+
+    A step can follow the one before at a distance at which no stage is asked for its first forward
+    before it has stepped its optimizer; where the driver has to look at all stages first, only when
+    all of them have ended.
+    """
+    times = {host.stage: _times(host, start, end) for host, start, end in parts}
+    updates = {
+        host.stage: sum(layer.update_s for layer in host.profile.layers[start:end])
+        for host, start, end in parts
+    }
+    kept = limits(config)
+    run = Simulation(
+        config.graph(),
+        policy(config.schedule),
+        config.num_microbatches,
+        simulation.fixed(times, kept),
+        kept,
+    )
+    if config.holds_steps:
+        return run.makespan + max(updates.values())
+    return max(
+        run.runs[stage][-1].end + update - run.runs[stage][0].start
+        for stage, update in updates.items()
+    )
+
+
+def _times(host: StageHost, start: int, end: int) -> Times:
+    layers = host.profile.layers[start:end]
+    return Times(
+        sum(layer.forward_s for layer in layers),
+        sum(layer.backward_s for layer in layers),
+        sum(layer.weight_s for layer in layers),
+    )

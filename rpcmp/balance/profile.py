@@ -1,0 +1,60 @@
+"""What was measured of a model's layers on one host; travels as JSON from its stage server."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+from rpcmp.config import Config, Strict
+
+Seconds = Annotated[float, Field(ge=0)]
+Bytes = Annotated[int, Field(ge=0)]
+
+
+class Order(Strict):
+    """What a host is asked to measure: all layers, as one stage.
+
+    Attributes:
+        config: the job with that one stage, which has the settings of the stage in question.
+        differentiates: whether a layer that trains nothing has to compute input gradients all the
+            same, for layers before it on other hosts.
+    """
+
+    config: Config
+    differentiates: bool
+
+
+class LayerProfile(Strict):
+    """One layer on one host. Times and activations are those of one micro-batch.
+
+    Attributes:
+        forward_s, backward_s, weight_s: seconds of the forward, the input gradient and the weight
+            gradient; the last layer's include the loss.
+        update_s: seconds of the optimizer's step.
+        state_bytes: parameters, buffers, gradients and optimizer state.
+        activation_bytes: what the backward needs, and the output; without the layer's input.
+        input_bytes: the layer's input.
+    """
+
+    forward_s: Seconds
+    backward_s: Seconds
+    weight_s: Seconds
+    update_s: Seconds
+    state_bytes: Bytes
+    activation_bytes: Bytes
+    input_bytes: Bytes
+
+
+class HostProfile(Strict):
+    """All layers on one host.
+
+    Attributes:
+        layers: of the whole model, in order.
+        base_bytes: what a worker takes up there whatever its layers are.
+        available_bytes: what the device has for all workers together; None where nobody knows.
+    """
+
+    layers: list[LayerProfile] = Field(min_length=1)
+    base_bytes: Bytes
+    available_bytes: Bytes | None

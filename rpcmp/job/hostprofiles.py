@@ -1,0 +1,117 @@
+"""Asking every stage's host how long it takes for each layer.
+
+Hosts are asked side by side, but the servers of one machine one after the other, for they would
+slow each other. Stages with equal settings on one machine are measured once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import defaultdict
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+
+from rpcmp.balance.profile import HostProfile, Order
+from rpcmp.config import Config
+from rpcmp.control.client import StageClient
+from rpcmp.control.options import versions
+from rpcmp.job import code
+from rpcmp.job.localservers import LocalServers
+from rpcmp.job.stages import all_of
+from rpcmp.v1 import control_pb2 as pb
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What one stage's host says.
+
+    Attributes:
+        machine: equal for servers that share processors.
+        profile: all layers, under the stage's settings.
+    """
+
+    machine: str
+    profile: HostProfile
+
+
+async def measure(config: Config, addresses: Sequence[str], sample: bytes) -> list[Measured]:
+    """What each stage's host says, in the order of the stages.
+
+    Args:
+        config: the job.
+        addresses: of running servers, one a stage; none starts servers on this machine.
+        sample: inputs and targets of one micro-batch; see `rpcmp.handoff.dumps`.
+
+    Raises:
+        UnavailableError, VersionError, ConfigError: a server cannot be had.
+        RpcmpError: a layer fails.
+    """
+    orders = [_order(config, index) for index in range(config.num_stages)]
+    equals = [orders.index(order) for order in orders]
+    files = code.collect(config.folder) if config.ship_code else []
+    async with _clients(config, addresses, num_local=max(equals) + 1) as clients:
+        keys = list(zip(await _machines(clients, config.num_stages), equals, strict=True))
+        first = {key: keys.index(key) for key in keys}
+        turns: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        profiles = await all_of(
+            _ask(clients[index], turns[machine], _request(config, index, orders, files, sample))
+            for (machine, _), index in first.items()
+        )
+    by_key = dict(zip(first, profiles, strict=True))
+    return [Measured(key[0], by_key[key]) for key in keys]
+
+
+async def _machines(clients: list[StageClient], num_stages: int) -> list[str]:
+    """Each stage's machine. There are fewer servers than stages only where all are on this one."""
+    found = [description.machine for description in await all_of(c.connect() for c in clients)]
+    return found + found[:1] * (num_stages - len(found))
+
+
+async def _ask(client: StageClient, turn: asyncio.Lock, request: pb.ProfileRequest) -> HostProfile:
+    async with turn:
+        answer = await client.profile(request)
+    return HostProfile.model_validate_json(answer.profile)
+
+
+def _request(
+    config: Config, index: int, orders: list[Order], files: list[pb.CodeFile], sample: bytes
+) -> pb.ProfileRequest:
+    job = pb.PrepareRequest(
+        job=config.name,
+        versions=versions(),
+        stage_index=index,
+        threads=config.stage(index).threads,
+        code=files,
+    )
+    return pb.ProfileRequest(job=job, order=orders[index].model_dump_json(), sample=sample)
+
+
+def _order(config: Config, index: int) -> Order:
+    """The job as one stage with the settings of stage `index`: equal for equal stages."""
+    settings = config.stage(index)
+    before = (config.stage(i).frozen for i in range(index))
+    unplaced = settings.model_copy(update={"name": None, "addresses": [], "memory": None})
+    model = config.model and config.model.model_copy(update={"balance": None, "num_stages": 1})
+    alone = config.model_copy(update={"model": model, "stages": [unplaced], "schedule": "1f1b"})
+    return Order(
+        config=alone.model_copy(update={"max_in_flight": None}),
+        differentiates=settings.frozen and not all(before),
+    )
+
+
+@contextlib.asynccontextmanager
+async def _clients(
+    config: Config, addresses: Sequence[str], num_local: int
+) -> AsyncIterator[list[StageClient]]:
+    """Connections to the servers; with none running, to the first ones, started for the while."""
+    local = LocalServers()
+    clients: list[StageClient] = []
+    try:
+        found = addresses or await local.start(num_local)
+        names = config.stage_names[: len(found)]
+        clients += [StageClient(name, at) for name, at in zip(names, found, strict=True)]
+        yield clients
+    finally:
+        await asyncio.gather(*(client.close() for client in clients))
+        await local.stop()

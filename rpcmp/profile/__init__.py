@@ -1,0 +1,1 @@
+"""The process that measures a model's layers, for `balance = "auto"`."""

@@ -1,0 +1,73 @@
+"""One of two errands, and the end.
+
+supervisor ──sample──> the driver's host: the layers' number, a micro-batch ──sampled──> supervisor
+           ──profile─> a stage's host: every layer, run with it            ──profiled──> supervisor
+"""
+
+from __future__ import annotations
+
+import base64
+import os
+import sys
+import threading
+from pathlib import Path
+
+from rpcmp import data, handoff, layers, microbatch, sizes, split
+from rpcmp.balance.profile import Order
+from rpcmp.config import Config
+from rpcmp.errors import ConfigError, JobError, RpcmpError, to_wire
+from rpcmp.factory import explain
+from rpcmp.process.channel import Channel, Message
+from rpcmp.profile.host import measure
+
+MAX_SAMPLE = 32 * 2**20
+"""Bytes of a micro-batch; with its encoding it has to fit into a message."""
+
+
+def run(channel: Channel) -> None:
+    """Do what the supervisor asks for; the process ends here."""
+    order = channel.receive()
+    threading.Thread(target=_exit_with_supervisor, args=[channel], daemon=True).start()
+    try:
+        if order is not None:
+            channel.send(_sample(order) if order["op"] == "sample" else _profile(order))
+    except Exception as error:
+        known = error if isinstance(error, RpcmpError) else JobError(explain(error))
+        channel.send({"event": "error", "error": to_wire(known)})
+    os._exit(0)
+
+
+def _sample(order: Message) -> Message:
+    """How many layers there are, and the first micro-batch of the first epoch."""
+    folder = Path(order["folder"])
+    sys.path.insert(0, str(folder))
+    config = Config.model_validate_json(order["config"]).with_folder(folder)
+    count = len(layers.chain_layers(config))
+    if config.data is None:
+        raise ConfigError('balance = "auto" needs [data]: layers are measured with its samples')
+    batches = data.load(config.data.train, "data.train", config.data, config.seed, training=True)
+    batch = next(batches.epoch(1))
+    batches.close()
+    sample = handoff.dumps(microbatch.split(batch, config.num_microbatches)[0])
+    if len(sample) > MAX_SAMPLE:
+        raise ConfigError(
+            f"a micro-batch of {sizes.show(len(sample))} is too large to measure with; balance = "
+            f'"auto" takes up to {sizes.show(MAX_SAMPLE)}: use more micro-batches, or give a list'
+        )
+    encoded = base64.b64encode(sample).decode()
+    return {"event": "sampled", "num_layers": count, "sample": encoded}
+
+
+def _profile(message: Message) -> Message:
+    if message["code_folder"]:
+        sys.path.insert(0, message["code_folder"])
+    split.install()  # weight gradients are timed by themselves; before the user's code is imported
+    sample = handoff.loads(base64.b64decode(message["sample"]))
+    found = measure(Order.model_validate_json(message["order"]), *sample)
+    return {"event": "profiled", "profile": found.model_dump()}
+
+
+def _exit_with_supervisor(channel: Channel) -> None:
+    while channel.receive() is not None:
+        pass
+    os._exit(1)

@@ -1,0 +1,45 @@
+"""Measuring a job's layers on this host: a child as a worker is, for the length of one call."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from rpcmp.process.child import Child
+from rpcmp.process.environment import compute_environment
+from rpcmp.server import codefolder
+from rpcmp.v1 import control_pb2 as pb
+
+
+async def profile(request: pb.ProfileRequest) -> str:
+    """JSON of what was measured; the child ends where the caller goes away.
+
+    Raises:
+        RpcmpError: what a layer failed with, or why the child ended.
+    """
+    with _unpacked(request.job.code) as folder:
+        child = await Child.spawn("rpcmp.profile", compute_environment(request.job.threads))
+        answer = await child.ask(
+            {
+                "op": "profile",
+                "order": request.order,
+                "code_folder": str(folder or ""),
+                "sample": base64.b64encode(request.sample).decode(),
+            }
+        )
+    return json.dumps(answer["profile"])
+
+
+@contextmanager
+def _unpacked(code: Iterable[pb.CodeFile]) -> Iterator[Path | None]:
+    """The folder of the job's code, where it has any; gone at the end."""
+    files = list(code)
+    folder = codefolder.unpack(files) if files else None
+    try:
+        yield folder
+    finally:
+        if folder is not None:
+            codefolder.remove(folder)

@@ -1,0 +1,106 @@
+"""What is measured of a layer, and how it is fed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from rpcmp import handoff, split
+from rpcmp.balance.profile import HostProfile, Order
+from rpcmp.configfile import parse
+from rpcmp.errors import JobError
+from rpcmp.profile.host import measure
+from tests.zoo.zoo import Sleeper
+
+FLOAT = 4
+SAMPLES, FEATURES = 5, 64
+
+Chain = list[tuple[str, Callable[[], nn.Module]]]
+
+
+def chain(kind: str) -> Chain:
+    """The layers of the configs below."""
+    linear = ("linear", lambda: nn.Linear(FEATURES, FEATURES, bias=False))
+    chains: dict[str, Chain] = {
+        "linear": [
+            linear,
+            ("relu", lambda: nn.ReLU(inplace=True)),
+            ("head", lambda: nn.Linear(FEATURES, 1)),
+        ],
+        "sleeper": [
+            linear,
+            ("sleeper", lambda: Sleeper(10.0)),
+            ("again", lambda: nn.Linear(FEATURES, 1)),
+        ],
+        "failing": [linear, ("failing", lambda: nn.Linear(3, 3))],
+    }
+    return chains[kind]
+
+
+@pytest.fixture(autouse=True)
+def _restored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The functions that the profile process replaces for good are put back."""
+    for name in ("linear", *split.CONVOLUTIONS):
+        monkeypatch.setattr(torch.nn.functional, name, getattr(torch.nn.functional, name))
+    split.install()
+
+
+def measured(kind: str, differentiates: bool = False, **stage: Any) -> HostProfile:
+    config = parse(
+        {
+            "loss": "torch.nn:MSELoss",
+            "optimizer": {"callable": "torch.optim:SGD", "kwargs": {"lr": 0.1, "momentum": 0.9}},
+            "model": {"layers": f"{__name__}:chain", "kwargs": {"kind": kind}, "num_stages": 1},
+            "stages": [stage],
+        }
+    )
+    order = Order(config=config, differentiates=differentiates)
+    return measure(order, torch.randn(SAMPLES, FEATURES), torch.randn(SAMPLES, 1))
+
+
+def test_bytes_are_those_of_parameters_gradients_momentum_and_new_activations() -> None:
+    linear, relu, head = measured("linear").layers
+    weight, batch = FEATURES * FEATURES * FLOAT, SAMPLES * FEATURES * FLOAT
+    assert linear.state_bytes == 3 * weight
+    assert (linear.input_bytes, linear.activation_bytes) == (batch, batch)
+    assert (relu.state_bytes, relu.input_bytes, relu.activation_bytes) == (0, batch, 0)
+    assert head.state_bytes == 3 * (FEATURES + 1) * FLOAT
+    assert relu.update_s == 0 < linear.update_s
+
+
+def test_a_host_says_what_it_has_and_what_a_worker_takes_up_by_itself() -> None:
+    found = measured("linear")
+    assert found.available_bytes is not None
+    assert 10 * 2**20 < found.base_bytes < found.available_bytes
+
+
+def test_times_go_to_the_forward_the_input_gradient_and_the_weight_gradient() -> None:
+    linear, sleeper, _ = measured("sleeper").layers
+    assert sleeper.forward_s >= 0.01
+    assert sleeper.backward_s >= 0.01 > sleeper.weight_s
+    assert linear.weight_s > 0
+
+
+@pytest.mark.parametrize("differentiates", [True, False])
+def test_a_frozen_stage_passes_gradients_on_only_where_somebody_waits(differentiates: bool) -> None:
+    linear, sleeper, _ = measured("sleeper", differentiates, frozen=True).layers
+    assert linear.state_bytes == FEATURES * FEATURES * FLOAT
+    assert (sleeper.backward_s >= 0.01) == differentiates
+
+
+def test_a_layer_that_fails_is_named_with_what_it_had_received() -> None:
+    message = r"(?s)measuring the layer 'failing' failed: RuntimeError.*received float32\[5, 64\]"
+    with pytest.raises(JobError, match=message):
+        measured("failing")
+
+
+def test_a_sample_survives_its_journey() -> None:
+    x: Tensor = torch.arange(6).reshape(2, 3)
+    inputs, targets = handoff.loads(handoff.dumps(({"x": x, "pair": (x[0], x.double())}, x)))
+    assert torch.equal(inputs["x"], x)
+    assert inputs["pair"][1].dtype is torch.float64
+    assert torch.equal(targets, x)
