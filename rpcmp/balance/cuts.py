@@ -41,6 +41,7 @@ class StageHost:
         limit_bytes: what the stage may take up; None: no limit.
         num_microbatches: of a step.
         held: micro-batches of which the stage may hold activations at once.
+        recompute: whether it holds what it receives instead, and computes them again.
     """
 
     stage: str
@@ -48,6 +49,7 @@ class StageHost:
     limit_bytes: int | None
     num_microbatches: int
     held: int
+    recompute: bool = False
 
     def seconds(self, start: int, end: int) -> float:
         """What one step computes with the layers from `start` up to `end`."""
@@ -69,13 +71,17 @@ class StageHost:
 
     @cached_property
     def _bytes(self) -> list[list[int]]:
-        layers = self.profile.layers
+        activations = 1 if self.recompute else self.held
         return _running_sums(
-            [layer.state_bytes + self.held * layer.activation_bytes for layer in layers]
+            [
+                layer.state_bytes + activations * layer.activation_bytes
+                for layer in self.profile.layers
+            ]
         )
 
     def _step_seconds(self, layer: LayerProfile) -> float:
-        microbatch = layer.forward_s + layer.backward_s + layer.weight_s
+        forwards = 2 if self.recompute else 1
+        microbatch = forwards * layer.forward_s + layer.backward_s + layer.weight_s
         return self.num_microbatches * microbatch + layer.update_s
 
 

@@ -111,8 +111,9 @@ def _step_seconds(config: Config, parts: Sequence[tuple[StageHost, int, int]]) -
 
 def _times(host: StageHost, start: int, end: int) -> Times:
     layers = host.profile.layers[start:end]
+    forward = sum(layer.forward_s for layer in layers)
     return Times(
-        sum(layer.forward_s for layer in layers),
-        sum(layer.backward_s for layer in layers),
+        forward,
+        sum(layer.backward_s for layer in layers) + (forward if host.recompute else 0.0),
         sum(layer.weight_s for layer in layers),
     )

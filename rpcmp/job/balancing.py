@@ -57,6 +57,7 @@ async def balanced(config: Config, connect: Sequence[str] | None = None) -> Bala
             limit_bytes=_limit(config, index, measured),
             num_microbatches=config.num_microbatches,
             held=min(kept[name].held, config.num_microbatches),
+            recompute=config.stage(index).recompute,
         )
         for index, (name, found) in enumerate(zip(config.stage_names, measured, strict=True))
     ]
