@@ -39,7 +39,7 @@ from torch.futures import Future
 
 from rpcmp.errors import JobError, RpcmpError, WorkerDiedError, from_wire, one_line, to_wire
 
-NUM_RPC_THREADS = 8
+NUM_RPC_THREADS = 4
 """Threads that receive requests and run callbacks; handlers never block one."""
 
 RRef = rpc.RRef
