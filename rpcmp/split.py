@@ -30,6 +30,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.graph import Node
 
 Operation = Callable[..., Tensor]
 
@@ -122,21 +123,27 @@ class Splitter:
 
 
 def used_once(outputs: Iterable[Tensor]) -> frozenset[Tensor]:
-    """The parameters to which exactly one edge of the graph of `outputs` leads."""
-    edges: Counter[Tensor] = Counter()
+    """The parameters that one operation of the graph of `outputs` uses, and that only once."""
     nodes = [output.grad_fn for output in outputs if output.grad_fn is not None]
-    seen = set(nodes)
+    users: dict[Node, list[Node]] = {node: [] for node in nodes}
     while nodes:
-        for node, _ in nodes.pop().next_functions:
+        user = nodes.pop()
+        for node, _ in user.next_functions:
             if node is None:
                 continue
-            variable = getattr(node, "variable", None)  # only AccumulateGrad has one
-            if variable is not None:
-                edges[variable] += 1
-            if node not in seen:
-                seen.add(node)
+            if node not in users:
+                users[node] = []
                 nodes.append(node)
-    return frozenset(variable for variable, count in edges.items() if count == 1)
+            users[node].append(user)
+
+    def uses(node: Node) -> int:
+        """How many there are; a transposed parameter's are those of the parameter."""
+        return sum(1 if len(user.next_functions) > 1 else uses(user) for user in users[node])
+
+    # Only AccumulateGrad has a variable.
+    return frozenset(
+        node.variable for node in users if hasattr(node, "variable") and uses(node) == 1
+    )
 
 
 def splittable(operation: Operation) -> Operation:
