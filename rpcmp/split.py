@@ -88,8 +88,9 @@ class WeightGradients:
     def accumulate(self) -> None:
         """Add all that waits to `.grad`; nothing waits afterwards."""
         waiting, self._waiting = self._waiting, []
-        for add in waiting:
-            add()
+        with torch.no_grad():
+            for add in waiting:
+                add()
 
     def notice(self, parameters: Iterable[Tensor]) -> bool:
         """Note that an operation uses `parameters`; whether it may be split at all.
