@@ -104,6 +104,6 @@ def test_nothing_runs_before_what_it_needs_nor_at_the_same_time_as_another(
         if action is not F:
             before = F if action is B else B
             assert done.start >= at[stage, before, microbatch].end
-    for done in run.runs.values():
-        assert all(one.end <= other.start for one, other in itertools.pairwise(done))
+    for runs in run.runs.values():
+        assert all(one.end <= other.start for one, other in itertools.pairwise(runs))
     assert run.makespan == max(done.end for done in at.values())
