@@ -100,10 +100,10 @@ class Stage:
         """Fail all that waits in the rounds from `first` to `last`; returns what failed here."""
         with self._lock:
             self._aborted_round = max(last, self._aborted_round)
+        self._compute.abort(first, last)  # before the failures are forgotten; see `_finish`
+        with self._lock:
             failures = [raised for number, raised in self._failures if first <= number <= last]
             self._failures.clear()
-        self._compute.abort(first, last)
-        with self._lock:
             self._pending.clear()
             self._missing.clear()
         self._slices.forget()
@@ -200,8 +200,13 @@ class Stage:
         )
 
     def _finish(self, work: Work) -> None:
-        """What this stage does by itself after its last action of a round."""
-        if work.end is End.STEP and self._broken is None:
+        """What this stage does by itself after its last action of a round.
+
+        No step where a backward failed: it counts as done, but the gradient lacks its part.
+        """
+        with self._lock:
+            has_failed = any(number == work.round for number, _ in self._failures)
+        if work.end is End.STEP and self._broken is None and not has_failed:
             try:
                 self.optimizer.step_now()
             except StageError as error:
