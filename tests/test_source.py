@@ -85,7 +85,7 @@ def work(microbatch: int, number: int = 1) -> Work:
 
 def test_a_few_micro_batches_come_with_one_question(driver: Driver) -> None:
     slices = Slices()
-    answers = [slices.get(work(index), "input", ("x",)) for index in range(len(SLICES))]
+    answers = [slices.get(work(index), "input", ("x",), 0) for index in range(len(SLICES))]
     assert driver.questions == [
         (1, "input", ("x",), 0, GROUP),
         (1, "input", ("x",), GROUP, GROUP),
@@ -101,29 +101,36 @@ def test_a_few_micro_batches_come_with_one_question(driver: Driver) -> None:
 def test_no_micro_batch_is_asked_for_before_its_group_is_needed(driver: Driver) -> None:
     slices = Slices()
     for index in range(GROUP):
-        slices.get(work(index), "input", ())
+        slices.get(work(index), "input", (), 0)
     assert driver.questions == [(1, "input", (), 0, GROUP)]
 
 
 def test_kinds_paths_and_rounds_are_fetched_apart(driver: Driver) -> None:
     slices = Slices()
-    slices.get(work(0), "input", ("x",))
-    slices.get(work(0), "input", ("y",))
-    slices.get(work(0), "target", ())
-    slices.get(work(0, number=2), "input", ("x",))
+    slices.get(work(0), "input", ("x",), 0)
+    slices.get(work(0), "input", ("y",), 0)
+    slices.get(work(0), "target", (), 0)
+    slices.get(work(0, number=2), "input", ("x",), 0)
     assert len(driver.asked) == 4
+
+
+def test_no_two_inputs_share_a_slice_which_one_of_them_may_change(driver: Driver) -> None:
+    slices = Slices()
+    for reader in range(2):
+        slices.get(work(0), "input", ("x",), reader)
+    assert len(driver.asked) == 2
 
 
 def test_a_slice_that_arrived_before_it_is_asked_for_is_given_at_once(driver: Driver) -> None:
     slices = Slices()
-    slices.get(work(0), "input", ("x",))
+    slices.get(work(0), "input", ("x",), 0)
     driver.answer()
-    assert slices.get(work(1), "input", ("x",)).value() == Outputs(1)
+    assert slices.get(work(1), "input", ("x",), 0).value() == Outputs(1)
 
 
 def test_what_went_wrong_is_the_answer_for_all_of_a_group(driver: Driver) -> None:
     slices = Slices()
-    answers = [slices.get(work(index), "input", ()) for index in range(2)]
+    answers = [slices.get(work(index), "input", (), 0) for index in range(2)]
     raised = Raised(to_wire(JobError("no such batch")))
     driver.asked[0][-1].set_result(raised)
     assert [answer.value() for answer in answers] == [raised, raised]
@@ -131,7 +138,7 @@ def test_what_went_wrong_is_the_answer_for_all_of_a_group(driver: Driver) -> Non
 
 def test_after_an_abort_nothing_of_the_rounds_before_is_given(driver: Driver) -> None:
     slices = Slices()
-    slices.get(work(0), "input", ())
+    slices.get(work(0), "input", (), 0)
     slices.forget()
-    slices.get(work(0), "input", ())
+    slices.get(work(0), "input", (), 0)
     assert len(driver.asked) == 2

@@ -216,14 +216,15 @@ class Stage:
         """All that a forward needs, in order; the keys say who is asked, and for what."""
         for index, reference in enumerate(self._references):
             if reference.from_batch:
-                source = (work, reference.producer, reference.path)
+                source = (work, reference.producer, reference.path, index)
                 ask = functools.partial(self._slices.get, *source)
             else:
                 question = (Stage.forward, work, self._port_of(index))
                 ask = functools.partial(transport.call, member(reference.producer), *question)
             yield f"{reference} (input {index})", ask
         if self.model.is_sink and work.mode is not Mode.PREDICT:
-            yield "the targets", functools.partial(self._slices.get, work, SOURCES[1], ())
+            source = (work, SOURCES[1], (), len(self._references))
+            yield "the targets", functools.partial(self._slices.get, *source)
 
     def _port_of(self, index: int) -> int:
         """Which of its producer's ports this stage's input `index` is."""
