@@ -100,7 +100,9 @@ def test_a_progress_bar_on_a_terminal(job: JobFolder) -> None:
     assert "parameters sha256" in text
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero-bubble"])
+@pytest.mark.parametrize(
+    "schedule", [pytest.param("gpipe", marks=pytest.mark.long), "1f1b", "zero-bubble"]
+)
 @pytest.mark.parametrize("steps", [100, pytest.param(1000, marks=pytest.mark.long)])
 def test_jitter_in_every_action_does_not_hang(job: JobFolder, schedule: str, steps: int) -> None:
     config = job.config("""
