@@ -117,7 +117,11 @@ class Simulation:
         return 1.0 - busy / self.makespan if self.makespan else 0.0
 
     def most(self, stage: str, until: Action) -> int:
-        """The most micro-batches that a stage ever held from forward to the end of `until`."""
+        """The most micro-batches that a stage ever held from forward to the end of `until`.
+
+        A whole backward ends the weight gradient as well.
+        """
+        until = until if self.limits[stage].splits else Action.BACKWARD
         held = most = 0
         for run in self.runs[stage]:
             held += {Action.FORWARD: 1, until: -1}.get(run.action, 0)

@@ -11,8 +11,9 @@ a stage's forward runs on a thread that watches. Everything else, and all that c
 its weight gradients in the backward as always: bits are those of a plain backward in every case.
 
 Not split are parameters that a micro-batch uses more than once (autograd sums their gradients
-before it adds them to `.grad`: another order of sums), autocast, double backwards, and of course
-what does not go through these functions (a fused LSTM, custom functions, normalizations).
+before it adds them to `.grad`: another order of sums) or that have hooks, what is checkpointed,
+autocast, double backwards, and of course what does not go through these functions (a fused LSTM,
+custom functions, normalizations).
 
 Next to `torch.distributed.pipelining._backward` (arXiv:2401.10241), which walks the graph of every
 micro-batch in Python, this costs some 10 microseconds a layer.
@@ -28,8 +29,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
+import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
+from torch.autograd.graph import Node
 
 Operation = Callable[..., Tensor]
 
@@ -86,13 +88,22 @@ class WeightGradients:
     def accumulate(self) -> None:
         """Add all that waits to `.grad`; nothing waits afterwards."""
         waiting, self._waiting = self._waiting, []
-        for add in waiting:
-            add()
+        with torch.no_grad():
+            for add in waiting:
+                add()
 
     def notice(self, parameters: Iterable[Tensor]) -> bool:
-        """Note that an operation uses `parameters`; whether it may be split at all."""
+        """Note that an operation uses `parameters`; whether it may be split at all.
+
+        Not where there are hooks: autograd calls them for a gradient of None as well.
+        """
         self._uses.update(parameters)
-        return all(parameter in self._splittable for parameter in parameters)
+        return all(
+            parameter in self._splittable
+            and not parameter._backward_hooks
+            and not parameter._post_accumulate_grad_hooks
+            for parameter in parameters
+        )
 
     def postpone(self, parameters: Sequence[Tensor], add: Callable[[], None]) -> bool:
         """Keep `add` for later, if it is all that its parameters get in this micro-batch."""
@@ -122,21 +133,27 @@ class Splitter:
 
 
 def used_once(outputs: Iterable[Tensor]) -> frozenset[Tensor]:
-    """The parameters to which exactly one edge of the graph of `outputs` leads."""
-    edges: Counter[Tensor] = Counter()
+    """The parameters that one operation of the graph of `outputs` uses, and that only once."""
     nodes = [output.grad_fn for output in outputs if output.grad_fn is not None]
-    seen = set(nodes)
+    users: dict[Node, list[Node]] = {node: [] for node in nodes}
     while nodes:
-        for node, _ in nodes.pop().next_functions:
+        user = nodes.pop()
+        for node, _ in user.next_functions:
             if node is None:
                 continue
-            variable = getattr(node, "variable", None)  # only AccumulateGrad has one
-            if variable is not None:
-                edges[variable] += 1
-            if node not in seen:
-                seen.add(node)
+            if node not in users:
+                users[node] = []
                 nodes.append(node)
-    return frozenset(variable for variable, count in edges.items() if count == 1)
+            users[node].append(user)
+
+    def uses(node: Node) -> int:
+        """How many there are; a transposed parameter's are those of the parameter."""
+        return sum(1 if len(user.next_functions) > 1 else uses(user) for user in users[node])
+
+    # Only AccumulateGrad has a variable.
+    return frozenset(
+        node.variable for node in users if hasattr(node, "variable") and uses(node) == 1
+    )
 
 
 def splittable(operation: Operation) -> Operation:
@@ -188,9 +205,17 @@ def _split_linear(operation: Operation) -> Operation:
 
 def _can_split(gradients: WeightGradients, input: Tensor, parameters: Sequence[Tensor]) -> bool:
     trained = _trained(*parameters)
-    if not trained or not torch.is_grad_enabled() or torch.is_autocast_enabled(input.device.type):
-        return False
-    return gradients.notice(trained)
+    may_wait = gradients.notice(trained)  # without a tape, too: it may be recomputed with one
+    return bool(trained) and may_wait and torch.is_grad_enabled() and not _is_special(input)
+
+
+def _is_special(input: Tensor) -> bool:
+    """Whether autocast, or hooks on saved tensors (checkpointing, offloading), change the rules.
+
+    What a checkpoint saves must be what its recomputation, which is not watched, saves again.
+    """
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return hooks is not None or torch.is_autocast_enabled(input.device.type)
 
 
 def _trained(*tensors: Tensor | None) -> list[Tensor]:
@@ -325,10 +350,8 @@ def _differentiate(
 
 
 def _add_to_grad(parameter: Tensor, grad: Tensor) -> None:
-    """What autograd's accumulation does, hooks included."""
-    if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
-        torch.autograd.backward([parameter], [grad])
-    elif parameter.grad is None:
+    """What autograd's accumulation does."""
+    if parameter.grad is None:
         parameter.grad = grad
     else:
         parameter.grad.add_(grad)

@@ -122,6 +122,10 @@ def test_every_module_has_its_place_and_every_place_its_module() -> None:
     assert set(ROWS) == {part(module) for module in modules()}
 
 
+PRIVATE = {"rpcmp.split uses torch._C._autograd._top_saved_tensors_default_hooks"}
+"""What is private in torch and cannot be had in the transport; see tests/test_torch_contract.py."""
+
+
 def test_only_the_transport_touches_rpc_and_what_is_private_in_torch() -> None:
     ours = re.compile(r"torch\.distributed\.(rpc|autograd)\b|torch\.(.*\.)?_(?!_)")
     uses = [
@@ -131,7 +135,8 @@ def test_only_the_transport_touches_rpc_and_what_is_private_in_torch() -> None:
         if ours.match(name)
     ]
     assert any(use.startswith("rpcmp.transport ") for use in uses)
-    assert [use for use in uses if not use.startswith("rpcmp.transport ")] == []
+    others = [use for use in uses if not use.startswith("rpcmp.transport ")]
+    assert [use for use in others if not any(one.startswith(use) for one in PRIVATE)] == []
 
 
 def test_the_reference_shares_nothing_with_what_it_is_compared_to() -> None:

@@ -17,21 +17,24 @@ from rpcmp.worker.boundary import LocalTape, connect, sum_gradients
 CPU = torch.device("cpu")
 
 
-def answer(*tensors: Tensor) -> Outputs:
-    """What another stage would send: tensors with their presence."""
-    return Outputs(tensors, torch.ones(len(tensors), requires_grad=True))
-
-
-def from_driver(value: Any) -> Outputs:
-    """What the driver sends: a slice of the batch."""
-    return Outputs(value, None)
+def token() -> Tensor:
+    """What makes an answer differentiable that has nothing else that is."""
+    return torch.empty(0, requires_grad=True)
 
 
 def run_stage(function: Callable[..., Any], received: Sequence[Outputs]) -> tuple[Tensor, ...]:
     """A whole stage: its outputs as its readers see them."""
     tape = LocalTape(received, CPU)
     outputs = tape.leave(function(*tape.inputs))
-    return connect(tape.backward, [output.detach().clone() for output in outputs], received)
+    copies = [output.detach().clone() for output in outputs]
+    constants = [
+        copy for output, copy in zip(outputs, copies, strict=True) if not output.requires_grad
+    ]
+    return connect(lambda gradients: tape.backward(gradients)[0], copies, received, constants)
+
+
+def lists(gradients: Sequence[Tensor | None]) -> list[Any]:
+    return [None if gradient is None else gradient.tolist() for gradient in gradients]
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:
@@ -48,9 +51,10 @@ def test_a_stage_gives_the_gradients_of_plain_autograd() -> None:
 
     plain = torch.autograd.grad(module(received), [received, *module.parameters()], gradient)
 
-    tape = LocalTape([Outputs(received, None)], CPU)
+    tape = LocalTape([Outputs(received)], CPU)
     tape.leave(module(*tape.inputs))
-    found = tape.backward([gradient])
+    found, missing = tape.backward([gradient])
+    assert missing == {}
     grads = [parameter.grad for parameter in module.parameters()]
     for ours, theirs in zip([*found, *grads], plain, strict=True):
         assert ours is not None
@@ -61,75 +65,95 @@ def test_a_stage_gives_the_gradients_of_plain_autograd() -> None:
 def test_gradients_of_micro_batches_accumulate_in_the_parameters() -> None:
     weight = nn.Parameter(torch.tensor([1.0]))
     for scale in (1.0, 10.0):
-        tape = LocalTape([from_driver(torch.tensor([scale]))], CPU)
+        tape = LocalTape([Outputs(torch.tensor([scale]))], CPU)
         tape.leave(weight * tape.inputs[0])
         tape.backward([torch.ones(1)])
     assert weight.grad is not None
     assert weight.grad.tolist() == [11]
 
 
-def test_every_input_gets_its_gradients_in_order_and_its_presence() -> None:
+def test_every_input_gets_its_gradients_in_order_and_its_token_none() -> None:
     x, y, z = (torch.ones(1, requires_grad=True) for _ in range(3))
-    tape = LocalTape([answer(x, y), from_driver(torch.ones(1)), answer(z)], CPU)
-    (x_in, y_in), _, (z_in,) = tape.inputs
+    received = [
+        Outputs((x, y)),
+        Outputs(torch.ones(1)),
+        Outputs(torch.ones(1), token()),
+        Outputs(z),
+    ]
+    tape = LocalTape(received, CPU)
+    (x_in, y_in), _, _, z_in = tape.inputs
     tape.leave(2 * x_in + 3 * y_in + 5 * z_in)
-    found = tape.backward([torch.ones(1)])
-    assert [grad if grad is None else grad.tolist() for grad in found] == [
-        [2],
-        [3],
-        [1, 1],
-        None,
-        [5],
-        [1],
-    ]
+    found, missing = tape.backward([torch.ones(1)])
+    assert lists(found) == [[2], [3], None, None, None, [5]]
+    assert missing == {}
 
 
-def test_what_no_gradient_reached_stays_none_and_is_said_to_be_absent() -> None:
-    used, unused, number = (torch.ones(1, requires_grad=True) for _ in range(3))
+def test_what_no_gradient_reached_stays_none_and_is_said_to_be_missing_by_input() -> None:
+    used, unused, other = (torch.ones(1, requires_grad=True) for _ in range(3))
+    index = torch.ones(1, dtype=torch.int64)  # needs no gradient, and so misses none
     idle = nn.Parameter(torch.ones(1))
-    tape = LocalTape([answer(used, unused), answer(number)], CPU)
-    (used_in, unused_in), _ = tape.inputs
+    tape = LocalTape([Outputs((used, index, unused)), Outputs(index, token()), Outputs(other)], CPU)
+    (used_in, _, unused_in), _, _ = tape.inputs
     tape.leave([used_in * 2, unused_in * idle])
-    found = tape.backward([torch.ones(1), None])
+    found, missing = tape.backward([torch.ones(1), None])
     assert idle.grad is None
-    assert [grad if grad is None else grad.tolist() for grad in found] == [
-        [2],
-        None,
-        [1, 0],
-        None,
-        [0],
-    ]
+    assert lists(found) == [[2], None, None, None, None, None]
+    assert missing == {0: [2], 2: [0]}
+
+
+def test_a_gradient_of_zeros_is_not_missing() -> None:
+    tape = LocalTape([Outputs(torch.ones(2, requires_grad=True))], CPU)
+    tape.leave(tape.inputs[0] * 0)
+    found, missing = tape.backward([torch.ones(2)])
+    assert lists(found) == [[0, 0]]
+    assert missing == {}
+
+
+def test_without_any_gradient_all_that_was_received_misses_its_own() -> None:
+    idle = nn.Parameter(torch.ones(1))
+    received = torch.ones(1, requires_grad=True)
+    tape = LocalTape([Outputs(received), Outputs(torch.ones(1))], CPU)
+    tape.leave(tape.inputs[0] * idle)
+    found, missing = tape.backward([None])
+    assert (found, missing) == ([None, None], {0: [0]})
+    assert idle.grad is None
 
 
 def test_integers_and_plain_values_pass_and_get_no_gradient() -> None:
     index, value = torch.tensor([1]), torch.ones(3, requires_grad=True)
-    tape = LocalTape([Outputs({"index": index, "scale": 2, "value": value}, torch.ones(2))], CPU)
+    tape = LocalTape([Outputs({"index": index, "scale": 2, "value": value})], CPU)
     (received,) = tape.inputs
     assert received["scale"] == 2
     outputs = tape.leave([received["value"][received["index"]], received["index"]])
-    none, grad, presence = tape.backward([torch.ones(1), None])
-    assert none is None
-    assert grad is not None
-    assert presence is not None
-    assert (grad.tolist(), presence.tolist()) == ([0, 1, 0], [0, 1])
+    found, _ = tape.backward([torch.ones(1), None])
+    assert lists(found) == [None, [0, 1, 0]]
     assert outputs == []  # let go of
 
 
-def test_the_first_layer_may_work_in_place() -> None:
+def test_what_is_received_is_not_copied() -> None:
+    received, constant = torch.ones(2, requires_grad=True), torch.ones(2)
+    tape = LocalTape([Outputs((received, constant))], CPU)
+    ((received_in, constant_in),) = tape.inputs
+    assert received_in.data_ptr() == received.data_ptr()
+    assert constant_in.data_ptr() == constant.data_ptr()
+    assert (received_in.requires_grad, constant_in.requires_grad) == (True, False)
+
+
+@pytest.mark.parametrize("others", [0, 1, 2])
+def test_the_first_layer_may_work_in_place(others: int) -> None:
     received = torch.tensor([-1.0, 2.0], requires_grad=True)
-    tape = LocalTape([Outputs(received, None)], CPU)
-    tape.leave(torch.relu_(tape.inputs[0]))
-    (grad,) = tape.backward([torch.ones(2)])
-    assert grad is not None
-    assert grad.tolist() == [0, 1]
-    assert received.tolist() == [-1, 2]
+    more = [torch.ones(1, requires_grad=True) for _ in range(others)]
+    tape = LocalTape([Outputs((received, *more))], CPU)
+    tape.leave(torch.relu_(tape.inputs[0][0]))
+    found, _ = tape.backward([torch.ones(2)])
+    assert lists(found) == [[0, 1], *[None] * others]
 
 
 def test_the_gradients_that_leave_a_stage_are_contiguous() -> None:
     received = random(2, 3).T.requires_grad_()
-    tape = LocalTape([Outputs(received, None)], CPU)
+    tape = LocalTape([Outputs(received)], CPU)
     tape.leave(tape.inputs[0] * 2)
-    (grad,) = tape.backward([random(3, 2)])
+    ((grad,), _) = tape.backward([random(3, 2)])
     assert grad is not None
     assert grad.is_contiguous()
 
@@ -172,8 +196,8 @@ def test_two_stages_give_the_bits_of_one_model() -> None:
     first.zero_grad()
     second.zero_grad()
 
-    (hidden,) = run_stage(lambda x: torch.tanh(first(x)), [from_driver(batch)])
-    (loss,) = run_stage(lambda x: second(x[0]).sum(), [answer(hidden)])
+    (hidden,) = run_stage(lambda x: torch.tanh(first(x)), [Outputs(batch)])
+    (loss,) = run_stage(lambda x: second(x).sum(), [Outputs(hidden)])
     loss.backward()
     for parameter, grad in zip((*first.parameters(), *second.parameters()), plain, strict=True):
         assert parameter.grad is not None
@@ -186,7 +210,7 @@ def test_outputs_of_several_kinds_are_connected_in_order() -> None:
         return {"half": (x / 2, x.argmax()), "mask": x > 0, "double": x * 2}
 
     received = torch.tensor([1.0, -3.0], requires_grad=True)
-    outputs = run_stage(split, [Outputs(received, None)])
+    outputs = run_stage(split, [Outputs(received)])
     assert [tree.describe(output) for output in outputs] == [
         "float32[2]",
         "int64[]",
@@ -208,7 +232,7 @@ def test_an_output_that_nobody_used_has_no_gradient_instead_of_zeros() -> None:
 
     received = torch.ones(1, requires_grad=True)
     outputs = [torch.ones(1), torch.ones(1)]
-    used, _ = connect(run_backward, outputs, [Outputs(received, None)])
+    used, _ = connect(run_backward, outputs, [Outputs(received)])
     used.backward()
     ((gradient, nothing),) = seen
     assert gradient is not None
@@ -219,23 +243,28 @@ def test_an_output_that_nobody_used_has_no_gradient_instead_of_zeros() -> None:
 
 def test_a_stage_that_reads_only_the_batch_is_differentiated_too() -> None:
     weight = nn.Parameter(torch.ones(2))
-    (output,) = run_stage(lambda x: weight * x, [from_driver(torch.tensor([3.0, 4.0]))])
+    (output,) = run_stage(lambda x: weight * x, [Outputs(torch.tensor([3.0, 4.0]))])
     assert output.requires_grad
     output.sum().backward()
     assert weight.grad is not None
     assert weight.grad.tolist() == [3, 4]
 
 
-def test_presence_tells_the_stage_before_which_gradients_are_real() -> None:
-    presence = torch.ones(2, requires_grad=True)
-    used, unused = (torch.ones(1, requires_grad=True) for _ in range(2))
-    (output,) = run_stage(lambda pair: pair[0] * 0, [Outputs((used, unused), presence)])
+def test_a_token_leads_to_a_stage_whose_answer_has_no_gradient() -> None:
+    weight = nn.Parameter(torch.ones(1))
+    seen: list[Sequence[Tensor | None]] = []
+
+    def run_backward(gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+        seen.append(gradients)
+        return []
+
+    mask = torch.tensor([True])
+    value, link = connect(run_backward, [mask, torch.empty(0)], [], constants=[mask])
+    assert (value.requires_grad, link.requires_grad) == (False, True)
+    (output,) = run_stage(lambda mask: mask * weight, [Outputs(value, link)])
     output.backward()
-    assert used.grad is not None
-    assert used.grad.tolist() == [0]  # a gradient of zero is one
-    assert unused.grad is None
-    assert presence.grad is not None
-    assert presence.grad.tolist() == [1, 0]
+    assert weight.grad is not None
+    assert lists(seen[0]) == [None, None]  # nothing to differentiate, but the stage has been told
 
 
 def test_a_stage_is_connected_even_where_gradients_are_switched_off() -> None:

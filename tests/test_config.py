@@ -47,6 +47,7 @@ def test_the_defaults_are_as_documented() -> None:
         "steps": None,
         "num_microbatches": 4,
         "schedule": "1f1b",
+        "max_in_flight": None,
         "max_grad_norm": None,
         "evaluate_every": 1,
         "ship_code": True,
@@ -181,6 +182,30 @@ def test_a_stage_without_a_table_has_the_defaults() -> None:
 
 
 @pytest.mark.parametrize(
+    ("overrides", "holds"),
+    [
+        ({}, False),
+        ({"max_grad_norm": 1.0}, True),
+        ({"scheduler": "torch.optim.lr_scheduler:StepLR"}, False),
+        ({"scheduler": "torch.optim.lr_scheduler:StepLR", "scheduler_interval": "step"}, False),
+        ({"scheduler": "torch.optim.lr_scheduler:ReduceLROnPlateau"}, False),
+        (
+            {
+                "scheduler": "torch.optim.lr_scheduler:ReduceLROnPlateau",
+                "scheduler_interval": "step",
+            },
+            True,
+        ),
+        ({"scheduler": "m:WatchesTheLoss", "scheduler_interval": "step"}, True),
+    ],
+)
+def test_steps_are_held_where_somebody_has_to_look_at_all_stages(
+    overrides: dict[str, Any], holds: bool
+) -> None:
+    assert parse({**LAYERS, **overrides}).holds_steps is holds
+
+
+@pytest.mark.parametrize(
     ("data", "message"),
     [
         ({"loss": "m:loss"}, r"needs \[model\] with layers, or \[\[stages\]\] with modules"),
@@ -212,7 +237,8 @@ def test_a_stage_without_a_table_has_the_defaults() -> None:
         ({**LAYERS, "num_microbatches": 0}, "num_microbatches: .* greater than or equal to 1"),
         ({**LAYERS, "steps": 0}, "steps: .* greater than or equal to 1"),
         ({**LAYERS, "max_grad_norm": 0.0}, "max_grad_norm: .* greater than 0"),
-        ({**LAYERS, "schedule": "1F1B"}, "schedule: .* 'gpipe' or '1f1b'"),
+        ({**LAYERS, "schedule": "1F1B"}, "schedule: .* 'gpipe', '1f1b' or 'zero-bubble'"),
+        ({**LAYERS, "max_in_flight": 0}, "max_in_flight: .* greater than or equal to 1"),
         ({**LAYERS, "name": "my job"}, "name: not of the form letters"),
         ({**LAYERS, "loss": "torch.nn.MSELoss"}, "loss.callable: not of the form"),
         ({**LAYERS, "loss": "m:f()"}, "loss.callable: not of the form"),

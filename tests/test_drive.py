@@ -35,7 +35,7 @@ def test_one_hash_for_every_balance_and_schedule(job: JobFolder) -> None:
             *("drive", config, "--json", "--steps", "3"),
             *("--set", f"model.num_stages={num_stages}", "--set", f"schedule={schedule}"),
         ).event("summary")["parameters_sha256"]
-        for num_stages, schedule in ((1, "1f1b"), (2, "gpipe"), (4, "1f1b"))
+        for num_stages, schedule in ((1, "1f1b"), (2, "gpipe"), (3, "zero-bubble"), (4, "1f1b"))
     }
     assert len(hashes) == 1
 
@@ -100,7 +100,9 @@ def test_a_progress_bar_on_a_terminal(job: JobFolder) -> None:
     assert "parameters sha256" in text
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize(
+    "schedule", [pytest.param("gpipe", marks=pytest.mark.long), "1f1b", "zero-bubble"]
+)
 @pytest.mark.parametrize("steps", [100, pytest.param(1000, marks=pytest.mark.long)])
 def test_jitter_in_every_action_does_not_hang(job: JobFolder, schedule: str, steps: int) -> None:
     config = job.config("""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import subprocess
 import sys
@@ -51,24 +52,41 @@ LAST, FIRST = (2, "stage1"), (0, "stage0")
 
 
 @pytest.mark.parametrize(
-    ("phase", "position", "stage"),
+    ("phase", "position", "stage", "schedule"),
     [
-        ("forward", *LAST),
-        ("backward", *FIRST),
-        pytest.param("forward", *FIRST, marks=pytest.mark.long),
-        pytest.param("backward", *LAST, marks=pytest.mark.long),
+        ("forward", *LAST, "1f1b"),
+        ("backward", *FIRST, "1f1b"),
+        ("backward", *LAST, "zero-bubble"),
+        pytest.param("forward", *FIRST, "zero-bubble", marks=pytest.mark.long),
+        pytest.param("backward", *LAST, "1f1b", marks=pytest.mark.long),
     ],
 )
 def test_an_exception_in_the_model_names_stage_step_and_microbatch(
-    job: JobFolder, shared_servers: list[Server], phase: str, position: int, stage: str
+    job: JobFolder,
+    shared_servers: list[Server],
+    phase: str,
+    position: int,
+    stage: str,
+    schedule: str,
 ) -> None:
     text = troubled("[2, 2]", phase=phase, position=position, step=2)
-    code, err = drive(job, shared_servers, text)
+    code, err = drive(job, shared_servers, text, "--set", f"schedule={schedule}")
     assert code == 1
     assert f"stage '{stage}' failed in {phase} of micro-batch 0 at step 2: ValueError" in err
     assert "planted: größer als erlaubt" in err
     assert "zoo.py" in err  # the remote traceback, in the user's own file
     assert "in trouble" in err
+
+
+@pytest.mark.parametrize("schedule", ["zero-bubble", pytest.param("1f1b", marks=pytest.mark.long)])
+def test_an_exception_in_an_optimizer_names_stage_and_step(
+    job: JobFolder, shared_servers: list[Server], schedule: str
+) -> None:
+    text = 'steps = 5\noptimizer = "zoo:TroubledSGD"\n[model]\nlayers = "zoo:mlp"\nbalance = [2, 2]'
+    code, err = drive(job, shared_servers, text, "--set", f"schedule={schedule}")
+    assert code == 1
+    assert re.search("stage 'stage[01]' failed in optimizer at step 2: ValueError: planted", err)
+    assert "zoo.py" in err
 
 
 def test_a_shape_mismatch_names_both_stages_and_the_shapes(
@@ -310,6 +328,8 @@ def test_code_is_refused_by_a_server_that_takes_none(job: JobFolder) -> None:
     ("options", "message"),
     [
         (["--set", "num_microbatch=3"], "unknown key; did you mean 'num_microbatches'?"),
+        (["--set", "schedule=gpipe", "--set", "max_in_flight=1"], "max_in_flight = 1: gpipe holds"),
+        (["--set", "schedule=interleaved"], "'gpipe', '1f1b' or 'zero-bubble'"),
         (["--set", "model.balance=[9, 9]"], "adds up to 18, but the model has 6 layers"),
         (["--set", "model.layers='digits:nothing'"], "has no attribute 'nothing'"),
         (["--set", "data.train='missing_module:x'"], "No module named 'missing_module'"),

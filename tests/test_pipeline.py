@@ -140,6 +140,50 @@ def test_an_error_in_the_model_leaves_the_pipeline_usable(
     assert pipeline.optimizer.clip_grad_norm_(1.0) == 0.0  # no gradient is left of either
 
 
+def troubled(schedule: str, **kwargs: object) -> Config:
+    """Two stages of two layers; in the second step's last micro-batch one of them is in trouble."""
+    last = {"step": 2, "microbatches": 7, **kwargs}  # counted from 1, it is forward 8 of 4 a step
+    model = {"layers": "zoo:troubled", "balance": [2, 2], "kwargs": last}
+    return config(model=model, schedule=schedule)
+
+
+def differing(one: dict[str, Tensor], other: dict[str, Tensor]) -> set[str]:
+    return {
+        name.split(".")[0] for name, value in one.items() if not torch.equal(value, other[name])
+    }
+
+
+@pytest.mark.parametrize("schedule", ["zero-bubble", pytest.param("1f1b", marks=pytest.mark.long)])
+def test_a_stage_whose_backward_failed_does_not_step_and_goes_on(
+    schedule: str, batch: tuple[Tensor, Tensor]
+) -> None:
+    with rpcmp.launch(troubled(schedule, phase="backward", position=0)) as pipeline:
+        pipeline.train_step(*batch)
+        before = pipeline.state_dict()
+        with pytest.raises(StageError, match="'stage0' failed in backward of micro-batch 3"):
+            pipeline.train_step(*batch)
+        failed = pipeline.state_dict()
+        assert not differing(failed, before) & {"layer0", "layer1"}
+        losses = [pipeline.train_step(*batch) for _ in range(2)]
+        assert losses[1] < losses[0]
+        assert differing(pipeline.state_dict(), failed) == {"layer0", "layer1", "layer2", "head"}
+
+
+@pytest.mark.parametrize("schedule", ["zero-bubble", pytest.param("1f1b", marks=pytest.mark.long)])
+def test_no_stage_steps_on_a_loss_that_is_not_finite(
+    schedule: str, batch: tuple[Tensor, Tensor]
+) -> None:
+    config = troubled(schedule, phase="forward", kind="nan", position=2)
+    with rpcmp.launch(config) as pipeline:
+        pipeline.train_step(*batch)
+        before = pipeline.state_dict()
+        with pytest.raises(NonFiniteLossError, match="in micro-batch 3 at step 2"):
+            pipeline.train_step(*batch)
+        assert not differing(pipeline.state_dict(), before)
+        pipeline.train_step(*batch)
+        assert pipeline.evaluate(*batch).num_samples == BATCH
+
+
 def test_dropout_goes_on_drawing_while_gradients_accumulate() -> None:
     """Checked on a model without batch normalization, whose statistics would differ anyway."""
     stages = [{"name": "encoder", "module": "zoo:Encoder", "inputs": ["input"]}]

@@ -12,6 +12,7 @@ from rpcmp.configfile import parse
 from rpcmp.errors import ConfigError
 from rpcmp.members import DRIVER, member, members
 from rpcmp.plan import Assignment
+from rpcmp.schedule import Limits
 
 
 def chain(width: int = 6, **model: Any) -> Config:
@@ -52,11 +53,38 @@ def test_named_stages_are_a_layer_each_in_the_configs_order() -> None:
     assert [assignment.stage_index for assignment in assignments] == [0, 1, 2]
 
 
-def test_limits_follow_the_schedule_and_the_depth() -> None:
-    config = parse(BRANCHES)
-    assert plan.limits(config) == {"a": 3, "b": 2, "c": 1}
-    assert [assignment.limit for assignment in plan.assign(config)] == [1, 3, 2]
-    assert plan.limits(parse({**BRANCHES, "schedule": "gpipe"})) == {"a": 8, "b": 8, "c": 8}
+@pytest.mark.parametrize(
+    ("overrides", "of_a", "of_b", "of_c"),
+    [
+        ({}, Limits(3, 3), Limits(2, 2), Limits(1, 1)),
+        ({"max_in_flight": 1}, Limits(1, 1), Limits(1, 1), Limits(1, 1)),
+        ({"schedule": "gpipe"}, Limits(8, 8), Limits(8, 8), Limits(8, 8)),
+        (
+            {"schedule": "zero-bubble"},
+            Limits(3, 3),
+            Limits(2, 4, splits=True, deferred=1),
+            Limits(1, 4, splits=True, deferred=2),
+        ),
+        (
+            {"schedule": "zero-bubble", "max_in_flight": 6},
+            Limits(5, 5),
+            Limits(3, 6, splits=True, deferred=2),
+            Limits(1, 6, splits=True, deferred=4),
+        ),
+    ],
+)
+def test_limits_follow_the_schedule_the_graph_and_max_in_flight(
+    overrides: dict[str, Any], of_a: Limits, of_b: Limits, of_c: Limits
+) -> None:
+    config = parse({**BRANCHES, **overrides})
+    assert plan.limits(config) == {"a": of_a, "b": of_b, "c": of_c}
+    assert [assignment.limits for assignment in plan.assign(config)] == [of_c, of_a, of_b]
+
+
+def test_a_schedule_that_cannot_run_within_max_in_flight_is_refused() -> None:
+    config = parse({**BRANCHES, "schedule": "gpipe", "max_in_flight": 4})
+    with pytest.raises(ConfigError, match="max_in_flight = 4: gpipe holds all 8 micro-batches"):
+        plan.limits(config)
 
 
 @pytest.mark.parametrize(

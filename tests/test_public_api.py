@@ -23,6 +23,7 @@ NAMES = [
     "launch",
     "load_config",
     "parameters_sha256",
+    "splittable",
 ]
 
 PIPELINE = {
@@ -49,6 +50,7 @@ FUNCTIONS = {
     "launch": "(config: 'Config', connect: 'Sequence[str] | None' = None) -> 'Pipeline'",
     "load_config": "(path: 'str | Path', overrides: 'Sequence[str]' = ()) -> 'Config'",
     "parameters_sha256": "(state_dict: 'Mapping[str, torch.Tensor]') -> 'str'",
+    "splittable": "(operation: 'Operation') -> 'Operation'",
 }
 
 

@@ -1,138 +1,45 @@
-"""Schedules, simulated: the pictures of rpcmp.schedule, and that nothing ever deadlocks.
-
-The simulation follows the rules of a run: a stage's thread does one action at a time and asks its
-policy for the next; a forward needs its inputs' forwards, a backward the forward and its readers'
-backwards; the driver asks for a few micro-batches at once.
-"""
+"""Schedules: the pictures of rpcmp.schedule, what they keep, and that nothing ever deadlocks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from random import Random
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rpcmp import graph, schedule
+from rpcmp import graph, schedule, simulation
 from rpcmp.errors import ConfigError
 from rpcmp.graph import Graph
-from rpcmp.schedule import Action, Progress
+from rpcmp.schedule import Action, Limits, Place
+from rpcmp.simulation import Duration, Simulation, Times, fixed
+from tests.graphs import graphs
 
-AHEAD = 2  # rpcmp.driver.group.AHEAD, which needs torch
-F, B = Action.FORWARD, Action.BACKWARD
+F, B, W = Action
 
-Duration = Callable[[str, Action, int], int]
-
-
-@dataclass
-class Simulation:
-    """One mini-batch on all stages.
-
-    Attributes:
-        runs: for every action of a stage, when it starts and ends.
-    """
-
-    graph: Graph
-    policy: schedule.Policy
-    num_microbatches: int
-    duration: Duration = lambda stage, action, microbatch: 1
-    now: int = 0
-    runs: dict[tuple[str, Action, int], tuple[int, int]] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        stages = self.graph.stages
-        self.limits = {
-            stage: self.policy.limit(self.graph.depth(stage), self.num_microbatches)
-            for stage in stages
-        }
-        while len(self.runs) < 2 * len(stages) * self.num_microbatches:
-            started = [self._start(stage) for stage in stages if not self._is_busy(stage)]
-            later = [end for _, end in self.runs.values() if end > self.now]
-            assert any(started) or later, f"deadlock at {self.now}: {self.runs}"
-            self.now = min(later)
-
-    def count(self, stage: str, action: Action) -> int:
-        """How many actions of a kind a stage has begun."""
-        return sum(key[:2] == (stage, action) for key in self.runs)
-
-    def order(self, stage: str) -> list[tuple[Action, int]]:
-        """A stage's actions in the order in which they ran."""
-        keys = sorted(self.runs, key=self.runs.__getitem__)
-        return [(action, microbatch) for name, action, microbatch in keys if name == stage]
-
-    def open(self, stage: str) -> int:
-        """The most micro-batches that a stage ever held between forward and backward."""
-        held = most = 0
-        for action, _ in self.order(stage):
-            held += 1 if action is F else -1
-            most = max(most, held)
-        return most
-
-    def picture(self) -> str:
-        """The stages' actions over time, for actions that take one unit each."""
-        rows = []
-        for index, stage in enumerate(self.graph.stages):
-            cells = {
-                start: f"{action}{microbatch}"
-                for (name, action, microbatch), (start, _) in self.runs.items()
-                if name == stage
-            }
-            row = " ".join(f"{cells.get(time, '.'):2}" for time in range(self.now))
-            rows.append(f"stage {index}   {row}".rstrip())
-        return "\n".join(rows)
-
-    def _start(self, stage: str) -> bool:
-        forwards, backwards = self.count(stage, F), self.count(stage, B)
-        progress = Progress(
-            self.num_microbatches,
-            forwards,
-            backwards,
-            forwards < self.num_microbatches and self._can_forward(stage, forwards),
-            backwards < self.num_microbatches and self._can_backward(stage, backwards),
-        )
-        action = self.policy.choose(progress, self.limits[stage])
-        if action is None:
-            return False
-        assert progress.forward_ready if action is F else progress.backward_ready
-        microbatch = forwards if action is F else backwards
-        end = self.now + self.duration(stage, action, microbatch)
-        self.runs[stage, action, microbatch] = (self.now, end)
-        return True
-
-    def _is_busy(self, stage: str) -> bool:
-        return any(name == stage and end > self.now for (name, _, _), (_, end) in self.runs.items())
-
-    def _is_done(self, stage: str, action: Action, microbatch: int) -> bool:
-        run = self.runs.get((stage, action, microbatch))
-        return run is not None and run[1] <= self.now
-
-    def _can_forward(self, stage: str, microbatch: int) -> bool:
-        references = self.graph.inputs[stage]
-        return self._is_asked(microbatch) and all(
-            ref.from_batch or self._is_done(ref.producer, F, microbatch) for ref in references
-        )
-
-    def _can_backward(self, stage: str, microbatch: int) -> bool:
-        readers = {port.reader for port in self.graph.ports(stage)}
-        return self._is_done(stage, F, microbatch) and all(
-            self._is_done(reader, B, microbatch) for reader in readers
-        )
-
-    def _is_asked(self, microbatch: int) -> bool:
-        in_flight = max(self.limits.values()) + AHEAD
-        return all(
-            self._is_done(stage, B, earlier)
-            for stage in self.graph.stages
-            for earlier in range(microbatch - in_flight + 1)
-        )
+HALVES = Times(1.0, 0.5, 0.5)  # a whole backward takes as long as a forward
+EQUAL = Times(1.0, 1.0, 1.0)  # each part of a split one does
 
 
-def simulate(name: str, num_stages: int, num_microbatches: int) -> Simulation:
-    """A chain under the schedule called `name`, with equal times for all actions."""
-    stages = [f"stage{index}" for index in range(num_stages)]
-    return Simulation(graph.chain(stages), schedule.policy(name), num_microbatches)
+def chain(
+    name: str, num_stages: int, num_microbatches: int, times: Times, most: int | None = None
+) -> Simulation:
+    """A chain of equal stages under the schedule called `name`."""
+    stages = graph.chain([f"stage{index}" for index in range(num_stages)])
+    policy = schedule.policy(name)
+    limits = simulation.limits(stages, policy, num_microbatches, most)
+    durations = fixed(dict.fromkeys(stages.stages, times), limits)
+    return Simulation(stages, policy, num_microbatches, durations, limits)
+
+
+def picture(run: Simulation) -> str:
+    """The stages' actions over time; each begins at a whole number."""
+    rows = []
+    for stage, runs in run.runs.items():
+        cells = {int(done.start): f"{done.action}{done.microbatch}" for done in runs}
+        row = " ".join(f"{cells.get(time, '.'):2}" for time in range(int(run.makespan)))
+        rows.append(f"{stage.replace('stage', 'stage ')}   {row}".rstrip())
+    return "\n".join(rows)
 
 
 PICTURES = {
@@ -144,15 +51,23 @@ stage 2   .  .  F0 F1 F2 F3 B0 B1 B2 B3 .  .""",
 stage 0   F0 F1 F2 .  .  B0 F3 B1 .  B2 .  B3
 stage 1   .  F0 F1 .  B0 F2 B1 F3 B2 .  B3 .
 stage 2   .  .  F0 B0 F1 B1 F2 B2 F3 B3 .  .""",
+    ("zero-bubble", 3, 4): """\
+stage 0   F0 F1 F2 .  .  B0 .  F3 B1 .  B2 .  B3 .
+stage 1   .  F0 F1 .  B0 F2 B1 W0 F3 B2 W1 B3 W2 W3
+stage 2   .  .  F0 B0 F1 B1 F2 B2 W0 F3 B3 W1 W2 W3""",
     ("gpipe", 2, 3): """\
 stage 0   F0 F1 F2 .  .  B0 B1 B2
 stage 1   .  F0 F1 F2 B0 B1 B2 .""",
     ("1f1b", 2, 3): """\
 stage 0   F0 F1 .  B0 F2 B1 .  B2
 stage 1   .  F0 B0 F1 B1 F2 B2 .""",
+    ("zero-bubble", 2, 3): """\
+stage 0   F0 F1 .  B0 .  F2 B1 .  B2 .
+stage 1   .  F0 B0 F1 B1 W0 F2 B2 W1 W2""",
     ("gpipe", 1, 3): "stage 0   F0 F1 F2 B0 B1 B2",
     ("1f1b", 1, 3): "stage 0   F0 B0 F1 B1 F2 B2",
-    # Fewer micro-batches than stages: both are the same but for the last stages.
+    ("zero-bubble", 1, 3): "stage 0   F0 B0 .  F1 B1 .  F2 B2 .",  # nothing to split for
+    # Fewer micro-batches than stages: all are the same but for the last stages.
     ("gpipe", 4, 2): """\
 stage 0   F0 F1 .  .  .  .  .  .  B0 B1
 stage 1   .  F0 F1 .  .  .  .  B0 B1 .
@@ -169,74 +84,149 @@ stage 3   .  .  .  F0 B0 F1 B1 .  .  .""",
 @pytest.mark.parametrize(("name", "num_stages", "num_microbatches"), PICTURES)
 def test_a_chain_runs_as_drawn(name: str, num_stages: int, num_microbatches: int) -> None:
     drawn = PICTURES[name, num_stages, num_microbatches]
-    assert simulate(name, num_stages, num_microbatches).picture() == drawn
+    times = EQUAL if name == "zero-bubble" else HALVES
+    assert picture(chain(name, num_stages, num_microbatches, times)) == drawn
 
 
-@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("name", schedule.POLICIES)
 def test_the_module_draws_the_same_pictures(name: str) -> None:
     lines = [line.strip() for line in (schedule.__doc__ or "").splitlines()]
     for row in PICTURES[name, 3, 4].splitlines():
         assert row in lines
 
 
-@pytest.mark.parametrize("name", schedule.POLICIES)
+@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
 @pytest.mark.parametrize("num_stages", [1, 2, 3, 5])
 @pytest.mark.parametrize("num_microbatches", [1, 2, 4, 9])
 def test_with_equal_times_only_filling_and_draining_costs_time(
     name: str, num_stages: int, num_microbatches: int
 ) -> None:
-    run = simulate(name, num_stages, num_microbatches)
-    assert run.now == 2 * (num_microbatches + num_stages - 1)
+    run = chain(name, num_stages, num_microbatches, HALVES)
+    assert run.makespan == 2 * (num_microbatches + num_stages - 1)
 
 
-def test_gpipe_holds_everything_and_1f1b_only_its_depth() -> None:
-    gpipe, one_f_one_b = simulate("gpipe", 3, 8), simulate("1f1b", 3, 8)
-    assert [gpipe.open(stage) for stage in gpipe.graph.stages] == [8, 8, 8]
-    assert [one_f_one_b.open(stage) for stage in one_f_one_b.graph.stages] == [3, 2, 1]
+@pytest.mark.parametrize("num_stages", range(1, 10))
+def test_with_equal_times_zero_bubble_pays_for_filling_alone(num_stages: int) -> None:
+    for num_microbatches in range(num_stages, 2 * num_stages + 4):
+        run = chain("zero-bubble", num_stages, num_microbatches, EQUAL)
+        assert run.makespan == (num_stages - 1) + 3 * num_microbatches
+
+
+@settings(deadline=None, derandomize=True, max_examples=300)
+@given(
+    st.integers(1, 8),
+    st.integers(1, 16),
+    st.builds(Times, *3 * [st.integers(1, 9).map(float)]),
+)
+def test_on_equal_stages_zero_bubble_never_takes_longer_than_1f1b(
+    num_stages: int, num_microbatches: int, times: Times
+) -> None:
+    split, whole = (
+        chain(name, num_stages, num_microbatches, times) for name in ("zero-bubble", "1f1b")
+    )
+    assert split.makespan <= whole.makespan
+
+
+@pytest.mark.parametrize(
+    ("name", "opened", "held"),
+    [
+        ("gpipe", [8, 8, 8], [8, 8, 8]),
+        ("1f1b", [3, 2, 1], [3, 2, 1]),
+        ("zero-bubble", [3, 2, 1], [3, 3, 3]),
+    ],
+)
+def test_a_stage_keeps_what_its_schedule_needs_and_no_more(
+    name: str, opened: list[int], held: list[int]
+) -> None:
+    run = chain(name, 3, 8, EQUAL)
+    assert [run.most(stage, B) for stage in run.runs] == opened
+    assert [run.most(stage, W) for stage in run.runs] == held
 
 
 def test_gpipe_waits_for_the_last_forward_even_where_it_could_go_on() -> None:
-    run = Simulation(
-        graph.chain(["slow", "fast"]),
-        schedule.policy("gpipe"),
-        num_microbatches=3,
-        duration=lambda stage, action, microbatch: 5 if stage == "slow" else 1,
-    )
-    assert [action for action, _ in run.order("fast")] == [F, F, F, B, B, B]
+    stages, policy = graph.chain(["slow", "fast"]), schedule.policy("gpipe")
+    limits = simulation.limits(stages, policy, 3)
+    durations = fixed({"slow": Times(5, 5, 0), "fast": Times(1, 1, 0)}, limits)
+    run = Simulation(stages, policy, 3, durations, limits)
+    assert [done.action for done in run.runs["fast"]] == [F, F, F, B, B, B]
 
 
-def test_nobody_holds_more_micro_batches_than_there_are() -> None:
-    assert schedule.policy("1f1b").limit(depth=5, num_microbatches=2) == 2
+# Limits.
+
+
+FIRST, MIDDLE, LAST = Place(3, 3, False), Place(2, 3, True), Place(1, 3, True)
+
+
+@pytest.mark.parametrize(
+    ("name", "most", "limits"),
+    [
+        ("gpipe", None, [Limits(8, 8), Limits(8, 8), Limits(8, 8)]),
+        ("1f1b", None, [Limits(3, 3), Limits(2, 2), Limits(1, 1)]),
+        ("1f1b", 1, [Limits(1, 1), Limits(1, 1), Limits(1, 1)]),
+        ("1f1b", 2, [Limits(2, 2), Limits(2, 2), Limits(1, 1)]),
+        ("1f1b", 5, [Limits(5, 5), Limits(4, 4), Limits(3, 3)]),
+        ("zero-bubble", None, [Limits(3, 3), Limits(2, 4, True, 1), Limits(1, 4, True, 2)]),
+        ("zero-bubble", 1, [Limits(1, 1), Limits(1, 1, True, 0), Limits(1, 1, True, 0)]),
+        ("zero-bubble", 6, [Limits(5, 5), Limits(3, 6, True, 2), Limits(1, 6, True, 4)]),
+    ],
+)
+def test_limits_follow_the_place_and_max_in_flight(
+    name: str, most: int | None, limits: list[Limits]
+) -> None:
+    policy = schedule.policy(name)
+    assert [policy.limits(place, 8, most) for place in (FIRST, MIDDLE, LAST)] == limits
+
+
+@pytest.mark.parametrize("name", schedule.POLICIES)
+def test_nobody_opens_more_micro_batches_than_there_are(name: str) -> None:
+    assert schedule.policy(name).limits(Place(5, 5, True), 2, None).open == 2
+
+
+def test_more_than_twice_the_longest_way_changes_nothing_under_zero_bubble() -> None:
+    policy = schedule.policy("zero-bubble")
+    for place in (FIRST, MIDDLE, LAST):
+        assert policy.limits(place, 32, 6) == policy.limits(place, 32, 7)
+        assert policy.limits(place, 32, 6) == policy.limits(place, 32, 1000)
+        assert policy.limits(place, 32, 5) != policy.limits(place, 32, 6)
+
+
+def test_gpipe_refuses_to_hold_less_than_everything() -> None:
+    policy = schedule.policy("gpipe")
+    assert policy.limits(FIRST, 8, 8) == policy.limits(FIRST, 8, None)
+    with pytest.raises(ConfigError, match="max_in_flight = 7: gpipe holds all 8 micro-batches"):
+        policy.limits(FIRST, 8, 7)
 
 
 def test_an_unknown_schedule_names_those_that_exist() -> None:
-    with pytest.raises(ConfigError, match="no schedule 'interleaved'; there are 'gpipe', '1f1b'"):
+    exist = "there are 'gpipe', '1f1b', 'zero-bubble'"
+    with pytest.raises(ConfigError, match=f"no schedule 'interleaved'; {exist}"):
         schedule.policy("interleaved")
 
 
-@st.composite
-def graphs(draw: st.DrawFn) -> Graph:
-    """Any stages that read earlier ones; the last reads all that would be left unread."""
-    count = draw(st.integers(1, 6))
-    inputs: dict[str, list[str]] = {}
-    for index in range(count):
-        earlier = draw(st.sets(st.integers(0, index - 1))) if index else set()
-        if index == count - 1:
-            read = {name for references in inputs.values() for name in references}
-            earlier |= {i for i in range(index) if f"s{i}" not in read}
-        inputs[f"s{index}"] = [f"s{i}" for i in sorted(earlier)] or ["input"]
-    return graph.build(inputs)
+# Any graph, any durations.
 
 
-@pytest.mark.parametrize("policy", schedule.POLICIES.values(), ids=schedule.POLICIES)
+def at_random(random: Random) -> Duration:
+    return lambda stage, action, microbatch: random.randint(1, 9)
+
+
+@pytest.mark.parametrize("name", schedule.POLICIES)
 @settings(deadline=None, derandomize=True, max_examples=150)
-@given(graphs(), st.integers(1, 7), st.randoms(use_true_random=False))
+@given(
+    graphs(), st.integers(1, 7), st.none() | st.integers(1, 13), st.randoms(use_true_random=False)
+)
 def test_no_graph_with_any_durations_deadlocks_or_exceeds_its_limits(
-    policy: schedule.Policy, stages: Graph, num_microbatches: int, random: Random
+    name: str, stages: Graph, num_microbatches: int, most: int | None, random: Random
 ) -> None:
-    run = Simulation(stages, policy, num_microbatches, lambda *action: random.randint(1, 9))
-    for stage in stages.stages:
-        order = run.order(stage)
-        assert run.open(stage) <= run.limits[stage]
-        for action in Action:  # strictly in micro-batch order, and each exactly once
-            assert [m for kind, m in order if kind is action] == list(range(num_microbatches))
+    most = None if name == "gpipe" else most
+    policy = schedule.policy(name)
+    limits = simulation.limits(stages, policy, num_microbatches, most)
+    run = Simulation(stages, policy, num_microbatches, at_random(random), limits)
+    for stage, done in run.runs.items():
+        assert run.most(stage, B) <= limits[stage].open <= limits[stage].held
+        assert run.most(stage, W) <= limits[stage].held <= (most or limits[stage].held)
+        kinds = Action if limits[stage].splits else (F, B)
+        for action in kinds:  # strictly in micro-batch order, and each exactly once
+            order = [microbatch for kind, microbatch, _, _ in done if kind is action]
+            assert order == list(range(num_microbatches))
+        assert len(done) == len(kinds) * num_microbatches

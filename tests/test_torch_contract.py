@@ -1,7 +1,8 @@
 """What rpcmp relies on in torch and torch does not promise; one test for each point.
 
-When a new torch fails one of these, rpcmp/transport.py has to change. A process joins one group at
-most, so a child process forms a group of one, calls itself, and prints what it found.
+When a new torch fails one of these, rpcmp/transport.py or rpcmp/split.py has to change. A process
+joins one group at most, so a child process forms a group of one, calls itself, and prints what it
+found.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import torch
 from torch._C._distributed_rpc import TensorPipeAgent, _is_current_rpc_agent_set
 from torch.distributed import Store, rpc  # type: ignore[attr-defined]
 from torch.futures import Future
+from torch.utils.checkpoint import checkpoint
 
 from rpcmp import transport
 
@@ -255,7 +257,7 @@ def test_a_response_belongs_to_its_requests_context_whichever_thread_gives_it(
 
 
 def test_a_missing_gradient_arrives_as_zeros(found: Findings) -> None:
-    assert found["gradients"][1] == [0, 0, 0]  # hence `presence`
+    assert found["gradients"][1] == [0, 0, 0]  # hence `Stage.note_missing`
 
 
 def test_a_reference_names_its_owner_and_gives_its_object_there(found: Findings) -> None:
@@ -272,6 +274,78 @@ def test_what_a_callback_raises_stays_in_a_future_that_nobody_waits_for() -> Non
     future.set_result(0)
     with pytest.raises(RuntimeError, match="ZeroDivisionError"):
         after.wait()
+
+
+# What rpcmp/split.py relies on.
+
+
+class Untold(torch.autograd.Function):
+    """Uses a parameter and says nothing of its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+        return value * parameter
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradients[0], None
+
+
+def use(parameter: torch.Tensor) -> torch.Tensor:
+    """A loss in which `parameter` gets a gradient of None."""
+    output: torch.Tensor = Untold.apply(torch.ones(2, requires_grad=True), parameter)  # type: ignore[no-untyped-call]
+    return output.sum()
+
+
+def test_only_the_nodes_that_add_to_a_gradient_have_a_variable() -> None:
+    layer = torch.nn.Linear(2, 2)
+    node = layer(torch.ones(1, 2)).grad_fn
+    (bias, _), (value, _), (transposed, _) = node.next_functions
+    ((weight, _),) = transposed.next_functions
+    assert value is None
+    assert (bias.variable is layer.bias, weight.variable is layer.weight) == (True, True)
+    assert not hasattr(node, "variable")
+    assert not hasattr(transposed, "variable")
+
+
+@pytest.mark.parametrize("before", [None, torch.ones(2)])
+def test_a_gradient_of_none_leaves_a_parameter_as_it_was(before: torch.Tensor | None) -> None:
+    parameter = torch.nn.Parameter(torch.ones(2))
+    parameter.grad = before
+    use(parameter).backward()
+    assert parameter.grad is before
+    assert before is None or before.tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_a_parameter_shows_its_hooks_and_they_are_called_for_none_as_well(kind: str) -> None:
+    parameter = torch.nn.Parameter(torch.ones(2))
+    assert not parameter._backward_hooks
+    assert not parameter._post_accumulate_grad_hooks
+    called: list[Any] = []
+    handle = getattr(parameter, kind)(called.append)
+    assert parameter._backward_hooks or parameter._post_accumulate_grad_hooks
+    use(parameter).backward()
+    assert len(called) == 1
+    handle.remove()
+    assert not parameter._backward_hooks
+    assert not parameter._post_accumulate_grad_hooks
+
+
+def test_hooks_on_saved_tensors_can_be_seen() -> None:
+    top = torch._C._autograd._top_saved_tensors_default_hooks
+    assert top(False) is None
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
+        assert top(False) is not None
+    assert top(False) is None
+    seen: list[Any] = []
+
+    def layer(value: torch.Tensor) -> torch.Tensor:
+        seen.append(top(False))
+        return value * 2
+
+    checkpoint(layer, torch.ones(1, requires_grad=True), use_reentrant=False)
+    assert seen[0] is not None
 
 
 if __name__ == "__main__":

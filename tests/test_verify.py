@@ -105,7 +105,27 @@ def test_a_chain_gives_the_bits_of_one_process(job: JobFolder, text: str) -> Non
     assert "identical: 6 losses" in result.out
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("gpipe", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if "transformer" in name else pytest.param(name, marks=pytest.mark.long)
+        for name in CHAINS
+    ],
+)
+def test_a_chain_whose_backwards_are_split_gives_the_bits_of_one_process(
+    job: JobFolder, name: str
+) -> None:
+    result = rpcmp(
+        *("verify", job.config(CHAINS[name]), "--steps", "6"), *("--set", "schedule=zero-bubble")
+    )
+    assert result.code == 0, result.err
+    assert "identical: 6 losses" in result.out
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    ["zero-bubble", *(pytest.param(s, marks=pytest.mark.long) for s in ("1f1b", "gpipe"))],
+)
 def test_a_graph_with_branches_and_skips_gives_the_bits_of_one_process(
     job: JobFolder, schedule: str
 ) -> None:

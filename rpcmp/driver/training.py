@@ -172,8 +172,9 @@ class Training:
 
     def _is_evaluation_due(self, step: _Step, evaluate: bool) -> bool:
         every = self._config.evaluate_every
-        is_last = step.number == self.total_steps()
-        return evaluate and every > 0 and step.epoch % every == 0 and not is_last
+        if not evaluate or self._datasets.test is None or every == 0:
+            return False
+        return step.epoch % every == 0 and step.number != self.total_steps()
 
     def _drain(self) -> None:
         """Wait until all stages have done all steps, and report them."""

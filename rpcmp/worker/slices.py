@@ -25,6 +25,7 @@ class _Key(NamedTuple):
     round: int
     kind: str
     path: tuple[str, ...]
+    reader: int
     first: int
 
 
@@ -36,10 +37,17 @@ class Slices:
         self._groups: dict[_Key, Future[Any]] = {}
         self._left: dict[_Key, int] = {}
 
-    def get(self, work: Work, kind: str, path: tuple[str, ...]) -> Future[Any]:
-        """One micro-batch's Outputs, or a Raised; each may be asked for once."""
+    def get(self, work: Work, kind: str, path: tuple[str, ...], reader: int) -> Future[Any]:
+        """One micro-batch's Outputs, or a Raised; each may be asked for once.
+
+        Args:
+            work: which micro-batch.
+            kind, path: what of it; see `Source.slices`.
+            reader: which input of the stage it is for. Each gets tensors of its own, so that a
+                layer that works in place changes no other input.
+        """
         first = work.microbatch - work.microbatch % GROUP
-        key = _Key(work.round, kind, path, first)
+        key = _Key(work.round, kind, path, reader, first)
         count = min(GROUP, work.num_microbatches - first)
         with self._lock:
             group = self._groups.get(key)

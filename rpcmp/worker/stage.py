@@ -114,10 +114,10 @@ class Stage:
         """Fail all that waits in the rounds from `first` to `last`; returns what failed here."""
         with self._lock:
             self._aborted_round = max(last, self._aborted_round)
+        self._compute.abort(first, last)  # before the failures are forgotten; see `_finish`
+        with self._lock:
             failures = [raised for number, raised in self._failures if first <= number <= last]
             self._failures.clear()
-        self._compute.abort(first, last)
-        with self._lock:
             self._pending.clear()
             self._missing.clear()
         self._slices.forget()
@@ -233,8 +233,13 @@ class Stage:
         )
 
     def _finish(self, work: Work) -> None:
-        """What this stage does by itself after its last action of a round."""
-        if work.end is End.STEP and self._broken is None:
+        """What this stage does by itself after its last action of a round.
+
+        No step where a backward failed: it counts as done, but the gradient lacks its part.
+        """
+        with self._lock:
+            has_failed = any(number == work.round for number, _ in self._failures)
+        if work.end is End.STEP and self._broken is None and not has_failed:
             try:
                 self.optimizer.step_now()
             except StageError as error:
@@ -244,14 +249,15 @@ class Stage:
         """All that a forward needs, in order; the keys say who is asked, and for what."""
         for index, reference in enumerate(self._references):
             if reference.from_batch:
-                source = (work, reference.producer, reference.path)
+                source = (work, reference.producer, reference.path, index)
                 ask = functools.partial(self._slices.get, *source)
             else:
                 question = (Stage.forward, work, self._port_of(index))
                 ask = functools.partial(transport.call, member(reference.producer), *question)
             yield f"{reference} (input {index})", ask
         if self.model.is_sink and work.mode is not Mode.PREDICT:
-            yield "the targets", functools.partial(self._slices.get, work, SOURCES[1], ())
+            source = (work, SOURCES[1], (), len(self._references))
+            yield "the targets", functools.partial(self._slices.get, *source)
 
     def _port_of(self, index: int) -> int:
         """Which of its producer's ports this stage's input `index` is."""

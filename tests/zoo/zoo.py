@@ -357,6 +357,18 @@ def broken_layers() -> Layers:
     return [("good", lambda: nn.Linear(FEATURES, 1)), ("bad", broken_factory)]
 
 
+class TroubledSGD(torch.optim.SGD):
+    """An optimizer that fails in its second step."""
+
+    calls = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.calls += 1
+        if self.calls == 2:
+            raise ValueError("planted in the optimizer")
+        return super().step(closure)
+
+
 # Jitter.
 
 

@@ -1,0 +1,22 @@
+"""Graphs of stages, for hypothesis."""
+
+from __future__ import annotations
+
+from hypothesis import strategies as st
+
+from rpcmp import graph
+from rpcmp.graph import Graph
+
+
+@st.composite
+def graphs(draw: st.DrawFn) -> Graph:
+    """Any stages that read earlier ones; the last reads all that would be left unread."""
+    count = draw(st.integers(1, 6))
+    inputs: dict[str, list[str]] = {}
+    for index in range(count):
+        earlier = draw(st.sets(st.integers(0, index - 1))) if index else set()
+        if index == count - 1:
+            read = {name for references in inputs.values() for name in references}
+            earlier |= {i for i in range(index) if f"s{i}" not in read}
+        inputs[f"s{index}"] = [f"s{i}" for i in sorted(earlier)] or ["input"]
+    return graph.build(inputs)

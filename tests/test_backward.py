@@ -1,0 +1,198 @@
+"""A stage's backwards on its compute thread: whole, split, summed over readers, failed, aborted."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from rpcmp.errors import StageError
+from rpcmp.schedule import Action, Limits, policy
+from rpcmp.split import WeightGradients, splittable
+from rpcmp.work import Mode, Outputs, Work
+from rpcmp.worker.backward import Backwards, Memory, Missing
+from rpcmp.worker.boundary import LocalTape
+from rpcmp.worker.compute import ComputeThread
+from rpcmp.worker.rounds import Round, Task
+
+SECONDS = 30.0  # after which a test that hangs fails
+CPU = torch.device("cpu")
+WORK = Work(1, 7, 0, 1, 0, 1, 1, Mode.TRAIN)
+
+product = splittable(torch.mul)
+
+
+class Stage:
+    """The backwards of a stage with one micro-batch, whose forward is done.
+
+    Attributes:
+        failed, broken: what was told of failures in a backward, and in weight gradients.
+        told: what its producers were told.
+        ended: the round is complete.
+    """
+
+    def __init__(
+        self, splits: bool = False, missing: Mapping[int, Sequence[int]] | None = None
+    ) -> None:
+        self.failed: list[StageError] = []
+        self.broken: list[StageError] = []
+        self.told: list[tuple[int, list[int]]] = []
+        self.ended = threading.Event()
+        self.compute = ComputeThread(policy("zero-bubble" if splits else "1f1b"))
+        limits = Limits(1, 1, splits)
+        self.compute.begin(1, lambda: Round(7, 1, limits, True, self.ended.set))
+        self.backwards = Backwards(
+            "s",
+            self.compute,
+            splits,
+            Missing(
+                lambda _: missing or {}, lambda _, index, which: self.told.append((index, which))
+            ),
+            lambda _, error: self.failed.append(error),
+            lambda _, error: self.broken.append(error),
+        )
+        self._pool = ThreadPoolExecutor(1)
+
+    def forward(
+        self, weights: WeightGradients, function: Callable[..., Any], *received: Tensor
+    ) -> Memory:
+        """Run `function`, whose outputs one reader reads, one each."""
+        tape = LocalTape([Outputs(value) for value in received], CPU)
+        with weights.watch():
+            produced = tape.leave(function(*tape.inputs))
+        read = [[position] for position in range(len(produced))]
+        done = threading.Event()
+        self.compute.submit(1, Action.FORWARD, 0, Task(done.set))
+        assert done.wait(SECONDS)
+        return memory_of(tape, weights, read, produced)
+
+    def run(self, memory: Memory, *gradients: Tensor | None) -> Future[list[Tensor | None]]:
+        """As a thread of the distributed autograd engine does it."""
+        return self._pool.submit(self.backwards.run, memory, gradients)
+
+
+def memory_of(
+    tape: LocalTape, weights: WeightGradients, read: list[list[int]], produced: list[Tensor]
+) -> Memory:
+    return Memory(WORK, tape, weights, read, len(produced), [False] * len(read))
+
+
+def plain() -> WeightGradients:
+    """For micro-batches that are not split."""
+    return WeightGradients(frozenset())
+
+
+def lists(gradients: Sequence[Tensor | None]) -> list[Any]:
+    return [None if gradient is None else gradient.tolist() for gradient in gradients]
+
+
+def test_a_backward_gives_the_gradients_of_what_was_received() -> None:
+    stage = Stage()
+    x, y = torch.ones(1, requires_grad=True), torch.ones(1, requires_grad=True)
+    memory = stage.forward(plain(), lambda x, y: 2 * x + 3 * y, x, y)
+    found = stage.run(memory, torch.tensor([10.0])).result(SECONDS)
+    assert lists(found) == [[20], [30]]
+    assert stage.ended.wait(SECONDS)
+    assert stage.told == []
+
+
+@pytest.mark.parametrize(
+    ("missing", "expected", "told"),
+    [({}, [[6]], []), ({0: [0]}, [[5]], []), ({0: [0], 1: [0]}, [None], [(0, [0])])],
+)
+def test_readers_that_miss_a_gradient_do_not_count_and_producers_hear_of_it(
+    missing: dict[int, list[int]], expected: list[Any], told: list[tuple[int, list[int]]]
+) -> None:
+    stage = Stage(missing=missing)
+    memory = stage.forward(plain(), lambda x: [x * 1, x * 5], torch.ones(1, requires_grad=True))
+    ones = torch.ones(1), torch.ones(1)  # of which distributed autograd makes some up
+    assert lists(stage.run(memory, *ones).result(SECONDS)) == expected
+    assert stage.told == told
+
+
+def test_what_several_read_gets_the_sum_of_their_gradients() -> None:
+    stage = Stage()
+    memory = stage.forward(plain(), lambda x: [x * 2, x * 3], torch.ones(1, requires_grad=True))
+    memory.read[:] = [[0, 1], [0]]
+    memory.has_token[:] = [False, False]
+    gradients = (torch.tensor([value]) for value in (1.0, 10.0, 100.0))
+    assert lists(stage.run(memory, *gradients).result(SECONDS)) == [[2 * 101 + 30]]
+
+
+def test_a_split_backward_answers_before_its_weight_gradient_which_ends_the_round() -> None:
+    stage = Stage(splits=True)
+    weight = nn.Parameter(torch.full((1,), 3.0))
+    weights = WeightGradients(frozenset([weight]))
+    memory = stage.forward(
+        weights, lambda x: product(x, weight), torch.full((1,), 2.0).requires_grad_()
+    )
+    assert lists(stage.run(memory, torch.ones(1)).result(SECONDS)) == [[3]]
+    assert stage.ended.wait(SECONDS)
+    assert lists([weight.grad]) == [[2]]
+    assert weight.grad is not None
+    assert not weight.grad.requires_grad
+
+
+class Planted(torch.autograd.Function):
+    """Fails in its backward."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor) -> Tensor:
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        raise ValueError("planted")
+
+
+planted: Callable[[Tensor], Tensor] = Planted.apply
+
+
+@splittable
+def product_that_fails(value: Tensor, weight: Tensor) -> Tensor:
+    """Only where the gradient of the weight is asked for."""
+    return value * planted(weight)
+
+
+MESSAGE = "stage 's' failed in backward of micro-batch 0 at step 7: ValueError: planted"
+
+
+@pytest.mark.parametrize("splits", [False, True])
+def test_a_backward_that_fails_is_told_and_the_round_ends_all_the_same(splits: bool) -> None:
+    stage = Stage(splits)
+    received = torch.ones(1, requires_grad=True)
+    memory = stage.forward(plain(), lambda x: planted(x), received)
+    with pytest.raises(RuntimeError, match="backward failed at stage 's'"):
+        stage.run(memory, torch.ones(1)).result(SECONDS)
+    assert stage.ended.wait(SECONDS)
+    ((error,), ()) = stage.failed, stage.broken
+    assert str(error) == MESSAGE
+    assert "Traceback" in error.traceback
+
+
+def test_a_weight_gradient_that_fails_is_told_when_nobody_waits_any_more() -> None:
+    stage = Stage(splits=True)
+    weight = nn.Parameter(torch.full((1,), 3.0))
+    weights = WeightGradients(frozenset([weight]))
+    received = torch.ones(1, requires_grad=True)
+    memory = stage.forward(weights, lambda x: product_that_fails(x, weight), received)
+    assert lists(stage.run(memory, torch.ones(1)).result(SECONDS)) == [[3]]
+    assert stage.ended.wait(SECONDS)
+    ((), (error,)) = stage.failed, stage.broken
+    assert str(error) == MESSAGE
+
+
+def test_an_abort_frees_whoever_waits_and_all_activations() -> None:
+    stage = Stage()
+    memory = stage.forward(plain(), lambda x: x * 2, torch.ones(1, requires_grad=True))
+    stage.compute.abort(1, 1)
+    with pytest.raises(RuntimeError, match="stage 's': the step was aborted"):
+        stage.run(memory, torch.ones(1)).result(SECONDS)
+    assert isinstance(memory.tape, LocalTape)
+    assert memory.tape.inputs == []
+    assert not stage.failed

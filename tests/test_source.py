@@ -1,0 +1,144 @@
+"""What stages read of a mini-batch: held by the driver, fetched a few micro-batches at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from torch.futures import Future
+
+from rpcmp import transport
+from rpcmp.errors import ConfigError, JobError, to_wire
+from rpcmp.members import DRIVER
+from rpcmp.source import Source
+from rpcmp.transport import Raised
+from rpcmp.work import Mode, Outputs, Work
+from rpcmp.worker.slices import GROUP, Slices
+
+SLICES = [{"x": index, "y": -index} for index in range(10)]
+
+
+def loaded() -> Source:
+    source = Source()
+    source.load(1, SLICES, list(range(100, 110)))
+    return source
+
+
+def test_slices_go_by_round_kind_path_and_micro_batch() -> None:
+    source = loaded()
+    source.load(2, [{"x": "other"}], None)
+    assert source.slices(1, "input", (), 8, 2) == SLICES[8:]
+    assert source.slices(1, "input", ("y",), 0, 3) == [0, -1, -2]
+    assert source.slices(1, "target", (), 4, 1) == [104]
+    assert source.slices(2, "input", ("x",), 0, 1) == ["other"]
+
+
+def test_a_round_that_is_over_is_let_go_of_and_no_other() -> None:
+    source = loaded()
+    source.load(2, SLICES, None)
+    source.clear(1)
+    assert source.slices(2, "input", (), 0, 1) == SLICES[:1]
+    for kind in ("input", "target"):
+        with pytest.raises(ConfigError, match=f"the batch of round 1 has no {kind}s"):
+            source.slices(1, kind, (), 0, 1)
+
+
+def test_what_a_batch_does_not_have_is_named() -> None:
+    with pytest.raises(ConfigError, match="the batch of round 1 has no inputs"):
+        loaded().slices(1, "input", (), 9, 2)
+    with pytest.raises(ConfigError, match=r"a stage reads 'input.z'"):
+        loaded().slices(1, "input", ("z",), 0, 1)
+
+
+class Driver:
+    """Answers the stages' questions when the test says so."""
+
+    def __init__(self) -> None:
+        self.source = loaded()
+        self.asked: list[tuple[str, Any, tuple[Any, ...], Future[Any]]] = []
+
+    def call(self, member: str, method: Callable[..., Any], *args: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        self.asked.append((member, method, args, future))
+        return future
+
+    @property
+    def questions(self) -> list[tuple[Any, ...]]:
+        return [args for _, _, args, _ in self.asked]
+
+    def answer(self, index: int = -1) -> None:
+        _, method, args, future = self.asked[index]
+        future.set_result(method(self.source, *args))
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
+    made = Driver()
+    monkeypatch.setattr(transport, "call", made.call)
+    return made
+
+
+def work(microbatch: int, number: int = 1) -> Work:
+    return Work(number, 1, microbatch, len(SLICES), 0, 1, len(SLICES), Mode.TRAIN)
+
+
+def test_a_few_micro_batches_come_with_one_question(driver: Driver) -> None:
+    slices = Slices()
+    answers = [slices.get(work(index), "input", ("x",), 0) for index in range(len(SLICES))]
+    assert driver.questions == [
+        (1, "input", ("x",), 0, GROUP),
+        (1, "input", ("x",), GROUP, GROUP),
+        (1, "input", ("x",), 2 * GROUP, len(SLICES) - 2 * GROUP),
+    ]
+    assert {(member, method) for member, method, _, _ in driver.asked} == {(DRIVER, Source.slices)}
+    assert not any(answer.done() for answer in answers)
+    for index in range(3):
+        driver.answer(index)
+    assert [answer.value() for answer in answers] == [Outputs(index) for index in range(10)]
+
+
+def test_no_micro_batch_is_asked_for_before_its_group_is_needed(driver: Driver) -> None:
+    slices = Slices()
+    for index in range(GROUP):
+        slices.get(work(index), "input", (), 0)
+    assert driver.questions == [(1, "input", (), 0, GROUP)]
+
+
+def test_kinds_paths_and_rounds_are_fetched_apart(driver: Driver) -> None:
+    slices = Slices()
+    slices.get(work(0), "input", ("x",), 0)
+    slices.get(work(0), "input", ("y",), 0)
+    slices.get(work(0), "target", (), 0)
+    slices.get(work(0, number=2), "input", ("x",), 0)
+    assert len(driver.asked) == 4
+
+
+def test_no_two_inputs_share_a_slice_which_one_of_them_may_change(driver: Driver) -> None:
+    slices = Slices()
+    for reader in range(2):
+        slices.get(work(0), "input", ("x",), reader)
+    assert len(driver.asked) == 2
+
+
+def test_a_slice_that_arrived_before_it_is_asked_for_is_given_at_once(driver: Driver) -> None:
+    slices = Slices()
+    slices.get(work(0), "input", ("x",), 0)
+    driver.answer()
+    assert slices.get(work(1), "input", ("x",), 0).value() == Outputs(1)
+
+
+def test_what_went_wrong_is_the_answer_for_all_of_a_group(driver: Driver) -> None:
+    slices = Slices()
+    answers = [slices.get(work(index), "input", (), 0) for index in range(2)]
+    raised = Raised(to_wire(JobError("no such batch")))
+    driver.asked[0][-1].set_result(raised)
+    assert [answer.value() for answer in answers] == [raised, raised]
+
+
+def test_after_an_abort_nothing_of_the_rounds_before_is_given(driver: Driver) -> None:
+    slices = Slices()
+    slices.get(work(0), "input", (), 0)
+    slices.forget()
+    slices.get(work(0), "input", (), 0)
+    assert len(driver.asked) == 2

@@ -1,0 +1,207 @@
+"""The training loop and the tracer, on stages that only say what they were asked."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from rpcmp.config import Config
+from rpcmp.configfile import parse
+from rpcmp.driver.evaluation import Evaluation
+from rpcmp.driver.group import Group, Round, Trained
+from rpcmp.driver.tracer import Tracer
+from rpcmp.driver.training import Datasets, Training
+from rpcmp.process.channel import Message
+from rpcmp.trace import chrome
+from rpcmp.trace.spans import Kind, Span
+from rpcmp.work import End, StepReport
+
+STAGES = ("stage0", "stage1")
+
+
+class Stages:
+    """What the driver asks of the stages: "start1", "finish1", ...; the loss of step n is n.
+
+    Attributes:
+        optimizer: the same, for the optimizers.
+        is_held: whether steps are held.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self.log: list[str] = []
+        self.ends: set[End] = set()
+        self.optimizer = self
+        self.is_held = config.holds_steps
+        self._done = 0
+
+    def start_step(self, inputs: Any, targets: Any, step: int, end: End) -> Round:
+        self.log.append(f"start{step}")
+        self.ends.add(end)
+        return Round(step, step, [])
+
+    def finish_step(self, started: Round) -> Trained:
+        self.log.append(f"finish{started.step}")
+        before, self._done = self._done, started.step
+        return Trained(float(started.step), {} if self.is_held else self._reports(before))
+
+    def end_step(self, loss: float) -> dict[str, StepReport]:
+        self.log.append(f"end{loss:.0f}")
+        return self._reports(self._done)
+
+    def settle(self) -> dict[str, StepReport]:
+        self.log.append("settle")
+        return self._reports(self._done)
+
+    def step_scheduler(self, loss: float) -> None:
+        self.log.append(f"scheduler {loss}")
+
+    def evaluate(self, inputs: Any, targets: Any, step: int) -> Evaluation:
+        self.log.append(f"evaluate{step}")
+        return Evaluation(len(inputs), 0.5)
+
+    @staticmethod
+    def _reports(step: int) -> dict[str, StepReport]:
+        return {name: StepReport(step, {"F": 0.0}, step / 10) for name in STAGES} if step else {}
+
+
+def job(**more: Any) -> Config:
+    """Two steps an epoch."""
+    data = {"train": "tests.models:dataset", "batch_size": 5}
+    model = {"layers": "tests.models:layers", "num_stages": 2}
+    return parse({"loss": "torch.nn:MSELoss", "model": model, "data": data, **more})
+
+
+def train(
+    config: Config, act: Callable[[Training], Any] = lambda training: training.run(True)
+) -> tuple[Stages, list[Message]]:
+    """What the stages were asked and what was reported."""
+    stages, reported = Stages(config), list[Message]()
+    act(_training(config, stages, reported.append, threading.Event()))
+    return stages, reported
+
+
+def _training(
+    config: Config, stages: Stages, report: Callable[[Message], None], stop: threading.Event
+) -> Training:
+    return Training(config, Datasets.load(config), cast(Group, stages), report, stop)
+
+
+def test_the_next_step_begins_before_this_one_is_waited_for() -> None:
+    stages, _ = train(job(steps=4))
+    assert stages.log == [
+        *("start1", "start2", "finish1", "start3", "finish2", "start4", "finish3"),
+        *("finish4", "settle"),
+    ]
+    assert stages.ends == {End.STEP}
+
+
+def test_every_step_is_reported_once_with_what_the_stages_say_of_it() -> None:
+    for config in (job(steps=3), job(steps=3, max_grad_norm=1.0)):
+        _, reported = train(config)
+        assert [(event["step"], event["loss"]) for event in reported] == [(1, 1), (2, 2), (3, 3)]
+        assert [event["learning_rate"] for event in reported] == pytest.approx([0.1, 0.2, 0.3])
+        assert [event["epoch"] for event in reported] == [1, 1, 2]
+        assert all(set(event["busy"]) == set(STAGES) for event in reported)
+
+
+def test_steps_that_are_held_end_before_the_next_is_waited_for() -> None:
+    stages, _ = train(job(steps=3, max_grad_norm=1.0))
+    assert stages.log == [
+        *("start1", "start2", "finish1", "end1", "start3", "finish2", "end2", "finish3", "end3"),
+        "settle",
+    ]
+    assert stages.ends == {End.HOLD}
+
+
+def test_all_steps_are_done_before_a_scheduler_steps_and_before_an_evaluation() -> None:
+    data = {"train": "tests.models:dataset", "test": "tests.models:dataset", "batch_size": 5}
+    scheduler = {"callable": "torch.optim.lr_scheduler:StepLR", "kwargs": {"step_size": 1}}
+    stages, reported = train(job(epochs=2, scheduler=scheduler, data=data))
+    assert stages.log == [
+        *("start1", "start2", "finish1", "finish2", "settle"),
+        *("scheduler 1.5", "evaluate2", "evaluate2"),
+        *("start3", "start4", "finish3", "finish4", "settle"),
+        *("scheduler 3.5", "settle", "evaluate4", "evaluate4"),
+    ]
+    assert [event["event"] for event in reported] == ["step", "step", "eval"] * 2
+
+
+def test_a_stop_ends_the_run_after_the_steps_under_way() -> None:
+    config = job(steps=100)
+    stages, stop = Stages(config), threading.Event()
+    reported: list[Message] = []
+
+    def report(event: Message) -> None:
+        reported.append(event)
+        stop.set()
+
+    _training(config, stages, report, stop).run(evaluate=True)
+    assert [event["step"] for event in reported] == [1, 2, 3]
+    assert stages.log[-2:] == ["finish3", "settle"]
+
+
+def test_segments_go_on_where_the_one_before_has_ended_and_leave_nothing_under_way() -> None:
+    losses: list[list[float]] = []
+
+    def segments(training: Training) -> None:
+        losses.extend(training.segment(steps).losses for steps in (1, 2))
+
+    stages, _ = train(job(steps=10), segments)
+    assert losses == [[1.0], [2.0, 3.0]]
+    assert stages.log == [
+        *("start1", "finish1", "settle"),
+        *("start2", "start3", "finish2", "finish3", "settle"),
+    ]
+
+
+class Recording:
+    """Stages that have recorded spans; the clock of the second is an hour ahead."""
+
+    AHEAD = 3600 * 10**9
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        self.now = 0
+        self._step = 0
+
+    def trace(self, on: bool) -> dict[str, str]:
+        self.log.append(f"trace {on}")
+        return {stage: f"host of {stage}" for stage in STAGES}
+
+    def take_spans(self) -> dict[str, list[Span]]:
+        self.log.append("take")
+        self._step += 1
+        start = self._step * 10**6
+        return {
+            "stage0": [Span(Kind.FORWARD, self._step, 0, start, start, start + 1000)],
+            "stage1": [
+                Span(Kind.FORWARD, self._step, 0, *(self.AHEAD + start + t for t in (1, 2, 3)))
+            ],
+        }
+
+    def clock(self, stage: str) -> int:
+        return self.now + (self.AHEAD if stage == "stage1" else 0)
+
+
+def test_a_trace_has_all_spans_on_one_clock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stages = Recording()
+    monkeypatch.setattr("rpcmp.driver.tracer.time.perf_counter_ns", lambda: stages.now)
+    tracer = Tracer(job(), cast(Group, stages))
+    for step in range(1, 101):
+        stages.now += 10**6
+        tracer.after_step(step)
+    tracer.write(tmp_path / "trace.json")
+    assert stages.log == ["trace True", "take", "take", "trace False", "take"]
+    read = chrome.read(tmp_path / "trace.json")
+    first, second = read.tracks
+    assert [track.host for track in read.tracks] == ["host of stage0", "host of stage1"]
+    assert [span.step for span in first.spans] == [span.step for span in second.spans] == [1, 2, 3]
+    for one, other in zip(first.spans, second.spans, strict=True):
+        assert other.start_ns - one.start_ns == 2
+    assert read.producers == {"stage0": (), "stage1": ("stage0",)}
