@@ -25,10 +25,9 @@ class Calls:
 
     def train_step(self, inputs: Any, targets: Any) -> float:
         """One optimizer step; returns the mean loss."""
-        end = End.HOLD if self._config.holds_steps else End.STEP
-        loss = self._group.finish_step(
-            self._group.start_step(inputs, targets, self._step + 1, end)
-        ).loss
+        # Held, so that after an error in any stage's backward none of them has stepped.
+        started = self._group.start_step(inputs, targets, self._step + 1, End.HOLD)
+        loss = self._group.finish_step(started).loss
         self._group.end_step(loss)
         self._step += 1
         return loss

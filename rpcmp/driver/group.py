@@ -153,7 +153,7 @@ class Group:
         return self.finish_step(self.start_step(inputs, targets, step, End.NOTHING)).loss
 
     def end_step(self, loss: float) -> dict[str, StepReport]:
-        """Wait until all stages have stepped, after the step's `finish_step`; what they report.
+        """Let all stages step that hold a step, after its `finish_step`; what they report.
 
         Args:
             loss: the step's, for schedulers that watch it.
@@ -161,8 +161,6 @@ class Group:
         Raises:
             StageError: an optimizer raised.
         """
-        if not self._config.holds_steps:
-            return self.settle()
         steps_scheduler = self._config.scheduler and self._config.scheduler_interval == "step"
         watched = loss if steps_scheduler else None
         return self.optimizer.finish(self._config.max_grad_norm, watched)

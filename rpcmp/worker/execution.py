@@ -113,7 +113,8 @@ class Execution:
         memory.dtypes = [tensor.dtype for tensor in produced]
         memory.read = [[positions[id(tensor)] for tensor in tree.tensors(part)] for part in parts]
         answers = self._connect(memory, parts, received)
-        if self._model.is_sink:
+        # A loss that is not finite ends the step at the driver, which does not differentiate it.
+        if self._model.is_sink and bool(torch.isfinite(produced[0])):
             self._backwards.start(memory, [torch.ones_like(produced[0])])
         return answers
 
