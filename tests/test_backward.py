@@ -79,7 +79,8 @@ class Stage:
 def memory_of(
     tape: LocalTape, weights: WeightGradients, read: list[list[int]], produced: list[Tensor]
 ) -> Memory:
-    return Memory(WORK, tape, weights, read, len(produced), [False] * len(read))
+    dtypes = [tensor.dtype for tensor in produced]
+    return Memory(WORK, tape, weights, dtypes, read, [False] * len(read))
 
 
 def plain() -> WeightGradients:

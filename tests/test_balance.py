@@ -34,9 +34,8 @@ def host(
     layers: list[LayerProfile], index: int = 0, limit: int | None = None, **settings: int
 ) -> StageHost:
     profile = HostProfile(layers=layers, base_bytes=10, available_bytes=None)
-    return StageHost(
-        f"stage{index}", profile, limit, **{"num_microbatches": 1, "held": 1} | settings
-    )
+    counts = {"num_microbatches": 1, "held": 1} | settings
+    return StageHost(f"stage{index}", profile, limit, counts["num_microbatches"], counts["held"])
 
 
 def hosts(times: list[list[float]]) -> list[StageHost]:
