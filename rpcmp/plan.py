@@ -18,6 +18,13 @@ from rpcmp.errors import ConfigError
 from rpcmp.schedule import Limits, policy
 from rpcmp.setting import Setting
 
+AHEAD = 2
+"""Micro-batches that are asked for beyond what the stages may hold: their questions then lie at the
+first stage before it has room for them, and it waits for nobody."""
+
+STEPS_AHEAD = 2
+"""Train steps under way at once: the next one's questions arrive while the stages finish this."""
+
 
 class Assignment(Strict):
     """One worker's part of a job; travels as JSON in StartRequest.assignment.
@@ -49,8 +56,16 @@ class Assignment(Strict):
     @property
     def all_limits(self) -> list[Limits]:
         """The same under every setting, the config's own first."""
-        others = [limits(setting.on(self.config))[self.stage_name] for setting in self.settings]
-        return [self.limits, *others]
+        return [limits(config)[self.stage_name] for config in self._configs]
+
+    @property
+    def in_flight(self) -> int:
+        """Micro-batches that are under way at once, under any setting."""
+        return max(map(in_flight, self._configs))
+
+    @property
+    def _configs(self) -> list[Config]:
+        return [self.config, *(setting.on(self.config) for setting in self.settings)]
 
 
 def assign(config: Config, settings: Sequence[Setting] = ()) -> list[Assignment]:
@@ -81,6 +96,12 @@ def limits(config: Config) -> dict[str, Limits]:
     return simulation.limits(
         config.graph(), schedule, config.num_microbatches, config.max_in_flight
     )
+
+
+def in_flight(config: Config) -> int:
+    """Micro-batches that are under way at once."""
+    most = max(each.open for each in limits(config).values())
+    return min(most + AHEAD, STEPS_AHEAD * config.num_microbatches)
 
 
 def _layers_of_stages(config: Config) -> list[list[str]]:

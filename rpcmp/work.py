@@ -99,6 +99,18 @@ class Outputs(NamedTuple):
     reports: dict[str, StepReport] | None = None
 
 
+class Trained(NamedTuple):
+    """What a train step gives, or one micro-batch of it.
+
+    Attributes:
+        loss: the mean loss, or the micro-batch's part of it.
+        reports: what the stages say of the step before, by stage; empty where that is unknown.
+    """
+
+    loss: float
+    reports: dict[str, StepReport]
+
+
 class Evaluated(NamedTuple):
     """The sink's answer to an evaluation: loss and metrics, each a mean over the micro-batch."""
 

@@ -12,13 +12,13 @@ import pytest
 from rpcmp.config import Config
 from rpcmp.configfile import parse
 from rpcmp.driver.evaluation import Evaluation
-from rpcmp.driver.group import Group, Round, Trained
+from rpcmp.driver.group import Group, Round
 from rpcmp.driver.tracer import Tracer
 from rpcmp.driver.training import Datasets, Training
 from rpcmp.process.channel import Message
 from rpcmp.trace import chrome
 from rpcmp.trace.spans import Kind, Span
-from rpcmp.work import End, StepReport
+from rpcmp.work import End, StepReport, Trained
 
 STAGES = ("stage0", "stage1")
 
@@ -41,7 +41,7 @@ class Stages:
     def start_step(self, inputs: Any, targets: Any, step: int, end: End) -> Round:
         self.log.append(f"start{step}")
         self.ends.add(end)
-        return Round(step, step, [])
+        return Round(step, step, list)
 
     def finish_step(self, started: Round) -> Trained:
         self.log.append(f"finish{started.step}")

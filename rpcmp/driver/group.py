@@ -1,9 +1,8 @@
 """The stages as the driver sees them: one call for a train step, an evaluation or a prediction.
 
-A round cuts a mini-batch into micro-batches, keeps a few of them in flight, one thread and one
-autograd context each, and puts the answers together. The backward of micro-batch 0 runs while
-micro-batch 3 still goes forward: which stage does what, and when, is the business of the stages'
-schedules and not of the driver.
+A round cuts a mini-batch into micro-batches, asks the last stage for them and puts the answers
+together. The backward of micro-batch 0 runs while micro-batch 3 still goes forward: which stage
+does what, and when, is the business of the stages' schedules and not of the driver.
 """
 
 from __future__ import annotations
@@ -11,9 +10,9 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -24,7 +23,6 @@ from rpcmp.driver.optimizer import DistributedOptimizer
 from rpcmp.errors import (
     ConfigError,
     JobError,
-    NonFiniteLossError,
     RpcmpError,
     StageError,
     from_wire,
@@ -33,22 +31,9 @@ from rpcmp.members import DRIVER, member
 from rpcmp.source import Source
 from rpcmp.trace.spans import Span
 from rpcmp.transport import Raised
-from rpcmp.work import End, Evaluated, Mode, Outputs, StepReport, Work
+from rpcmp.work import End, Evaluated, Mode, StepReport, Trained, Work
 from rpcmp.worker.optimizer import StageOptimizer
 from rpcmp.worker.stage import DRIVER_PORT, Stage
-
-AHEAD = 2
-"""Micro-batches that the driver asks for beyond what the stages may hold: their questions then lie
-at the first stage before it has room for them, and no stage waits for the driver."""
-
-STEPS_AHEAD = 2
-"""Train steps under way at once: the next one's questions arrive while the stages finish this."""
-
-
-def in_flight(config: Config) -> int:
-    """Micro-batches that the driver has under way at once."""
-    most = max(limits.open for limits in plan.limits(config).values())
-    return min(most + AHEAD, STEPS_AHEAD * config.num_microbatches)
 
 
 @dataclass(frozen=True)
@@ -58,24 +43,12 @@ class Round:
     Attributes:
         number: counts rounds, from 1.
         step: the optimizer step that it is or follows.
-        answers: what comes of each micro-batch.
+        answer: waits for what comes of each micro-batch, in order.
     """
 
     number: int
     step: int
-    answers: list[Future[Any]]
-
-
-class Trained(NamedTuple):
-    """What a train step gives.
-
-    Attributes:
-        loss: the mean loss.
-        reports: what the stages say of the step before, by stage; empty where that is unknown.
-    """
-
-    loss: float
-    reports: dict[str, StepReport]
+    answer: Callable[[], list[Any]]
 
 
 class Group:
@@ -102,7 +75,7 @@ class Group:
         self._round = 0
         self._step = 0
         self._accumulated = 0
-        self._threads = ThreadPoolExecutor(in_flight(config), "rpcmp-microbatch")
+        self._threads = ThreadPoolExecutor(plan.in_flight(config), "rpcmp-microbatch")
 
     def reschedule(self, config: Config) -> None:
         """Go on under another setting, one that the plan foresaw; between two rounds.
@@ -111,7 +84,7 @@ class Group:
             config: the job with that setting.
         """
         self._threads.shutdown()
-        self._threads = ThreadPoolExecutor(in_flight(config), "rpcmp-microbatch")
+        self._threads = ThreadPoolExecutor(plan.in_flight(config), "rpcmp-microbatch")
         self._everywhere(Stage.reschedule, config.schedule, plan.limits(config))
         self._config = config
 
@@ -128,9 +101,10 @@ class Group:
         """
         if step != self._step:
             self._step, self._accumulated = step, 0
-        started = self._start(Mode.TRAIN, step, inputs, targets, self._train, end)
-        self._accumulated += len(started.answers)
-        return started
+        works = self._works(Mode.TRAIN, step, inputs, targets, end)
+        self._accumulated += len(works)
+        future = transport.call(self._sink, Stage.train, works)
+        return Round(self._round, step, lambda: transport.result(future, self._sink))
 
     def finish_step(self, started: Round) -> Trained:
         """Wait for a train step, the earliest under way.
@@ -181,12 +155,13 @@ class Group:
             answer: Evaluated = self._ask(work)
             return Evaluation(work.num_samples, answer.loss, answer.metrics)
 
-        return mean(self._finish(self._start(Mode.EVALUATE, step, inputs, targets, run)))
+        works = self._works(Mode.EVALUATE, step, inputs, targets)
+        return mean(self._finish(self._ask_all(works, run)))
 
     def predict(self, inputs: Any, step: int) -> Any:
         """The last stage's outputs for `inputs`, joined again along the first dimension."""
-        started = self._start(Mode.PREDICT, step, inputs, None, lambda work: self._ask(work).value)
-        return _concatenate(self._finish(started))
+        works = self._works(Mode.PREDICT, step, inputs, None)
+        return _concatenate(self._finish(self._ask_all(works, lambda work: self._ask(work).value)))
 
     def parameters_sha256(self) -> str:
         """The hash of `rpcmp.digest` over the unsplit model."""
@@ -249,23 +224,17 @@ class Group:
         self.optimizer.release()
         self._stage_rrefs.clear()
 
-    def _start(
-        self,
-        mode: Mode,
-        step: int,
-        inputs: Any,
-        targets: Any,
-        run: Callable[[Work], Any],
-        end: End = End.NOTHING,
-    ) -> Round:
-        """Begin a round: `run` for each micro-batch, a few of them at once."""
+    def _works(
+        self, mode: Mode, step: int, inputs: Any, targets: Any, end: End = End.NOTHING
+    ) -> list[Work]:
+        """The micro-batches of a new round, whose slices the stages can ask for from now on."""
         count = self._config.num_microbatches
         samples = _num_samples(inputs, targets)
         sizes = microbatch.sizes(samples, count)
         self._round += 1
         target_slices = None if targets is None else microbatch.split(targets, count)
         self._source.load(self._round, microbatch.split(inputs, count), target_slices)
-        works = [
+        return [
             Work(
                 round=self._round,
                 step=step,
@@ -279,21 +248,28 @@ class Group:
             )
             for index, size in enumerate(sizes)
         ]
-        return Round(self._round, step, [self._threads.submit(run, work) for work in works])
+
+    def _ask_all(self, works: list[Work], run: Callable[[Work], Any]) -> Round:
+        """Begin a round without backwards: `run` for each micro-batch, a few of them at once.
+
+        Where one fails, the answer is its error, without waiting for the others.
+        """
+        answers = [self._threads.submit(run, work) for work in works]
+
+        def answer() -> list[Any]:
+            done, waiting = wait(answers, return_when=FIRST_EXCEPTION)
+            for future in waiting:  # those that run are freed by the abort
+                future.cancel()
+            return [future.result() for future in answers if not waiting or future in done]
+
+        return Round(self._round, works[0].step, answer)
 
     def _finish(self, started: Round) -> list[Any]:
-        """What `run` gave for each micro-batch, in order."""
+        """What came of each micro-batch, in order."""
         try:
-            done, waiting = wait(started.answers, return_when=FIRST_EXCEPTION)
-            errors = [future.exception() for future in done if not future.cancelled()]
-            first = next((error for error in errors if error is not None), None)
-            if first is None:
-                return [future.result() for future in started.answers]
-            for future in waiting:
-                future.cancel()
-            failures = self._abort(started.number)
-            wait(started.answers)
-            raise _root_cause(failures, first) from first
+            return started.answer()
+        except RpcmpError as error:
+            raise _root_cause(self._abort(started.number), error) from error
         finally:
             self._source.clear(started.number)
 
@@ -311,16 +287,6 @@ class Group:
     def _ask(self, work: Work) -> Any:
         future = transport.call(self._sink, Stage.forward, work, DRIVER_PORT)
         return transport.result(future, self._sink)
-
-    def _train(self, work: Work) -> Trained:
-        with transport.autograd_context() as context_id:
-            outputs: Outputs = self._ask(work)
-            loss: torch.Tensor = outputs.value
-            value = loss.item()
-            if not math.isfinite(value):
-                raise NonFiniteLossError(value, work.step, work.microbatch)
-            transport.backward(context_id, loss)
-        return Trained(value, outputs.reports or {})
 
     def _merge(self, method: Callable[..., Any]) -> dict[str, Any]:
         parts = self._everywhere(method).values()
@@ -349,14 +315,14 @@ def _optimizer_of(stage: Stage) -> StageOptimizer:
     return stage.optimizer
 
 
-def _root_cause(failures: list[RpcmpError], first: BaseException) -> BaseException:
+def _root_cause(failures: list[RpcmpError], first: RpcmpError) -> RpcmpError:
     """Which of all errors of a round to show: the user's own, the earliest micro-batch's first."""
     own = [error for error in failures if isinstance(error, StageError)]
     if own:
         return min(own, key=lambda error: error.microbatch or 0)
-    if isinstance(first, RpcmpError) and type(first) is not JobError:
+    if type(first) is not JobError:
         return first
-    return failures[0] if failures else JobError(f"the backward failed: {first}")
+    return failures[0] if failures else first
 
 
 def _concatenate(parts: list[Any]) -> Any:

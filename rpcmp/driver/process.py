@@ -21,7 +21,7 @@ from rpcmp import factory, plan, transport
 from rpcmp.config import Config
 from rpcmp.control.store import GrpcStore
 from rpcmp.driver import calls
-from rpcmp.driver.group import Group, in_flight
+from rpcmp.driver.group import Group
 from rpcmp.driver.tracer import Tracer
 from rpcmp.driver.training import Datasets, Training
 from rpcmp.errors import JobError, RpcmpError, one_line, to_wire
@@ -83,7 +83,7 @@ class DriverProcess:
         config = Config.model_validate_json(message["config"]).with_folder(folder)
         settings = [Setting(**setting) for setting in message["settings"]]
         configs = [config, *(setting.on(config) for setting in settings)]
-        transport.reserve_threads(max(map(in_flight, configs)))
+        transport.reserve_threads(max(map(plan.in_flight, configs)))
         assignments = [part.model_dump_json() for part in plan.assign(config, settings)]
         if message["load_data"]:
             self._datasets = Datasets.load(config)

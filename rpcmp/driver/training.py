@@ -19,10 +19,11 @@ from rpcmp import data, factory
 from rpcmp.config import Config, DataConfig
 from rpcmp.data import Batches
 from rpcmp.driver.evaluation import Evaluation, mean
-from rpcmp.driver.group import STEPS_AHEAD, Group, Round
+from rpcmp.driver.group import Group, Round
 from rpcmp.driver.tracer import Tracer
 from rpcmp.errors import ConfigError, FactoryError
 from rpcmp.microbatch import num_samples
+from rpcmp.plan import STEPS_AHEAD
 from rpcmp.process.channel import Message
 from rpcmp.work import End, StepReport
 
@@ -144,10 +145,14 @@ class Training:
             self._write_report()
 
     def segment(self, steps: int) -> Segment:
-        """Train the next `steps` steps, and wait until all stages have done them."""
+        """Train the next `steps` steps, and wait until all stages have done them.
+
+        Their mini-batches are loaded before the clock starts.
+        """
+        loaded = list(itertools.islice(self._endless, steps))
         started, cpu = time.perf_counter(), time.process_time()
         self._segment = []
-        self._train(itertools.islice(self._endless, steps), evaluate=False)
+        self._train(loaded, evaluate=False)
         return Segment(time.perf_counter() - started, time.process_time() - cpu, self._segment)
 
     def _train(self, steps: Iterable[_Step], evaluate: bool) -> None:

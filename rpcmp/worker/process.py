@@ -41,7 +41,7 @@ def _serve(channel: Channel, start: Message) -> None:
     if start["code_folder"]:
         sys.path.insert(0, start["code_folder"])
     assignment = Assignment.model_validate_json(start["assignment"])
-    transport.reserve_threads(max(limits.open for limits in assignment.all_limits))
+    transport.reserve_threads(assignment.in_flight)
     if any(limits.splits for limits in assignment.all_limits):
         split.install()
     threading.Thread(target=_exit_with_supervisor, args=[channel], daemon=True).start()

@@ -1,12 +1,13 @@
 """A stage as the group sees it: asks its inputs, computes, answers its readers.
 
-    driver ──(1)──> sink ──(2)──> ... ──(2)──> first stage ──(2)──> driver: the batch's slice
-           <──(5)──      <──(4)──     <──(4)──      (3)
+    conductor ──(1)──> sink ──(2)──> ... ──(2)──> first stage ──(2)──> driver: the batch's slices
+              <──(5)──      <──(4)──     <──(4)──      (3)
 
-(1) The driver asks the sink for one micro-batch. (2) Each stage, when first asked, asks all that it
-reads; nobody waits in a thread. (3) When the answers are there, the compute thread runs the forward
-in its turn. (4) Activations travel as responses, which distributed autograd records. (5) The driver
-gets the loss and differentiates it; gradients go the same way back, from boundary to boundary.
+(1) The conductor, in the sink's own process, asks the sink for one micro-batch; outside of training
+the driver does. (2) Each stage, when first asked, asks all that it reads; nobody waits in a thread.
+(3) When the answers are there, the compute thread runs the forward in its turn. (4) Activations
+travel as responses, which distributed autograd records. (5) The conductor gets the loss and
+differentiates it; gradients go the same way back, from boundary to boundary.
 
 A failure is an answer as well: it travels down the responses, is remembered at its stage, and the
 driver's `abort` frees whoever still waits.
@@ -35,6 +36,7 @@ from rpcmp.transport import Raised
 from rpcmp.work import End, Mode, Outputs, StepReport, Work
 from rpcmp.worker.backward import Backwards, Missing
 from rpcmp.worker.compute import ComputeThread
+from rpcmp.worker.conductor import Conductor
 from rpcmp.worker.execution import Execution
 from rpcmp.worker.memory import Meter
 from rpcmp.worker.model import StageModel
@@ -90,6 +92,9 @@ class Stage:
         self._aborted_round = 0
         self._broken: StageError | None = None
         self._slices = Slices()
+        self._conductor = Conductor(
+            self.name, lambda work: self.forward(work, DRIVER_PORT), assignment.in_flight
+        )
         self._meter = Meter(self.model.device)
 
     # What the other processes call.
@@ -109,6 +114,10 @@ class Stage:
         if first:
             self._gather(pending)
         return answer
+
+    def train(self, works: list[Work]) -> Future[Any]:
+        """Forward and backward of a round, asked of the sink: a Trained a micro-batch."""
+        return self._conductor.train(works)
 
     def abort(self, first: int, last: int) -> list[Raised]:
         """Fail all that waits in the rounds from `first` to `last`; returns what failed here."""

@@ -1,0 +1,90 @@
+"""Train steps, conducted where the loss is.
+
+    driver ──one call a step──> conductor, beside the stage that computes the loss
+                                   │  for each micro-batch, a few at once:
+                                   │    an autograd context, the loss, its distributed backward
+           <──losses, reports──────┘
+
+The driver could ask for each micro-batch itself, but then every one of them would make a journey
+there and back, twice, to learn nothing new on it: with two stages a third of all messages. Like
+this the driver's cost of a micro-batch is its slice of the batch.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future as Running
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from torch.futures import Future
+
+from rpcmp import transport
+from rpcmp.errors import NonFiniteLossError
+from rpcmp.transport import Raised
+from rpcmp.work import Outputs, Trained, Work
+
+
+class Conductor:
+    """Keeps micro-batches in flight, one thread and one autograd context each.
+
+    Args:
+        stage: the name of the stage that computes the loss.
+        ask: that stage's answer to one micro-batch.
+        in_flight: how many may be under way at once.
+    """
+
+    def __init__(self, stage: str, ask: Callable[[Work], Future[Any]], in_flight: int) -> None:
+        self._stage = stage
+        self._ask = ask
+        self._threads = ThreadPoolExecutor(in_flight, "rpcmp-microbatch")
+
+    def train(self, works: Sequence[Work]) -> Future[Any]:
+        """Forward and backward of a round; answers with a Trained a micro-batch, in order.
+
+        The first failure is the answer, a Raised, as soon as it happens: the driver then aborts the
+        round, which frees the others.
+        """
+        answer: Future[Any] = Future()
+        running = [self._threads.submit(self._attempt, work) for work in works]
+        collected = _Collected(running, answer)
+        for each in running:
+            each.add_done_callback(collected.one_ended)
+        return answer
+
+    def _attempt(self, work: Work) -> Any:
+        """A Trained, or a Raised."""
+        return transport.attempt(lambda: self._train(work))
+
+    def _train(self, work: Work) -> Trained:
+        with transport.autograd_context() as context_id:
+            outputs: Outputs = transport.result(self._ask(work), self._stage)
+            loss = outputs.value.item()
+            if not math.isfinite(loss):
+                raise NonFiniteLossError(loss, work.step, work.microbatch)
+            transport.backward(context_id, outputs.value)
+        return Trained(loss, outputs.reports or {})
+
+
+class _Collected:
+    """Gives the answer once: all that came, or the first failure."""
+
+    def __init__(self, running: Sequence[Running[Any]], answer: Future[Any]) -> None:
+        self._running = running
+        self._answer = answer
+        self._lock = threading.Lock()
+        self._left = len(running)
+
+    def one_ended(self, ended: Running[Any]) -> None:
+        is_raised = isinstance(ended.result(), Raised)
+        with self._lock:
+            if self._left <= 0:
+                return
+            self._left = 0 if is_raised else self._left - 1
+            if self._left:
+                return
+        self._answer.set_result(
+            ended.result() if is_raised else [each.result() for each in self._running]
+        )
