@@ -73,6 +73,7 @@ class Group:
             }
         )
         self._round = 0
+        self._trained = 0
         self._step = 0
         self._accumulated = 0
         self._threads = ThreadPoolExecutor(plan.in_flight(config), "rpcmp-microbatch")
@@ -103,7 +104,8 @@ class Group:
             self._step, self._accumulated = step, 0
         works = self._works(Mode.TRAIN, step, inputs, targets, end)
         self._accumulated += len(works)
-        future = transport.call(self._sink, Stage.train, works)
+        future = transport.call(self._sink, Stage.train, works, self._trained)
+        self._trained = self._round
         return Round(self._round, step, lambda: transport.result(future, self._sink))
 
     def finish_step(self, started: Round) -> Trained:

@@ -40,19 +40,35 @@ class Conductor:
         self._stage = stage
         self._ask = ask
         self._threads = ThreadPoolExecutor(in_flight, "rpcmp-microbatch")
+        self._lock = threading.Lock()
+        self._last = 0
+        self._waiting: dict[int, tuple[Sequence[Work], Future[Any]]] = {}
 
-    def train(self, works: Sequence[Work]) -> Future[Any]:
+    def train(self, works: Sequence[Work], after: int) -> Future[Any]:
         """Forward and backward of a round; answers with a Trained a micro-batch, in order.
 
         The first failure is the answer, a Raised, as soon as it happens: the driver then aborts the
         round, which frees the others.
+
+        Args:
+            works: the round's micro-batches.
+            after: the number of the training round before; 0 for the first. Calls may overtake each
+                other, and a later round's micro-batches must not keep the threads from an earlier
+                one's, for which they wait.
         """
         answer: Future[Any] = Future()
+        with self._lock:
+            self._waiting[after] = (works, answer)
+            while (following := self._waiting.pop(self._last, None)) is not None:
+                self._start(*following)
+        return answer
+
+    def _start(self, works: Sequence[Work], answer: Future[Any]) -> None:
         running = [self._threads.submit(self._attempt, work) for work in works]
         collected = _Collected(running, answer)
         for each in running:
             each.add_done_callback(collected.one_ended)
-        return answer
+        self._last = works[0].round
 
     def _attempt(self, work: Work) -> Any:
         """A Trained, or a Raised."""

@@ -115,9 +115,9 @@ class Stage:
             self._gather(pending)
         return answer
 
-    def train(self, works: list[Work]) -> Future[Any]:
-        """Forward and backward of a round, asked of the sink: a Trained a micro-batch."""
-        return self._conductor.train(works)
+    def train(self, works: list[Work], after: int) -> Future[Any]:
+        """Forward and backward of a round, asked of the sink; see Conductor."""
+        return self._conductor.train(works, after)
 
     def abort(self, first: int, last: int) -> list[Raised]:
         """Fail all that waits in the rounds from `first` to `last`; returns what failed here."""
