@@ -61,7 +61,7 @@ async def drive(
 
 
 def _order(evaluate: bool, save_state: Path | None, trace: Path | None) -> Message:
-    """What the driver's process is told; paths are those of this process, wherever that one runs."""
+    """What the driver's process is told; paths as seen from this process."""
     files = {"save_state": save_state, "trace": trace}
     paths = {key: str(path.absolute()) if path else "" for key, path in files.items()}
     return {"op": "train", "evaluate": evaluate, **paths}
