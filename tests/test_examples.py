@@ -6,7 +6,7 @@ import pytest
 
 from tests.processes import EXAMPLES, Result, rpcmp
 
-SCHEDULES = ("gpipe", "1f1b")
+SCHEDULES = ("gpipe", "1f1b", "zero-bubble")
 
 
 def verify(example: str, steps: int, *overrides: str) -> str:
@@ -25,10 +25,19 @@ def drive(example: str) -> Result:
     return result
 
 
+@pytest.mark.parametrize("example", ["two_towers", "stdlib_gpt"])
+def test_the_larger_examples_train(example: str) -> None:
+    result = rpcmp("drive", EXAMPLES / f"{example}.toml", "--json", "--steps", "1")
+    assert result.code == 0, result.err
+    assert len(result.losses) == 1
+
+
+@pytest.mark.long
 def test_two_towers_gives_the_bits_of_one_process() -> None:
     verify("two_towers", 5, "data.batch_size=50", "num_microbatches=7")
 
 
+@pytest.mark.long
 def test_stdlib_gpt_gives_the_bits_of_one_process() -> None:
     verify("stdlib_gpt", 1, "num_microbatches=3")
 
