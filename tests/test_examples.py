@@ -25,14 +25,6 @@ def drive(example: str) -> Result:
     return result
 
 
-@pytest.mark.parametrize("example", ["two_towers", "stdlib_gpt"])
-def test_the_larger_examples_train(example: str) -> None:
-    result = rpcmp("drive", EXAMPLES / f"{example}.toml", "--json", "--steps", "1")
-    assert result.code == 0, result.err
-    assert len(result.losses) == 1
-
-
-@pytest.mark.long
 def test_two_towers_gives_the_bits_of_one_process() -> None:
     verify("two_towers", 5, "data.batch_size=50", "num_microbatches=7")
 
