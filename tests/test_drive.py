@@ -34,6 +34,7 @@ def test_digits_reaches_98_percent() -> None:
     assert result.events[0]["event"] == "start"
 
 
+@pytest.mark.long
 def test_one_hash_for_every_balance_and_schedule(job: JobFolder) -> None:
     config = job.config('[model]\nlayers = "zoo:mlp"')
     hashes = {
@@ -41,7 +42,7 @@ def test_one_hash_for_every_balance_and_schedule(job: JobFolder) -> None:
             *("drive", config, "--json", "--steps", "3"),
             *("--set", f"model.num_stages={num_stages}", "--set", f"schedule={schedule}"),
         ).event("summary")["parameters_sha256"]
-        for num_stages, schedule in ((1, "gpipe"), (4, "zero-bubble"))
+        for num_stages, schedule in ((1, "1f1b"), (2, "gpipe"), (3, "zero-bubble"), (4, "1f1b"))
     }
     assert len(hashes) == 1
 

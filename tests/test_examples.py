@@ -25,6 +25,7 @@ def drive(example: str) -> Result:
     return result
 
 
+@pytest.mark.long
 def test_two_towers_gives_the_bits_of_one_process() -> None:
     verify("two_towers", 5, "data.batch_size=50", "num_microbatches=7")
 
