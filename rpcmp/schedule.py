@@ -21,9 +21,10 @@ micro-batches, equal times for all actions:
 
 In the last, nobody waits for stage 0, whose backwards are whole and take two units. Stage s lags s
 weight gradients behind its backwards: all stages then walk in lockstep, backwards meet a stage that
-is free, and a step takes no longer than filling the pipeline once and the work of one stage. A weight gradient that starts whenever nothing else is ready costs more than
-the bubble it fills, because the next backward arrives while it runs. With twice the `max_in_flight`
-the next step's forwards fill the rest: no bubble at all.
+is free, and a step takes no longer than filling the pipeline once and the work of one stage. A
+weight gradient that starts whenever nothing else is ready costs more than the bubble it fills,
+because the next backward arrives while it runs. With twice the `max_in_flight` the next step's
+forwards fill the rest: no bubble at all.
 
 Sources: GPipe (arXiv:1811.06965), PipeDream-Flush (arXiv:2006.09503), Zero Bubble Pipeline
 Parallelism (arXiv:2401.10241), whose ZB-H1 and ZB-H2 are our smallest and largest useful

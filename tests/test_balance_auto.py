@@ -39,6 +39,7 @@ def test_a_layer_as_slow_as_all_others_together_stands_alone(job: JobFolder) -> 
     assert all(0 < s["memory_bytes"] < s["limit_bytes"] for s in plan["stages"].values())
 
 
+@pytest.mark.long
 def test_servers_that_stay_measure_and_then_train(job: JobFolder, servers: list[Server]) -> None:
     config = job.config(TWO.format(milliseconds=1))
     result = rpcmp("verify", config, "--steps", "2", "--connect", connect(servers))

@@ -48,6 +48,7 @@ def test_the_defaults_are_as_documented() -> None:
         "num_microbatches": 4,
         "schedule": "1f1b",
         "max_in_flight": None,
+        "wire_dtype": None,
         "max_grad_norm": None,
         "evaluate_every": 1,
         "ship_code": True,
@@ -75,6 +76,7 @@ def test_the_defaults_of_a_stage_are_as_documented() -> None:
         "optimizer": {},
         "memory": None,
         "frozen": False,
+        "recompute": False,
     }
 
 

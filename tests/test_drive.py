@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pty
+import re
 import subprocess
 import sys
+from collections import Counter
 
 import pytest
 
+from rpcmp.trace import chrome
 from tests.processes import EXAMPLES, JobFolder, rpcmp
 
 
@@ -19,6 +23,8 @@ def test_digits_reaches_98_percent() -> None:
     assert summary["metrics"]["accuracy"] >= 0.98
     assert summary["steps"] == len(result.losses)
     assert len(summary["parameters_sha256"]) == 64
+    assert list(summary["memory"]) == ["stage0", "stage1"]
+    assert all(0 < stage["idle"] <= stage["peak"] for stage in summary["memory"].values())
     assert result.event("eval")["accuracy"] == summary["metrics"]["accuracy"]
     step = result.event("step")
     assert step["loss"] == summary["loss"]
@@ -28,6 +34,7 @@ def test_digits_reaches_98_percent() -> None:
     assert result.events[0]["event"] == "start"
 
 
+@pytest.mark.long
 def test_one_hash_for_every_balance_and_schedule(job: JobFolder) -> None:
     config = job.config('[model]\nlayers = "zoo:mlp"')
     hashes = {
@@ -53,6 +60,7 @@ def test_plain_lines_where_there_is_no_terminal(job: JobFolder) -> None:
         train = "zoo:regression"
         test = { callable = "zoo:regression", kwargs = { samples = 7 } }
         batch_size = 25
+        num_workers = 1
     """)
     text = config.read_text().replace("steps = 2", "")
     config.write_text(text)
@@ -69,9 +77,36 @@ def test_plain_lines_where_there_is_no_terminal(job: JobFolder) -> None:
     assert any(line.startswith("evaluation after step 2: loss") for line in lines)
     assert any(line.startswith("evaluation after step 4: loss") for line in lines)
     assert "the report says (7, 1)" in result.out
-    assert lines[-1].startswith("parameters sha256 ")
-    quiet = rpcmp("drive", config, "-q", "--steps", "1")
-    assert len(quiet.out.splitlines()) == 2
+    memory, parameters = lines[-2:]
+    assert re.fullmatch(r"peak memory(,? stage\d [\d,]+ MiB \(idle [\d,]+\)){2}", memory)
+    assert parameters.startswith("parameters sha256 ")
+    assert result.err == ""
+
+
+def test_a_trace_has_every_action_of_every_stage(job: JobFolder) -> None:
+    config = job.config("""
+        schedule = "zero-bubble"
+        steps = 3
+        [model]
+        layers = "zoo:mlp"
+        num_stages = 2
+    """)
+    path = job.folder / "run.json.gz"
+    result = rpcmp("drive", config, "--trace", path, "--quiet")
+    assert result.code == 0, result.err
+    shown = [line.split()[0] for line in result.out.splitlines()]
+    assert shown == ["done:", "peak", "parameters"]
+    found = {
+        track.stage: Counter(str(span.kind) for span in track.spans)
+        for track in chrome.read(path).tracks
+    }
+    assert found == {  # the first reads only the batch: its backwards are whole
+        "stage0": {"F": 12, "B": 12, "O": 3},
+        "stage1": {"F": 12, "B": 12, "W": 12, "O": 3},
+    }
+    shares = rpcmp("trace", path, "--json")
+    assert shares.code == 0, shares.err
+    assert [stage["stage"] for stage in json.loads(shares.out)["stages"]] == list(found)
 
 
 def test_a_progress_bar_on_a_terminal(job: JobFolder) -> None:
@@ -101,9 +136,10 @@ def test_a_progress_bar_on_a_terminal(job: JobFolder) -> None:
 
 
 @pytest.mark.parametrize(
-    "schedule", [pytest.param("gpipe", marks=pytest.mark.long), "1f1b", "zero-bubble"]
+    "schedule",
+    [*(pytest.param(name, marks=pytest.mark.long) for name in ("gpipe", "1f1b")), "zero-bubble"],
 )
-@pytest.mark.parametrize("steps", [100, pytest.param(1000, marks=pytest.mark.long)])
+@pytest.mark.parametrize("steps", [50, pytest.param(1000, marks=pytest.mark.long)])
 def test_jitter_in_every_action_does_not_hang(job: JobFolder, schedule: str, steps: int) -> None:
     config = job.config("""
         num_microbatches = 8
@@ -121,6 +157,7 @@ def test_jitter_in_every_action_does_not_hang(job: JobFolder, schedule: str, ste
     assert len(result.losses) == steps
 
 
+@pytest.mark.long
 def test_loader_processes_do_not_change_the_order(job: JobFolder) -> None:
     config = job.config('[model]\nlayers = "zoo:mlp"\nnum_stages = 1')
     results = [

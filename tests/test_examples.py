@@ -6,7 +6,7 @@ import pytest
 
 from tests.processes import EXAMPLES, Result, rpcmp
 
-SCHEDULES = ("gpipe", "1f1b")
+SCHEDULES = ("gpipe", "1f1b", "zero-bubble")
 
 
 def verify(example: str, steps: int, *overrides: str) -> str:
@@ -25,10 +25,12 @@ def drive(example: str) -> Result:
     return result
 
 
+@pytest.mark.long
 def test_two_towers_gives_the_bits_of_one_process() -> None:
     verify("two_towers", 5, "data.batch_size=50", "num_microbatches=7")
 
 
+@pytest.mark.long
 def test_stdlib_gpt_gives_the_bits_of_one_process() -> None:
     verify("stdlib_gpt", 1, "num_microbatches=3")
 

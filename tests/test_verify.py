@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 
 from tests.processes import JobFolder, rpcmp
 
 CHAINS = {
-    "residual blocks with dropout and batch normalization, clipped, scheduled": """
+    "residual blocks with dropout and batch normalization, one computed again, clipped": """
         num_microbatches = 3
         max_grad_norm = 0.5
         scheduler_interval = "step"
@@ -16,6 +19,10 @@ CHAINS = {
         [model]
         layers = "zoo:mlp"
         balance = [1, 1, 2]
+        [[stages]]
+        [[stages]]
+        recompute = true
+        [[stages]]
     """,
     "layers in place and transposed, cut everywhere, 32 in flight": """
         schedule = "gpipe"
@@ -39,14 +46,16 @@ CHAINS = {
         [[stages]]
         optimizer = { lr = 0.01 }
     """,
-    "an LSTM over integers": """
-        loss = "zoo:token_loss"
+    "a CNN with batch normalization, a weight that is used twice": """
+        schedule = "zero-bubble"
+        max_in_flight = 6
+        num_microbatches = 5
         [model]
-        layers = "zoo:lstm"
-        balance = [1, 2]
+        layers = "zoo:cnn"
+        balance = [1, 2, 3]
         [data]
-        train = "zoo:tokens"
-        batch_size = 13
+        train = "zoo:regression"
+        batch_size = 23
     """,
     "modes, Python's own generator, an epoch-wise scheduler that watches the loss, two threads": """
         scheduler = "torch.optim.lr_scheduler:ReduceLROnPlateau"
@@ -61,12 +70,30 @@ CHAINS = {
         train = "zoo:regression"
         batch_size = 25
     """,
-    "a transformer over integers": """
+    "an LSTM and a transformer over integers, a layer in place between them": """
+        schedule = "zero-bubble"
         loss = "zoo:token_loss"
         num_microbatches = 3
         [model]
-        layers = "zoo:transformer"
-        balance = [2, 2]
+        layers = "zoo:sequence"
+        balance = [2, 2, 2]
+        [data]
+        train = "zoo:tokens"
+        batch_size = 13
+    """,
+    "the same, all computed again": """
+        schedule = "zero-bubble"
+        loss = "zoo:token_loss"
+        num_microbatches = 3
+        [model]
+        layers = "zoo:sequence"
+        balance = [2, 2, 2]
+        [[stages]]
+        recompute = true
+        [[stages]]
+        recompute = true
+        [[stages]]
+        recompute = true
         [data]
         train = "zoo:tokens"
         batch_size = 13
@@ -98,28 +125,34 @@ GRAPH = """
 """
 
 
+def verified(config: Path, *overrides: str) -> str:
+    """What `rpcmp verify` says of six steps, none of which may be different."""
+    options = [part for override in overrides for part in ("--set", override)]
+    result = rpcmp("verify", config, "--steps", "6", *options)
+    assert result.code == 0, result.err
+    return result.out
+
+
 @pytest.mark.parametrize("text", CHAINS.values(), ids=CHAINS)
 def test_a_chain_gives_the_bits_of_one_process(job: JobFolder, text: str) -> None:
-    result = rpcmp("verify", job.config(text), "--steps", "6")
-    assert result.code == 0, result.err
-    assert "identical: 6 losses" in result.out
+    assert "identical: 6 losses" in verified(job.config(text))
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        name if "transformer" in name else pytest.param(name, marks=pytest.mark.long)
-        for name in CHAINS
-    ],
-)
-def test_a_chain_whose_backwards_are_split_gives_the_bits_of_one_process(
-    job: JobFolder, name: str
+@pytest.mark.long
+@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
+@pytest.mark.parametrize("text", CHAINS.values(), ids=CHAINS)
+def test_so_it_does_under_other_schedules(job: JobFolder, text: str, schedule: str) -> None:
+    assert "identical: 6 losses" in verified(job.config(text), f"schedule={schedule}")
+
+
+def test_tensors_that_travel_as_bfloat16_make_a_difference_which_is_small_and_said(
+    job: JobFolder,
 ) -> None:
-    result = rpcmp(
-        *("verify", job.config(CHAINS[name]), "--steps", "6"), *("--set", "schedule=zero-bubble")
-    )
-    assert result.code == 0, result.err
-    assert "identical: 6 losses" in result.out
+    text = 'wire_dtype = "bfloat16"\n[model]\nlayers = "zoo:mlp"\nbalance = [1, 1, 2]'
+    found = verified(job.config(text))
+    numbers = re.findall(r"by (?:up to )?(\d\.\de[-+]\d\d)", found)
+    assert found.startswith("different, as wire_dtype = 'bfloat16' makes it: losses")
+    assert [0 < float(number) < 2**-7 for number in numbers] == [True, True]
 
 
 @pytest.mark.parametrize(
@@ -129,9 +162,7 @@ def test_a_chain_whose_backwards_are_split_gives_the_bits_of_one_process(
 def test_a_graph_with_branches_and_skips_gives_the_bits_of_one_process(
     job: JobFolder, schedule: str
 ) -> None:
-    config = job.config(GRAPH)
-    result = rpcmp("verify", config, "--steps", "6", "--set", f"schedule={schedule}")
-    assert result.code == 0, result.err
+    assert "identical: 6 losses" in verified(job.config(GRAPH), f"schedule={schedule}")
 
 
 def test_a_difference_is_named_and_exits_1(job: JobFolder) -> None:

@@ -1,8 +1,8 @@
 """The training loop: epochs, steps, evaluations, and what is told about them.
 
 The next step is begun before this one has ended: its data is loaded and its first forwards run
-while the stages further back still finish. What the stages have to say of a step comes with the next
-one's first answer, so a step is reported then.
+while the stages further back still finish. What the stages have to say of a step comes with the
+next one's first answer, so a step is reported then.
 """
 
 from __future__ import annotations

@@ -48,13 +48,7 @@ async def drive(
         RpcmpError: why the job did not come to its end; InterruptedJobError for a signal.
     """
     run = _Run(config, connect, report)
-    order: Message = {
-        "op": "train",
-        "evaluate": evaluate,
-        "save_state": str(save_state or ""),
-        "trace": str(trace.absolute()) if trace else "",
-    }
-    task = asyncio.ensure_future(run.train(order))
+    task = asyncio.ensure_future(run.train(_order(evaluate, save_state, trace)))
     with _signals(lambda signum: run.interrupt(signum, task)):
         try:
             return await task
@@ -64,6 +58,13 @@ async def drive(
             raise InterruptedJobError(run.signals[-1], run.step) from None
         finally:
             await run.close()
+
+
+def _order(evaluate: bool, save_state: Path | None, trace: Path | None) -> Message:
+    """What the driver's process is told; paths as seen from this process."""
+    files = {"save_state": save_state, "trace": trace}
+    paths = {key: str(path.absolute()) if path else "" for key, path in files.items()}
+    return {"op": "train", "evaluate": evaluate, **paths}
 
 
 class _Run:

@@ -56,7 +56,7 @@ class Execution:
         self._backwards = backwards
         self._splitter = Splitter()
         self._wire_dtype = wire_dtype
-        self._buffers = Buffers(model.buffers()) if recompute else None
+        self._buffers = Buffers(model.modules()) if recompute else None
 
     def forward(self, work: Work, answers: list[Outputs]) -> list[Any]:
         """What each port's reader gets: Outputs or, from the sink when evaluating, Evaluated.

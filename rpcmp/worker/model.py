@@ -107,10 +107,10 @@ class StageModel:
                     seen.add(parameter)
                     yield f"{layer}.{name}", parameter
 
-    def buffers(self) -> Iterator[Tensor]:
-        """The buffers, persistent or not; shared ones once."""
-        seen = {id(buffer): buffer for m in self._modules.values() for buffer in m.buffers()}
-        yield from seen.values()
+    def modules(self) -> Iterator[nn.Module]:
+        """The layers and all modules inside of them."""
+        for layer in self._modules.values():
+            yield from layer.modules()
 
     def state_dict(self) -> dict[str, Tensor]:
         """Parameters and buffers under their names in the unsplit model; not copied."""

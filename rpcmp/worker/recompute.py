@@ -9,10 +9,10 @@ found them: batch normalization must not count a micro-batch twice.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rpcmp import tree
 from rpcmp.split import Splitter, WeightGradients
@@ -21,37 +21,60 @@ from rpcmp.worker.boundary import Differentiated, Gradients, LocalTape
 
 Forward = Callable[[list[Any]], Any]
 
-Copies = list[tuple[Tensor, Tensor]]
-"""Buffers and values that they had."""
+
+class Copy(NamedTuple):
+    """A buffer and the value that it had."""
+
+    owner: dict[str, Tensor | None]
+    name: str
+    buffer: Tensor | None
+    value: Tensor | None
+
+    @property
+    def has_changed(self) -> bool:
+        """Whether the module has another buffer now, or this one another value."""
+        if self.owner[self.name] is not self.buffer:
+            return True
+        if self.buffer is None or self.value is None:
+            return False
+        return not torch.equal(self.buffer, self.value)
 
 
 class Buffers:
-    """A stage's buffers, of which some change in a forward.
+    """A stage's buffers, of which some change in a forward, in place or by assignment.
 
     The first micro-batch shows which, by value: batch normalization does not count up the version
     of what it changes. Large constants, such as masks, are copied only then.
+
+    Args:
+        modules: all of the stage's, those inside of others too.
     """
 
-    def __init__(self, buffers: Iterable[Tensor]) -> None:
-        self._candidates = list(buffers)
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._candidates = [
+            (module._buffers, name) for module in modules for name in module._buffers
+        ]
         self._is_known = False
 
-    def copy(self) -> Copies:
+    def copy(self) -> list[Copy]:
         """The buffers that may change, with their values now."""
-        return [(buffer, buffer.clone()) for buffer in self._candidates]
+        found = [(owner, name, owner[name]) for owner, name in self._candidates]
+        return [Copy(*one, None if one[-1] is None else one[-1].clone()) for one in found]
 
-    def learn(self, before: Copies) -> None:
+    def learn(self, before: list[Copy]) -> None:
         """Find out what a forward has changed, the first time."""
         if not self._is_known:
-            self._candidates = [buffer for buffer, old in before if not torch.equal(buffer, old)]
+            self._candidates = [(copy.owner, copy.name) for copy in before if copy.has_changed]
             self._is_known = True
 
 
-def restore(copies: Copies) -> None:
-    """Give buffers the values of `Buffers.copy` back."""
+def restore(copies: list[Copy]) -> None:
+    """Give modules the buffers of `Buffers.copy` back, and these their values."""
     with torch.no_grad():
-        for buffer, value in copies:
-            buffer.copy_(value)
+        for owner, name, buffer, value in copies:
+            owner[name] = buffer
+            if buffer is not None and value is not None:
+                buffer.copy_(value)
 
 
 class Replay:
@@ -80,7 +103,7 @@ class Replay:
         self._buffers = buffers
         self._splitter = splitter
         self._weights = weights
-        self._before: Copies = []
+        self._before: list[Copy] = []
 
     def forward(self) -> Any:
         """The stage's outputs; on a graph that cannot be differentiated."""

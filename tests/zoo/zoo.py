@@ -255,6 +255,53 @@ def transformer(vocabulary: int = 11, width: int = 8) -> Layers:
     ]
 
 
+def cnn() -> Layers:
+    """Convolutions, batch normalization, dropout, and a weight that is used twice."""
+    return [
+        ("image", lambda: nn.Sequential(nn.Unflatten(1, (1, 2, 4)), nn.Conv2d(1, 4, 3, padding=1))),
+        ("norm", lambda: nn.Sequential(nn.BatchNorm2d(4), nn.ReLU(inplace=True))),
+        ("narrow", lambda: nn.Sequential(nn.Conv2d(4, 1, 3, padding=1), nn.Flatten())),
+        ("tied", Tied),
+        ("dropout", lambda: nn.Dropout(0.2)),
+        ("head", lambda: nn.Linear(FEATURES, 1)),
+    ]
+
+
+class Tied(nn.Module):
+    """Two layers with one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Linear(FEATURES, FEATURES) for _ in range(2))
+        self.second.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden: Tensor = self.first(x).tanh()
+        return x + self.second(hidden)  # type: ignore[no-any-return]
+
+
+def sequence(vocabulary: int = 11, width: int = 8) -> Layers:
+    """What a second forward could get wrong: dropout, a layer in place, statistics."""
+    return [
+        *lstm(vocabulary, width)[:2],
+        ("relu", lambda: nn.ReLU(inplace=True)),
+        transformer(vocabulary, width)[1],
+        ("norm", lambda: Channels(nn.BatchNorm1d(width))),
+        ("head", lambda: nn.Linear(width, vocabulary)),
+    ]
+
+
+class Channels(nn.Module):
+    """A layer for (samples, channels, length), run on (samples, length, channels)."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.module(x.transpose(1, 2)).transpose(1, 2)  # type: ignore[no-any-return]
+
+
 def token_loss(outputs: Tensor, targets: Tensor) -> Tensor:
     """Cross-entropy over all tokens."""
     return nn.functional.cross_entropy(outputs.flatten(0, 1), targets.flatten())
