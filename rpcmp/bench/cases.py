@@ -43,6 +43,7 @@ class FrozenCase(Strict):
     times_ms: Times | None = None
     halves: Arguments = Field(default_factory=dict)
     peers: list[str] | None = None
+    in_flight_a_stage: Positive | None = None
     job: dict[str, Any]
 
 
@@ -157,6 +158,8 @@ def _frozen_job(
     }
     if num_microbatches is not None:
         data["num_microbatches"] = num_microbatches
+    if case.in_flight_a_stage is not None:
+        data["max_in_flight"] = case.in_flight_a_stage * num_stages
     if case.microbatch_size is not None:
         data["data"]["batch_size"] = case.microbatch_size * data["num_microbatches"]
     for override in overrides:
