@@ -274,6 +274,10 @@ class Config(Strict):
         """The stage servers' addresses, by stage; empty when they are to be started here."""
         return [address for stage in self.stages for address in stage.addresses]
 
+    def steps_scheduler(self, interval: Literal["epoch", "step"]) -> bool:
+        """Whether there is a scheduler that steps after each `interval`."""
+        return self.scheduler is not None and self.scheduler_interval == interval
+
     @property
     def holds_steps(self) -> bool:
         """Whether the driver looks at all stages before they step: at the norm, or at the loss.
@@ -282,7 +286,7 @@ class Config(Strict):
         """
         name = self.scheduler.callable if self.scheduler else ""
         is_known = name.startswith("torch.optim") and not name.endswith("ReduceLROnPlateau")
-        may_watch = self.scheduler_interval == "step" and bool(name) and not is_known
+        may_watch = self.steps_scheduler("step") and not is_known
         return self.max_grad_norm is not None or may_watch
 
     def stage(self, index: int) -> StageConfig:

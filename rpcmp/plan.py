@@ -12,18 +12,11 @@ import torch
 from pydantic import Field
 from torch import nn
 
-from rpcmp import factory, layers, partition, simulation
+from rpcmp import factory, inflight, layers, partition
 from rpcmp.config import Config, Factory, StageConfig, Strict
 from rpcmp.errors import ConfigError
-from rpcmp.schedule import Limits, policy
+from rpcmp.schedule import Limits
 from rpcmp.setting import Setting
-
-AHEAD = 2
-"""Micro-batches that are asked for beyond what the stages may hold: their questions then lie at the
-first stage before it has room for them, and it waits for nobody."""
-
-STEPS_AHEAD = 2
-"""Train steps under way at once: the next one's questions arrive while the stages finish this."""
 
 
 class Assignment(Strict):
@@ -51,17 +44,17 @@ class Assignment(Strict):
     @property
     def limits(self) -> Limits:
         """Micro-batches that this stage may keep."""
-        return limits(self.config)[self.stage_name]
+        return inflight.limits(self.config)[self.stage_name]
 
     @property
     def all_limits(self) -> list[Limits]:
         """The same under every setting, the config's own first."""
-        return [limits(config)[self.stage_name] for config in self._configs]
+        return [inflight.limits(config)[self.stage_name] for config in self._configs]
 
     @property
     def in_flight(self) -> int:
         """Micro-batches that are under way at once, under any setting."""
-        return max(map(in_flight, self._configs))
+        return max(map(inflight.in_flight, self._configs))
 
     @property
     def _configs(self) -> list[Config]:
@@ -84,24 +77,6 @@ def assign(config: Config, settings: Sequence[Setting] = ()) -> list[Assignment]
         Assignment(config=config, stage_index=index, layers=names, settings=list(settings))
         for index, names in enumerate(_layers_of_stages(config))
     ]
-
-
-def limits(config: Config) -> dict[str, Limits]:
-    """Micro-batches that each stage may keep, by its name.
-
-    Raises:
-        ConfigError: the schedule cannot run with the config's `max_in_flight`.
-    """
-    schedule = policy(config.schedule)
-    return simulation.limits(
-        config.graph(), schedule, config.num_microbatches, config.max_in_flight
-    )
-
-
-def in_flight(config: Config) -> int:
-    """Micro-batches that are under way at once."""
-    most = max(each.open for each in limits(config).values())
-    return min(most + AHEAD, STEPS_AHEAD * config.num_microbatches)
 
 
 def _layers_of_stages(config: Config) -> list[list[str]]:

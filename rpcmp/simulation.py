@@ -2,8 +2,8 @@
 
 The rules are those of a run: a stage's thread does one action at a time and asks its policy for the
 next; a forward needs its inputs' forwards, a backward the forward and its readers' backwards, and
-both a time on the wire. `rpcmp bench` takes its bound from here and `balance = "auto"` its
-prediction; the tests draw every schedule with it. Pure: no torch, no processes.
+both a time on the wire. `balance = "auto"` takes its prediction from here, and the tests draw every
+schedule with it. Pure: no torch, no processes.
 """
 
 from __future__ import annotations

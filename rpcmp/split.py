@@ -280,17 +280,19 @@ class _Linear(torch.autograd.Function):
         if input.requires_grad:
             grad_input = rows.mm(weight).reshape(input.shape)
 
+        def products() -> Gradients:
+            grad_weight = rows.t().mm(inputs) if weight.requires_grad else None
+            grad_bias = rows.sum(0) if bias is not None and bias.requires_grad else None
+            return grad_weight, grad_bias
+
         def add() -> None:
-            if weight.requires_grad:
-                _add_to_grad(weight, rows.t().mm(inputs))
-            if bias is not None and bias.requires_grad:
-                _add_to_grad(bias, rows.sum(0))
+            for parameter, product in zip((weight, bias), products(), strict=True):
+                if product is not None:
+                    _add_to_grad(parameter, product)
 
         if ctx.gradients.postpone(_trained(weight, bias), add):
             return (None, None, grad_input, None, None)
-        grad_weight = rows.t().mm(inputs) if weight.requires_grad else None
-        grad_bias = rows.sum(0) if bias is not None and bias.requires_grad else None
-        return (None, None, grad_input, grad_weight, grad_bias)
+        return (None, None, grad_input, *products())
 
 
 class _Taped(torch.autograd.Function):

@@ -19,7 +19,8 @@ LAYERS = """
     graph partition schedule addresses microbatch handoff transport control split process
     simulation sizes
     config source trace
-    configfile factory setting balance
+    configfile factory setting inflight
+    balance
     configdoc data layers
     plan
     worker server reference

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rpcmp import plan
+from rpcmp import inflight, plan
 from rpcmp.config import Config
 from rpcmp.configfile import parse
 from rpcmp.errors import ConfigError
@@ -77,14 +77,14 @@ def test_limits_follow_the_schedule_the_graph_and_max_in_flight(
     overrides: dict[str, Any], of_a: Limits, of_b: Limits, of_c: Limits
 ) -> None:
     config = parse({**BRANCHES, **overrides})
-    assert plan.limits(config) == {"a": of_a, "b": of_b, "c": of_c}
+    assert inflight.limits(config) == {"a": of_a, "b": of_b, "c": of_c}
     assert [assignment.limits for assignment in plan.assign(config)] == [of_c, of_a, of_b]
 
 
 def test_a_schedule_that_cannot_run_within_max_in_flight_is_refused() -> None:
     config = parse({**BRANCHES, "schedule": "gpipe", "max_in_flight": 4})
     with pytest.raises(ConfigError, match="max_in_flight = 4: gpipe holds all 8 micro-batches"):
-        plan.limits(config)
+        inflight.limits(config)
 
 
 @pytest.mark.parametrize(

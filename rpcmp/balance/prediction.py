@@ -9,7 +9,8 @@ from itertools import accumulate
 from rpcmp import simulation
 from rpcmp.balance.cuts import StageHost
 from rpcmp.config import Config
-from rpcmp.schedule import Limits, policy
+from rpcmp.inflight import limits
+from rpcmp.schedule import policy
 from rpcmp.simulation import Simulation, Times
 
 
@@ -47,13 +48,6 @@ class Prediction:
     step_s: float
     bubble: float
     stages: dict[str, StagePrediction]
-
-
-def limits(config: Config) -> dict[str, Limits]:
-    """Micro-batches that each stage may keep, by its name; see `Policy.limits`."""
-    return simulation.limits(
-        config.graph(), policy(config.schedule), config.num_microbatches, config.max_in_flight
-    )
 
 
 def predict(config: Config, hosts: Sequence[StageHost], balance: list[int]) -> Prediction:

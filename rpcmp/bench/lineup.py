@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 from rpcmp.bench.cases import Case
 from rpcmp.bench.contestant import Contestant
 from rpcmp.bench.peers.group import PeerGroup, Processes
+from rpcmp.bench.peers.order import ONE_PROCESS_WAYS
 from rpcmp.bench.pipeline import Pipeline
 from rpcmp.errors import ConfigError
 
-ONE_PROCESS_WAYS = ["whole batch", "micro-batches"]
 BEST_SCHEDULES = ["1f1b", "interleaved-1f1b", "interleaved-zero-bubble", "zbv"]
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from rpcmp import digest, microbatch, plan, transport, tree
+from rpcmp import digest, inflight, microbatch, transport, tree
 from rpcmp.config import Config
 from rpcmp.driver.evaluation import Evaluation, mean
 from rpcmp.driver.optimizer import DistributedOptimizer
@@ -52,7 +52,9 @@ class Round:
 
 
 class Group:
-    """All stages of a job, after every process has joined. One round at a time.
+    """All stages of a job, after every process has joined.
+
+    Train steps may overlap; everything else waits until no round is under way.
 
     Args:
         config: the job.
@@ -76,7 +78,7 @@ class Group:
         self._trained = 0
         self._step = 0
         self._accumulated = 0
-        self._threads = ThreadPoolExecutor(plan.in_flight(config), "rpcmp-microbatch")
+        self._threads = ThreadPoolExecutor(inflight.in_flight(config), "rpcmp-microbatch")
 
     def reschedule(self, config: Config) -> None:
         """Go on under another setting, one that the plan foresaw; between two rounds.
@@ -85,8 +87,8 @@ class Group:
             config: the job with that setting.
         """
         self._threads.shutdown()
-        self._threads = ThreadPoolExecutor(plan.in_flight(config), "rpcmp-microbatch")
-        self._everywhere(Stage.reschedule, config.schedule, plan.limits(config))
+        self._threads = ThreadPoolExecutor(inflight.in_flight(config), "rpcmp-microbatch")
+        self._everywhere(Stage.reschedule, config.schedule, inflight.limits(config))
         self._config = config
 
     def start_step(self, inputs: Any, targets: Any, step: int, end: End) -> Round:
@@ -137,8 +139,7 @@ class Group:
         Raises:
             StageError: an optimizer raised.
         """
-        steps_scheduler = self._config.scheduler and self._config.scheduler_interval == "step"
-        watched = loss if steps_scheduler else None
+        watched = loss if self._config.steps_scheduler("step") else None
         return self.optimizer.finish(self._config.max_grad_norm, watched)
 
     def settle(self) -> dict[str, StepReport]:

@@ -17,7 +17,7 @@ import threading
 import traceback
 from pathlib import Path
 
-from rpcmp import factory, plan, transport
+from rpcmp import factory, inflight, plan, transport
 from rpcmp.config import Config
 from rpcmp.control.store import GrpcStore
 from rpcmp.driver import calls
@@ -83,7 +83,7 @@ class DriverProcess:
         config = Config.model_validate_json(message["config"]).with_folder(folder)
         settings = [Setting(**setting) for setting in message["settings"]]
         configs = [config, *(setting.on(config) for setting in settings)]
-        transport.reserve_threads(max(map(plan.in_flight, configs)))
+        transport.reserve_threads(max(map(inflight.in_flight, configs)))
         assignments = [part.model_dump_json() for part in plan.assign(config, settings)]
         if message["load_data"]:
             self._datasets = Datasets.load(config)

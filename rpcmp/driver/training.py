@@ -22,8 +22,8 @@ from rpcmp.driver.evaluation import Evaluation, mean
 from rpcmp.driver.group import Group, Round
 from rpcmp.driver.tracer import Tracer
 from rpcmp.errors import ConfigError, FactoryError
+from rpcmp.inflight import STEPS_AHEAD
 from rpcmp.microbatch import num_samples
-from rpcmp.plan import STEPS_AHEAD
 from rpcmp.process.channel import Message
 from rpcmp.work import End, StepReport
 
@@ -170,9 +170,7 @@ class Training:
 
     def _must_drain(self, step: _Step, evaluate: bool) -> bool:
         """Whether something happens after this step for which all stages must have done it."""
-        steps_scheduler = (
-            bool(self._config.scheduler) and self._config.scheduler_interval == "epoch"
-        )
+        steps_scheduler = self._config.steps_scheduler("epoch")
         return step.ends_epoch and (steps_scheduler or self._is_evaluation_due(step, evaluate))
 
     def _is_evaluation_due(self, step: _Step, evaluate: bool) -> bool:

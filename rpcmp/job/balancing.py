@@ -11,8 +11,9 @@ import base64
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from rpcmp import inflight
 from rpcmp.balance.cuts import StageHost, choose
-from rpcmp.balance.prediction import Prediction, limits, predict
+from rpcmp.balance.prediction import Prediction, predict
 from rpcmp.config import Config
 from rpcmp.errors import ConfigError
 from rpcmp.job.hostprofiles import Measured, measure
@@ -46,7 +47,7 @@ async def balanced(config: Config, connect: Sequence[str] | None = None) -> Bala
     """
     if not config.is_balanced_by_measurement:
         return Balanced(config, None)
-    kept = limits(config)
+    kept = inflight.limits(config)
     addresses = config.addresses if connect is None else connect
     require_one_each(config, addresses)
     measured = await measure(config, addresses, await _sample(config))

@@ -8,7 +8,7 @@ A thread of the distributed autograd engine waits in `run` until the schedule ha
 thread do the work. Where the schedule splits, weight gradients follow as an action of their own.
 
 The stage that computes the loss knows its gradient, which is one. So its backward follows the
-forward at once, instead of when the driver has had the loss and asked for it, and `run` finds the
+forward at once, instead of when somebody has had the loss and asked for it, and `run` finds the
 result there.
 """
 

@@ -113,7 +113,7 @@ class Execution:
         memory.dtypes = [tensor.dtype for tensor in produced]
         memory.read = [[positions[id(tensor)] for tensor in tree.tensors(part)] for part in parts]
         answers = self._connect(memory, parts, received)
-        # A loss that is not finite ends the step at the driver, which does not differentiate it.
+        # A loss that is not finite ends the step at the conductor, which does not differentiate it.
         if self._model.is_sink and bool(torch.isfinite(produced[0])):
             self._backwards.start(memory, [torch.ones_like(produced[0])])
         return answers
@@ -140,7 +140,7 @@ class Execution:
     def _outputs(self, port: Port, part: Any, constants: list[Tensor]) -> Outputs:
         """Copies for one reader: its answer is being sent while the stage computes on."""
         outputs = self._copied(port, part)
-        if port.reader == DRIVER:  # the driver differentiates the loss itself: it has a gradient
+        if port.reader == DRIVER:  # the loss, which is what is differentiated: it has a gradient
             return outputs
         pairs = list(zip(tree.tensors(part), tree.tensors(outputs.value), strict=True))
         fixed = [copy for tensor, copy in pairs if not tensor.requires_grad]

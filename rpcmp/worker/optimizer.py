@@ -49,7 +49,7 @@ class StageOptimizer:
         self.report: StepReport | None = None
         self._compute = compute
         config = assignment.config
-        self._steps_scheduler = config.scheduler_interval == "step" and not config.holds_steps
+        self._steps_scheduler = config.steps_scheduler("step") and not config.holds_steps
         source = config.optimizer_of(assignment.stage_index)
         self._names = [name for name, value in model.named_parameters() if value.requires_grad]
         self._parameters = [value for _, value in model.named_parameters() if value.requires_grad]

@@ -28,7 +28,7 @@ from torch.futures import Future
 
 from rpcmp import digest, host, transport
 from rpcmp.errors import JobError, StageError, to_wire
-from rpcmp.graph import SOURCES, Port
+from rpcmp.graph import SOURCES, Graph, Port
 from rpcmp.members import DRIVER, member
 from rpcmp.plan import Assignment
 from rpcmp.schedule import Action, Limits, policy
@@ -45,8 +45,7 @@ from rpcmp.worker.rounds import Round, Task
 from rpcmp.worker.slices import Slices
 
 DRIVER_PORT = 0
-"""The sink's only port: its reader is the driver, which wants the loss or the outputs."""
-
+"""The sink's only port: its reader wants the loss (the conductor) or the outputs (the driver)."""
 
 _WIRE_DTYPES = {None: None, "bfloat16": torch.bfloat16}
 
@@ -65,6 +64,9 @@ class Stage:
         self.name = assignment.stage_name
         self._graph = assignment.config.graph()
         self._references = self._graph.inputs[self.name]
+        self._producer_ports = [
+            _port(self._graph, self.name, index) for index in range(len(self._references))
+        ]
         ports = self._graph.ports(self.name) or (Port(DRIVER, 0, ()),)
         self.model = StageModel(assignment)
         self._limits = assignment.limits
@@ -261,18 +263,12 @@ class Stage:
                 source = (work, reference.producer, reference.path, index)
                 ask = functools.partial(self._slices.get, *source)
             else:
-                question = (Stage.forward, work, self._port_of(index))
+                question = (Stage.forward, work, self._producer_ports[index])
                 ask = functools.partial(transport.call, member(reference.producer), *question)
             yield f"{reference} (input {index})", ask
         if self.model.is_sink and work.mode is not Mode.PREDICT:
             source = (work, SOURCES[1], (), len(self._references))
             yield "the targets", functools.partial(self._slices.get, *source)
-
-    def _port_of(self, index: int) -> int:
-        """Which of its producer's ports this stage's input `index` is."""
-        reference = self._references[index]
-        edge = Port(self.name, index, reference.path)
-        return self._graph.ports(reference.producer).index(edge)
 
     def _arrived(self, pending: _Pending, answers: list[Any]) -> None:
         failed = next((answer for answer in answers if isinstance(answer, Raised)), None)
@@ -334,7 +330,7 @@ class Stage:
     def _tell_missing(self, work: Work, index: int, which: list[int]) -> None:
         producer = self._references[index].producer
         told = transport.call(
-            member(producer), Stage.note_missing, work, self._port_of(index), which
+            member(producer), Stage.note_missing, work, self._producer_ports[index], which
         )
         transport.result(told, producer)
 
@@ -346,6 +342,14 @@ class Stage:
 
     def _aborted(self, work: Work) -> Raised:
         return Raised(to_wire(JobError(f"step {work.step} was aborted at stage {self.name!r}")))
+
+
+def _port(graph: Graph, stage: str, index: int) -> int:
+    """Which of its producer's ports the input `index` of `stage` is; 0 for what the batch gives."""
+    reference = graph.inputs[stage][index]
+    if reference.from_batch:
+        return 0
+    return graph.ports(reference.producer).index(Port(stage, index, reference.path))
 
 
 class _Pending:

@@ -11,11 +11,8 @@ import time
 from torch import Tensor
 
 from rpcmp.bench.peers import part
-from rpcmp.bench.peers.order import Order
+from rpcmp.bench.peers.order import WHOLE_BATCH, Order
 from rpcmp.process.channel import Message
-
-WHOLE_BATCH = "whole batch"
-MICRO_BATCHES = "micro-batches"
 
 
 class OneProcess:
@@ -25,7 +22,7 @@ class OneProcess:
         self._config = order.config
 
     def build(self, way: str) -> None:
-        """See Peer; the ways are WHOLE_BATCH and MICRO_BATCHES."""
+        """See Peer; the ways are ONE_PROCESS_WAYS."""
         names = part.layer_names(self._config)
         self._parts = [part.build(self._config, i, layers) for i, layers in enumerate(names)]
         self._batches = part.endless_batches(self._config)

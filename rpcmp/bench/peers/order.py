@@ -6,6 +6,11 @@ from typing import Literal
 
 from rpcmp.config import Config, Strict
 
+WHOLE_BATCH = "whole batch"
+
+ONE_PROCESS_WAYS = [WHOLE_BATCH, "micro-batches"]
+"""How the unsplit model may be trained."""
+
 Kind = Literal["one-process", "torch-pipelining", "stage-times"]
 
 
