@@ -188,6 +188,11 @@ class Config(Strict):
         description="micro-batches of which a stage may hold activations; by the schedule when "
         "omitted",
     )
+    microbatches_per_message: Positive = Field(
+        default=1,
+        description="micro-batches that travel between stages in one message: where a stage "
+        "computes one in a millisecond or two, 4 or 8 are faster",
+    )
     wire_dtype: Literal["bfloat16"] | None = Field(
         default=None,
         description="float32 activations and gradients travel between stages as this",

@@ -1,34 +1,59 @@
-"""How many micro-batches are under way: at each stage, by its schedule, and in the whole job.
+"""How much is under way: at each stage, by its schedule, and in the whole job.
 
-Pure: no torch, so that supervisors can predict what workers will keep.
+Schedules count bundles, which is one micro-batch or as many as travel in one message; see
+rpcmp.work. Pure: no torch, so that supervisors can predict what workers will keep.
 """
 
 from __future__ import annotations
 
 from rpcmp import simulation
 from rpcmp.config import Config
+from rpcmp.errors import ConfigError
 from rpcmp.schedule import Limits, policy
 
 AHEAD = 2
-"""Micro-batches that are asked for beyond what the stages may hold: their questions then lie at the
-first stage before it has room for them, and it waits for nobody."""
+"""Bundles that are asked for beyond what the stages may hold: their questions then lie at the first
+stage before it has room for them, and it waits for nobody."""
 
 STEPS_AHEAD = 2
 """Train steps under way at once: the next one's questions arrive while the stages finish this."""
 
 
+def num_bundles(config: Config) -> int:
+    """Bundles of a step."""
+    return -(-config.num_microbatches // config.microbatches_per_message)
+
+
 def limits(config: Config) -> dict[str, Limits]:
-    """Micro-batches that each stage may keep, by its name; see `Policy.limits`.
+    """Bundles that each stage may keep, by its name; see `Policy.limits`.
 
     Raises:
         ConfigError: the schedule cannot run with the config's `max_in_flight`.
     """
-    return simulation.limits(
-        config.graph(), policy(config.schedule), config.num_microbatches, config.max_in_flight
-    )
+    chosen = policy(config.schedule)
+    graph, most, count = config.graph(), config.max_in_flight, config.num_microbatches
+    per_message = config.microbatches_per_message
+    if per_message == 1:
+        return simulation.limits(graph, chosen, count, most)
+    simulation.limits(graph, chosen, count, most)  # for its errors, which speak of micro-batches
+    if most is not None:
+        if most < min(per_message, count):
+            raise ConfigError(
+                f"max_in_flight = {most}: one message has microbatches_per_message = {per_message}"
+            )
+        most = num_bundles(config) if most >= count else most // per_message
+    return simulation.limits(graph, chosen, num_bundles(config), most)
+
+
+def held(config: Config) -> dict[str, int]:
+    """Micro-batches between forward and weight gradient that each stage may keep, by its name."""
+    return {
+        name: min(each.held * config.microbatches_per_message, config.num_microbatches)
+        for name, each in limits(config).items()
+    }
 
 
 def in_flight(config: Config) -> int:
-    """Micro-batches that are under way at once."""
+    """Bundles that are under way at once."""
     most = max(each.open for each in limits(config).values())
-    return min(most + AHEAD, STEPS_AHEAD * config.num_microbatches)
+    return min(most + AHEAD, STEPS_AHEAD * num_bundles(config))

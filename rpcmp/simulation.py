@@ -27,6 +27,10 @@ class Times(NamedTuple):
     backward: float
     weight: float
 
+    def times(self, number: float) -> Times:
+        """Those of as many micro-batches."""
+        return Times(*(number * seconds for seconds in self))
+
 
 class Run(NamedTuple):
     """One action of a stage."""

@@ -122,9 +122,9 @@ class Splitter:
     def __init__(self) -> None:
         self._splittable: frozenset[Tensor] | None = None
 
-    def begin(self) -> WeightGradients:
-        """For one more micro-batch."""
-        return WeightGradients(self._splittable or frozenset())
+    def begin(self, splits: bool = True) -> WeightGradients:
+        """For one more micro-batch; nothing of it waits unless its stage `splits`."""
+        return WeightGradients((splits and self._splittable) or frozenset())
 
     def calibrate(self, outputs: Iterable[Tensor]) -> None:
         """Look at the first micro-batch's graph, by its outputs; does nothing for later ones."""

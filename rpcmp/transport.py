@@ -162,14 +162,17 @@ def outcome(future: Future[Any], member: str) -> Any:
         return Raised(to_wire(lost))
 
 
-def when_all(futures: dict[str, Future[Any]], callback: Callable[[list[Any]], None]) -> None:
+def when_all(
+    calls: Sequence[tuple[str, Future[Any]]], callback: Callable[[list[Any]], None]
+) -> None:
     """Call `callback` with the outcomes of calls to members, in order, once all have ended.
 
-    The keys name the members. Not `collect_all`, which ends with the first failure. A callback that
-    raises is a bug: torch would swallow it and leave everybody waiting, so it ends the process.
+    Each with the member's name. Not `collect_all`, which ends with the first failure. A callback
+    that raises is a bug: torch would swallow it and leave everybody waiting, so it ends the
+    process.
     """
     lock = threading.Lock()
-    left = len(futures)
+    left = len(calls)
 
     def one_ended(_: Future[Any]) -> None:
         nonlocal left
@@ -178,12 +181,12 @@ def when_all(futures: dict[str, Future[Any]], callback: Callable[[list[Any]], No
             if left:
                 return
         try:
-            callback([outcome(future, key) for key, future in futures.items()])
+            callback([outcome(future, name) for name, future in calls])
         except BaseException:
             sys.excepthook(*sys.exc_info())
             os._exit(1)
 
-    for future in futures.values():
+    for _, future in calls:
         future.add_done_callback(one_ended)
 
 
@@ -194,13 +197,13 @@ def autograd_context() -> Iterator[int]:
         yield context_id
 
 
-def backward(context_id: int, root: torch.Tensor) -> None:
-    """Differentiate the scalar `root` across all members; blocks until every stage is done.
+def backward(context_id: int, roots: Sequence[torch.Tensor]) -> None:
+    """Differentiate the scalars `roots` across all members; blocks until every stage is done.
 
     Raises:
         RuntimeError: a stage's backward raised; the stage knows why.
     """
-    _backward(context_id, [root])
+    _backward(context_id, list(roots))
 
 
 def live_state() -> dict[str, int]:

@@ -15,9 +15,9 @@ PACKAGE = Path(__file__).parent.parent / "rpcmp"
 PROTOS = PACKAGE.parent / "protos"
 
 LAYERS = """
-    __init__ errors members seeds metrics tree tensorfile digest work v1 host examples
+    __init__ errors members seeds metrics tree tensorfile digest v1 host examples
     graph partition schedule addresses microbatch handoff transport control split process
-    simulation sizes
+    simulation sizes work
     config source trace
     configfile factory setting inflight
     balance

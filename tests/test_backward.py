@@ -11,13 +11,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rpcmp.errors import StageError
+from rpcmp.errors import StageError, from_wire
 from rpcmp.schedule import Action, Limits, policy
 from rpcmp.split import WeightGradients, splittable
-from rpcmp.work import Mode, Outputs, Work
-from rpcmp.worker.backward import Backwards, Memory, Missing
+from rpcmp.work import Bundle, Mode, Outputs, Work
+from rpcmp.worker.backward import Backwards, Kept, Memory, Missing
 from rpcmp.worker.boundary import LocalTape
 from rpcmp.worker.compute import ComputeThread
+from rpcmp.worker.failure import Failures
 from rpcmp.worker.rounds import Round, Task
 
 SECONDS = 30.0  # after which a test that hangs fails
@@ -31,7 +32,7 @@ class Stage:
     """The backwards of a stage with one micro-batch, whose forward is done.
 
     Attributes:
-        failed, broken: what was told of failures in a backward, and in weight gradients.
+        failures: of its backwards and weight gradients.
         told: what its producers were told.
         ended: the round is complete.
     """
@@ -39,8 +40,7 @@ class Stage:
     def __init__(
         self, splits: bool = False, missing: Mapping[int, Sequence[int]] | None = None
     ) -> None:
-        self.failed: list[StageError] = []
-        self.broken: list[StageError] = []
+        self.failures = Failures()
         self.told: list[tuple[int, list[int]]] = []
         self.ended = threading.Event()
         self.compute = ComputeThread(policy("zero-bubble" if splits else "1f1b"))
@@ -53,8 +53,7 @@ class Stage:
             Missing(
                 lambda _: missing or {}, lambda _, index, which: self.told.append((index, which))
             ),
-            lambda _, error: self.failed.append(error),
-            lambda _, error: self.broken.append(error),
+            self.failures,
         )
         self._pool = ThreadPoolExecutor(1)
 
@@ -67,7 +66,7 @@ class Stage:
             produced = tape.leave(function(*tape.inputs))
         read = [[position] for position in range(len(produced))]
         done = threading.Event()
-        self.compute.submit(1, Action.FORWARD, 0, Task(done.set))
+        self.compute.submit(1, Action.FORWARD, 0, Task([done.set], 0))
         assert done.wait(SECONDS)
         return memory_of(tape, weights, read, produced)
 
@@ -80,7 +79,8 @@ def memory_of(
     tape: LocalTape, weights: WeightGradients, read: list[list[int]], produced: list[Tensor]
 ) -> Memory:
     dtypes = [tensor.dtype for tensor in produced]
-    return Memory(WORK, tape, weights, dtypes, read, [False] * len(read))
+    kept = Kept(WORK, tape, weights, dtypes, read, [False] * len(read))
+    return Memory(Bundle(0, 1, (WORK,)), [kept])
 
 
 def plain() -> WeightGradients:
@@ -119,8 +119,8 @@ def test_readers_that_miss_a_gradient_do_not_count_and_producers_hear_of_it(
 def test_what_several_read_gets_the_sum_of_their_gradients() -> None:
     stage = Stage()
     memory = stage.forward(plain(), lambda x: [x * 2, x * 3], torch.ones(1, requires_grad=True))
-    memory.read[:] = [[0, 1], [0]]
-    memory.has_token[:] = [False, False]
+    memory.kept[0].read[:] = [[0, 1], [0]]
+    memory.kept[0].has_token[:] = [False, False]
     gradients = (torch.tensor([value]) for value in (1.0, 10.0, 100.0))
     assert lists(stage.run(memory, *gradients).result(SECONDS)) == [[2 * 101 + 30]]
 
@@ -171,9 +171,11 @@ def test_a_backward_that_fails_is_told_and_the_round_ends_all_the_same(splits: b
     with pytest.raises(RuntimeError, match="backward failed at stage 's'"):
         stage.run(memory, torch.ones(1)).result(SECONDS)
     assert stage.ended.wait(SECONDS)
-    ((error,), ()) = stage.failed, stage.broken
+    (raised,) = stage.failures.take(1, 1)
+    assert isinstance(error := from_wire(raised.error), StageError)
     assert str(error) == MESSAGE
     assert "Traceback" in error.traceback
+    assert stage.failures.broken is None
 
 
 def test_a_weight_gradient_that_fails_is_told_when_nobody_waits_any_more() -> None:
@@ -184,8 +186,7 @@ def test_a_weight_gradient_that_fails_is_told_when_nobody_waits_any_more() -> No
     memory = stage.forward(weights, lambda x: product_that_fails(x, weight), received)
     assert lists(stage.run(memory, torch.ones(1)).result(SECONDS)) == [[3]]
     assert stage.ended.wait(SECONDS)
-    ((), (error,)) = stage.failed, stage.broken
-    assert str(error) == MESSAGE
+    assert str(stage.failures.broken) == MESSAGE
 
 
 def test_an_abort_frees_whoever_waits_and_all_activations() -> None:
@@ -194,6 +195,7 @@ def test_an_abort_frees_whoever_waits_and_all_activations() -> None:
     stage.compute.abort(1, 1)
     with pytest.raises(RuntimeError, match="stage 's': the step was aborted"):
         stage.run(memory, torch.ones(1)).result(SECONDS)
-    assert isinstance(memory.tape, LocalTape)
-    assert memory.tape.inputs == []
-    assert not stage.failed
+    (kept,) = memory.kept
+    assert isinstance(kept.tape, LocalTape)
+    assert kept.tape.inputs == []
+    assert not stage.failures.take(1, 1)

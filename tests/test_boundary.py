@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from rpcmp import tree
 from rpcmp.work import Outputs
-from rpcmp.worker.boundary import LocalTape, connect, sum_gradients
+from rpcmp.worker.boundary import LocalTape, connect, sum_gradients, tensors_of
 
 CPU = torch.device("cpu")
 
@@ -30,7 +30,9 @@ def run_stage(function: Callable[..., Any], received: Sequence[Outputs]) -> tupl
     constants = [
         copy for output, copy in zip(outputs, copies, strict=True) if not output.requires_grad
     ]
-    return connect(lambda gradients: tape.backward(gradients)[0], copies, received, constants)
+    return connect(
+        lambda gradients: tape.backward(gradients)[0], copies, tensors_of(received), constants
+    )
 
 
 def lists(gradients: Sequence[Tensor | None]) -> list[Any]:
@@ -232,7 +234,7 @@ def test_an_output_that_nobody_used_has_no_gradient_instead_of_zeros() -> None:
 
     received = torch.ones(1, requires_grad=True)
     outputs = [torch.ones(1), torch.ones(1)]
-    used, _ = connect(run_backward, outputs, [Outputs(received)])
+    used, _ = connect(run_backward, outputs, [received])
     used.backward()
     ((gradient, nothing),) = seen
     assert gradient is not None

@@ -6,6 +6,7 @@ the schedule has the same choice in every run.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import threading
 import weakref
@@ -44,10 +45,12 @@ class Stage:
 
     def begin(self, number: int, num_microbatches: int, training: bool = True, **more: Any) -> None:
         """Let a round begin."""
-        finish = self.task("end", number).run
+        end = "end" if number == 1 else f"end@{number}"
         self.compute.begin(
             number,
-            lambda: Round(number, num_microbatches, self.limits, training, finish, **more),
+            lambda: Round(
+                number, num_microbatches, self.limits, training, lambda: self.note(end), **more
+            ),
         )
 
     def submit(self, *names: str, number: int = 1) -> None:
@@ -81,7 +84,7 @@ class Stage:
 
     def task(self, name: str, number: int = 1) -> Task:
         name = name if number == 1 else f"{name}@{number}"
-        return Task(run=lambda: self._note(name), cancel=lambda: self._note(f"-{name}"))
+        return Task([lambda: self.note(name)], 0, lambda: self.note(f"-{name}"))
 
     def expect(self, names: str) -> None:
         """Wait until that much has happened, and see that it was this and nothing else."""
@@ -97,12 +100,12 @@ class Stage:
         backward = self.task(name, number)
 
         def run() -> None:
-            backward.run()
+            self.note(name if number == 1 else f"{name}@{number}")
             self.submit(name.replace("B", "W"), number=number)
 
-        return Task(run, backward.cancel)
+        return Task([run], 0, backward.cancel)
 
-    def _note(self, name: str) -> None:
+    def note(self, name: str) -> None:
         with self._logged:
             self.log.append(name)
             self._logged.notify_all()
@@ -151,10 +154,10 @@ def test_the_schedule_chooses_among_what_is_ready(
 
     def forward(microbatch: int) -> Task:
         def run() -> None:
-            stage.task(f"F{microbatch}").run()
+            stage.note(f"F{microbatch}")
             stage.submit(f"B{microbatch}")
 
-        return Task(run)
+        return Task([run], microbatch)
 
     stage.hold()
     for microbatch in range(3):
@@ -298,12 +301,12 @@ def test_the_weight_gradient_of_a_backward_that_was_aborted_while_it_ran_never_r
     stage.begin(1, 2)
 
     def backward() -> None:
-        stage.task("B0").run()
+        stage.note("B0")
         stage.compute.abort(1, 1)
         stage.submit("W0")
 
     stage.submit("F0")
-    stage.compute.submit(1, B, 0, Task(backward))
+    stage.compute.submit(1, B, 0, Task([backward], 0))
     stage.begin(2, 1)
     stage.submit("F0", number=2)
     stage.expect("F0 B0 -W0 F0@2")
@@ -332,7 +335,7 @@ def test_calls_run_in_order_and_before_actions_that_need_other_stages() -> None:
     stage.hold()
     stage.submit("F0")
     for name in ("scale", "zero_grad"):
-        stage.compute.future(stage.task(name).run)
+        stage.compute.future(functools.partial(stage.note, name))
     stage.expect("scale zero_grad F0")
 
 
@@ -342,12 +345,12 @@ def test_calls_wait_for_all_that_a_round_has_left_to_do_alone() -> None:
     stage.begin(2, 1)
 
     def last_backward() -> None:
-        stage.compute.future(stage.task("call").run)
+        stage.compute.future(lambda: stage.note("call"))
         stage.submit("W1")
 
     stage.submit("F0", "F1", "B0")
     stage.submit("F0", number=2)
-    stage.compute.submit(1, B, 1, Task(last_backward))
+    stage.compute.submit(1, B, 1, Task([last_backward], 1))
     stage.expect("F0 F1 B0 W0 W1 end call F0@2")
 
 
@@ -366,6 +369,19 @@ def test_what_a_call_raises_is_its_answer(error: Exception, kind: type[Exception
     assert stage.call(lambda: "still here") == "still here"
 
 
+def test_a_bundle_is_one_action_whose_micro_batches_are_recorded_one_by_one() -> None:
+    stage = Stage()
+    stage.begin(1, 2)
+    stage.compute.recorder.traces = True
+    parts = [functools.partial(stage.note, f"F{microbatch}") for microbatch in range(6)]
+    stage.compute.submit(1, F, 1, Task(parts[3:], 3))
+    stage.submit("B0")
+    stage.compute.submit(1, F, 0, Task(parts[:3], 0))
+    stage.expect("F0 F1 F2 F3 F4 F5 B0")
+    spans = stage.call(stage.compute.recorder.take_spans)
+    assert [(span.kind, span.microbatch) for span in spans[:6]] == [(F, i) for i in range(6)]
+
+
 # What it leaves behind.
 
 
@@ -374,8 +390,9 @@ def test_an_idle_thread_keeps_no_micro_batch_alive() -> None:
     activation = torch.ones(3)
     kept = weakref.ref(activation)
     stage.begin(1, 1)
-    run = stage.task("F0").run
-    stage.compute.submit(1, F, 0, Task(lambda kept=activation: run()))  # type: ignore[misc]
+    run = functools.partial(lambda kept: stage.note("F0"), activation)
+    stage.compute.submit(1, F, 0, Task([run], 0))
+    del run
     del activation
     stage.expect("F0")
     assert kept() is None

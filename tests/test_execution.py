@@ -16,15 +16,15 @@ from torch.nn.modules.module import register_module_forward_hook
 
 from rpcmp import split
 from rpcmp.configfile import parse
-from rpcmp.errors import StageError
 from rpcmp.graph import Port
 from rpcmp.members import DRIVER
 from rpcmp.plan import assign
 from rpcmp.schedule import Action, policy
-from rpcmp.work import Mode, Outputs, Work
+from rpcmp.work import Bundle, Mode, Outputs, Work
 from rpcmp.worker.backward import Backwards, Missing
 from rpcmp.worker.compute import ComputeThread
 from rpcmp.worker.execution import Execution
+from rpcmp.worker.failure import Failures
 from rpcmp.worker.model import StageModel
 from rpcmp.worker.rounds import Round, Task
 
@@ -92,7 +92,7 @@ class Stage:
         )
         assignment = assign(config)[index]
         name, graph, limits = assignment.stage_name, config.graph(), assignment.limits
-        self.failed: list[StageError] = []
+        self.failures = Failures()
         self.ended = threading.Event()
         self.model = StageModel(assignment)
         self._compute = ComputeThread(policy(config.schedule))
@@ -103,7 +103,7 @@ class Stage:
             graph.ports(name) or (Port(DRIVER, 0, ()),),
             Backwards(
                 *(name, self._compute, limits.splits, Missing(lambda _: {}, lambda *_: None)),
-                *(self._fail, self._fail),
+                self.failures,
             ),
             recompute=assignment.stage.recompute,
             wire_dtype={None: None, "bfloat16": torch.bfloat16}[config.wire_dtype],
@@ -117,9 +117,15 @@ class Stage:
         work = Work(
             *(1, 1, microbatch, self._num_microbatches, 0, 1, self._num_microbatches, Mode.TRAIN)
         )
+        bundle = Bundle(microbatch, self._num_microbatches, (work,))
         answer: Future[list[Outputs]] = Future()
-        run = functools.partial(self._execution.forward, work, list(received))
-        task = Task(lambda: answer.set_result(run()))
+
+        def run(received: list[Any]) -> None:
+            computed = self._execution.forward(work, received)
+            (of_port,) = self._execution.answer(bundle, [computed])
+            answer.set_result(of_port)
+
+        task = Task([functools.partial(run, list(received))], microbatch)
         self._compute.submit(1, Action.FORWARD, microbatch, task)
         return answer
 
@@ -132,9 +138,6 @@ class Stage:
             x.backward(torch.ones_like(x))
 
         return self._pool.submit(run)
-
-    def _fail(self, _: Work, error: StageError) -> None:
-        self.failed.append(error)
 
 
 def test_float32_is_bfloat16_on_the_wire_and_nowhere_else() -> None:
@@ -215,7 +218,7 @@ def test_activations_do_not_grow_with_the_number_of_micro_batches(
     ]
     wait([stage.differentiate(answer) for answer in answers], SECONDS)
     assert stage.ended.wait(SECONDS)
-    assert stage.failed == []
+    assert stage.failures.take(1, 1) == []
     if most is None:
         assert activations.most == num_microbatches
     else:

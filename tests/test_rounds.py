@@ -10,8 +10,8 @@ from rpcmp.worker.rounds import Round, Rounds, Task
 F, B, W = Action
 
 
-def a_round(num_microbatches: int = 1, training: bool = True) -> Round:
-    return Round(1, num_microbatches, Limits(4, 4, splits=True), training)
+def a_round(num_bundles: int = 1, training: bool = True) -> Round:
+    return Round(1, num_bundles, Limits(4, 4, splits=True), training)
 
 
 def begun(*numbers: int) -> Rounds:
@@ -23,13 +23,13 @@ def begun(*numbers: int) -> Rounds:
 
 
 def task() -> Task:
-    return Task(lambda: None)
+    return Task([], 0)
 
 
 def finish(found: Round, actions: Iterable[Action]) -> None:
     """Do all of a round's actions of these kinds."""
     for action in actions:
-        for microbatch in range(found.num_microbatches):
+        for microbatch in range(found.num_bundles):
             found.ready[action, microbatch] = task()
             found.take(action)
 
@@ -38,7 +38,7 @@ def finish(found: Round, actions: Iterable[Action]) -> None:
 
 
 def test_only_the_next_action_of_a_kind_is_ready() -> None:
-    found = a_round(num_microbatches=2)
+    found = a_round(num_bundles=2)
     found.ready[F, 1] = task()
     assert not found.is_ready(F)
     found.ready[F, 0] = first = task()
@@ -49,7 +49,7 @@ def test_only_the_next_action_of_a_kind_is_ready() -> None:
 
 
 def test_progress_says_what_is_done_and_what_could_be() -> None:
-    found = a_round(num_microbatches=3)
+    found = a_round(num_bundles=3)
     finish(found, [F])
     found.ready[B, 0] = task()
     found.take(B)
@@ -61,14 +61,14 @@ def test_progress_says_what_is_done_and_what_could_be() -> None:
 
 
 def test_a_training_round_ends_with_its_last_weight_gradient() -> None:
-    found = a_round(num_microbatches=2)
+    found = a_round(num_bundles=2)
     for actions, needs_nobody, is_complete in (([F], 0, 0), ([B], 1, 0), ([W], 1, 1)):
         finish(found, actions)
         assert (found.needs_nobody, found.is_complete) == (needs_nobody, is_complete)
 
 
 def test_an_evaluation_ends_with_its_last_forward() -> None:
-    found = a_round(num_microbatches=2, training=False)
+    found = a_round(num_bundles=2, training=False)
     assert not found.needs_nobody
     finish(found, [F])
     assert found.needs_nobody

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -13,8 +14,11 @@ from rpcmp.errors import ConfigError, JobError, to_wire
 from rpcmp.members import DRIVER
 from rpcmp.source import Source
 from rpcmp.transport import Raised
-from rpcmp.work import Mode, Outputs, Work
+from rpcmp.work import Bundle, Mode, Outputs, Work
 from rpcmp.worker.slices import GROUP, Slices
+
+SECONDS = 30.0  # after which a test that hangs fails
+LAST = 99
 
 SLICES = [{"x": index, "y": -index} for index in range(10)]
 
@@ -57,14 +61,21 @@ class Driver:
     def __init__(self) -> None:
         self.source = loaded()
         self.asked: list[tuple[str, Any, tuple[Any, ...], Future[Any]]] = []
+        self._heard = threading.Condition()
 
     def call(self, member: str, method: Callable[..., Any], *args: Any) -> Future[Any]:
         future: Future[Any] = Future()
-        self.asked.append((member, method, args, future))
+        with self._heard:
+            self.asked.append((member, method, args, future))
+            self._heard.notify_all()
         return future
 
-    @property
-    def questions(self) -> list[tuple[Any, ...]]:
+    def questions(self, slices: Slices) -> list[tuple[Any, ...]]:
+        """All that was asked; questions come from another thread, one after the other."""
+        slices.get(bundle(0, number=LAST), "input", (), 0)
+        with self._heard:
+            assert self._heard.wait_for(lambda: self.asked[-1][2][0] == LAST, SECONDS)
+        self.asked.pop()
         return [args for _, _, args, _ in self.asked]
 
     def answer(self, index: int = -1) -> None:
@@ -79,66 +90,83 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     return made
 
 
-def work(microbatch: int, number: int = 1) -> Work:
-    return Work(number, 1, microbatch, len(SLICES), 0, 1, len(SLICES), Mode.TRAIN)
+def bundle(*microbatches: int, number: int = 1) -> Bundle:
+    """Micro-batches of round `number`."""
+    works = [
+        Work(number, 1, microbatch, len(SLICES), 0, 1, len(SLICES), Mode.TRAIN)
+        for microbatch in microbatches
+    ]
+    return Bundle(0, 1, tuple(works))
 
 
 def test_a_few_micro_batches_come_with_one_question(driver: Driver) -> None:
     slices = Slices()
-    answers = [slices.get(work(index), "input", ("x",), 0) for index in range(len(SLICES))]
-    assert driver.questions == [
+    answers = [slices.get(bundle(index), "input", ("x",), 0) for index in range(len(SLICES))]
+    assert driver.questions(slices) == [
         (1, "input", ("x",), 0, GROUP),
-        (1, "input", ("x",), GROUP, GROUP),
-        (1, "input", ("x",), 2 * GROUP, len(SLICES) - 2 * GROUP),
+        (1, "input", ("x",), GROUP, len(SLICES) - GROUP),
     ]
     assert {(member, method) for member, method, _, _ in driver.asked} == {(DRIVER, Source.slices)}
     assert not any(answer.done() for answer in answers)
-    for index in range(3):
+    for index in range(2):
         driver.answer(index)
-    assert [answer.value() for answer in answers] == [Outputs(index) for index in range(10)]
+    assert [answer.value() for answer in answers] == [[Outputs(index)] for index in range(10)]
 
 
 def test_no_micro_batch_is_asked_for_before_its_group_is_needed(driver: Driver) -> None:
     slices = Slices()
     for index in range(GROUP):
-        slices.get(work(index), "input", (), 0)
-    assert driver.questions == [(1, "input", (), 0, GROUP)]
+        slices.get(bundle(index), "input", (), 0)
+    assert driver.questions(slices) == [(1, "input", (), 0, GROUP)]
 
 
 def test_kinds_paths_and_rounds_are_fetched_apart(driver: Driver) -> None:
     slices = Slices()
-    slices.get(work(0), "input", ("x",), 0)
-    slices.get(work(0), "input", ("y",), 0)
-    slices.get(work(0), "target", (), 0)
-    slices.get(work(0, number=2), "input", ("x",), 0)
-    assert len(driver.asked) == 4
+    slices.get(bundle(0), "input", ("x",), 0)
+    slices.get(bundle(0), "input", ("y",), 0)
+    slices.get(bundle(0), "target", (), 0)
+    slices.get(bundle(0, number=2), "input", ("x",), 0)
+    assert len(driver.questions(slices)) == 4
 
 
 def test_no_two_inputs_share_a_slice_which_one_of_them_may_change(driver: Driver) -> None:
     slices = Slices()
     for reader in range(2):
-        slices.get(work(0), "input", ("x",), reader)
-    assert len(driver.asked) == 2
+        slices.get(bundle(0), "input", ("x",), reader)
+    assert len(driver.questions(slices)) == 2
 
 
 def test_a_slice_that_arrived_before_it_is_asked_for_is_given_at_once(driver: Driver) -> None:
     slices = Slices()
-    slices.get(work(0), "input", ("x",), 0)
+    slices.get(bundle(0), "input", ("x",), 0)
+    assert len(driver.questions(slices)) == 1
     driver.answer()
-    assert slices.get(work(1), "input", ("x",), 0).value() == Outputs(1)
+    assert slices.get(bundle(1), "input", ("x",), 0).value() == [Outputs(1)]
+
+
+def test_a_bundle_gets_its_slices_from_as_many_groups_as_they_lie_in(driver: Driver) -> None:
+    slices = Slices()
+    answers = [slices.get(bundle(*range(a, b)), "target", (), 0) for a, b in ((0, 6), (6, 10))]
+    assert len(driver.questions(slices)) == 2
+    driver.answer(0)
+    assert [answer.done() for answer in answers] == [True, False]
+    driver.answer(1)
+    values = [outputs.value for answer in answers for outputs in answer.value()]
+    assert values == list(range(100, 110))
 
 
 def test_what_went_wrong_is_the_answer_for_all_of_a_group(driver: Driver) -> None:
     slices = Slices()
-    answers = [slices.get(work(index), "input", (), 0) for index in range(2)]
+    answers = [slices.get(bundle(index), "input", (), 0) for index in range(2)]
     raised = Raised(to_wire(JobError("no such batch")))
+    assert len(driver.questions(slices)) == 1
     driver.asked[0][-1].set_result(raised)
     assert [answer.value() for answer in answers] == [raised, raised]
 
 
 def test_after_an_abort_nothing_of_the_rounds_before_is_given(driver: Driver) -> None:
     slices = Slices()
-    slices.get(work(0), "input", (), 0)
+    slices.get(bundle(0), "input", (), 0)
     slices.forget()
-    slices.get(work(0), "input", (), 0)
-    assert len(driver.asked) == 2
+    slices.get(bundle(0), "input", (), 0)
+    assert len(driver.questions(slices)) == 2

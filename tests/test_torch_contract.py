@@ -151,7 +151,7 @@ def _agent_with_transport(name: str) -> None:
 def _differentiate() -> None:
     with transport.autograd_context() as context_id:
         used, _ = rpc.rpc_async(ALONE, answer_later).wait()
-        transport.backward(context_id, used.sum())
+        transport.backward(context_id, [used.sum()])
 
 
 def _error(function: Any) -> str:

@@ -145,6 +145,14 @@ def test_so_it_does_under_other_schedules(job: JobFolder, text: str, schedule: s
     assert "identical: 6 losses" in verified(job.config(text), f"schedule={schedule}")
 
 
+BUNDLES = "microbatches_per_message=2", "max_in_flight=64"
+
+
+@pytest.mark.parametrize("text", CHAINS.values(), ids=CHAINS)
+def test_so_it_does_when_micro_batches_share_their_messages(job: JobFolder, text: str) -> None:
+    assert "identical: 6 losses" in verified(job.config(text), *BUNDLES)
+
+
 def test_tensors_that_travel_as_bfloat16_make_a_difference_which_is_small_and_said(
     job: JobFolder,
 ) -> None:
@@ -163,6 +171,11 @@ def test_a_graph_with_branches_and_skips_gives_the_bits_of_one_process(
     job: JobFolder, schedule: str
 ) -> None:
     assert "identical: 6 losses" in verified(job.config(GRAPH), f"schedule={schedule}")
+
+
+def test_so_does_such_a_graph_when_micro_batches_share_their_messages(job: JobFolder) -> None:
+    found = verified(job.config(GRAPH), "schedule=zero-bubble", "num_microbatches=5", *BUNDLES)
+    assert "identical: 6 losses" in found
 
 
 def test_a_difference_is_named_and_exits_1(job: JobFolder) -> None:

@@ -9,7 +9,7 @@ from itertools import accumulate
 from rpcmp import simulation
 from rpcmp.balance.cuts import StageHost
 from rpcmp.config import Config
-from rpcmp.inflight import limits
+from rpcmp.inflight import limits, num_bundles
 from rpcmp.schedule import policy
 from rpcmp.simulation import Simulation, Times
 
@@ -88,11 +88,15 @@ def _step_seconds(config: Config, parts: Sequence[tuple[StageHost, int, int]]) -
         for host, start, end in parts
     }
     kept = limits(config)
+    bundles = num_bundles(config)
+    a_bundle = {
+        stage: each.times(config.num_microbatches / bundles) for stage, each in times.items()
+    }
     run = Simulation(
         config.graph(),
         policy(config.schedule),
-        config.num_microbatches,
-        simulation.fixed(times, kept),
+        bundles,
+        simulation.fixed(a_bundle, kept),
         kept,
     )
     if config.holds_steps:

@@ -31,7 +31,17 @@ from rpcmp.members import DRIVER, member
 from rpcmp.source import Source
 from rpcmp.trace.spans import Span
 from rpcmp.transport import Raised
-from rpcmp.work import End, Evaluated, Mode, StepReport, Trained, Work
+from rpcmp.work import (
+    Bundle,
+    End,
+    Evaluated,
+    Mode,
+    Outputs,
+    StepReport,
+    Trained,
+    Work,
+    bundles,
+)
 from rpcmp.worker.optimizer import StageOptimizer
 from rpcmp.worker.stage import DRIVER_PORT, Stage
 
@@ -106,7 +116,8 @@ class Group:
             self._step, self._accumulated = step, 0
         works = self._works(Mode.TRAIN, step, inputs, targets, end)
         self._accumulated += len(works)
-        future = transport.call(self._sink, Stage.train, works, self._trained)
+        bundles = self._bundles(works)
+        future = transport.call(self._sink, Stage.train, bundles, self._trained)
         self._trained = self._round
         return Round(self._round, step, lambda: transport.result(future, self._sink))
 
@@ -154,17 +165,18 @@ class Group:
     def evaluate(self, inputs: Any, targets: Any, step: int) -> Evaluation:
         """Loss and metrics of a mini-batch; parameters and gradients stay as they are."""
 
-        def run(work: Work) -> Evaluation:
-            answer: Evaluated = self._ask(work)
-            return Evaluation(work.num_samples, answer.loss, answer.metrics)
-
         works = self._works(Mode.EVALUATE, step, inputs, targets)
-        return mean(self._finish(self._ask_all(works, run)))
+        found: list[Evaluated] = self._finish(self._ask_all(works))
+        return mean(
+            Evaluation(work.num_samples, answer.loss, answer.metrics)
+            for work, answer in zip(works, found, strict=True)
+        )
 
     def predict(self, inputs: Any, step: int) -> Any:
         """The last stage's outputs for `inputs`, joined again along the first dimension."""
         works = self._works(Mode.PREDICT, step, inputs, None)
-        return _concatenate(self._finish(self._ask_all(works, lambda work: self._ask(work).value)))
+        found: list[Outputs] = self._finish(self._ask_all(works))
+        return _concatenate([answer.value for answer in found])
 
     def parameters_sha256(self) -> str:
         """The hash of `rpcmp.digest` over the unsplit model."""
@@ -252,18 +264,22 @@ class Group:
             for index, size in enumerate(sizes)
         ]
 
-    def _ask_all(self, works: list[Work], run: Callable[[Work], Any]) -> Round:
-        """Begin a round without backwards: `run` for each micro-batch, a few of them at once.
+    def _bundles(self, works: list[Work]) -> list[Bundle]:
+        return bundles(works, self._config.microbatches_per_message)
+
+    def _ask_all(self, works: list[Work]) -> Round:
+        """Begin a round without backwards, a few bundles at once; what comes of each micro-batch.
 
         Where one fails, the answer is its error, without waiting for the others.
         """
-        answers = [self._threads.submit(run, work) for work in works]
+        answers = [self._threads.submit(self._ask, bundle) for bundle in self._bundles(works)]
 
         def answer() -> list[Any]:
             done, waiting = wait(answers, return_when=FIRST_EXCEPTION)
             for future in waiting:  # those that run are freed by the abort
                 future.cancel()
-            return [future.result() for future in answers if not waiting or future in done]
+            ended = [future for future in answers if not waiting or future in done]
+            return [found for future in ended for found in future.result()]
 
         return Round(self._round, works[0].step, answer)
 
@@ -287,9 +303,10 @@ class Group:
         noted = [answer for answer in answers if not isinstance(answer, Raised)]
         return [*(from_wire(raised.error) for found in noted for raised in found), *lost]
 
-    def _ask(self, work: Work) -> Any:
-        future = transport.call(self._sink, Stage.forward, work, DRIVER_PORT)
-        return transport.result(future, self._sink)
+    def _ask(self, bundle: Bundle) -> list[Any]:
+        future = transport.call(self._sink, Stage.forward, bundle, DRIVER_PORT)
+        answer: list[Any] = transport.result(future, self._sink)
+        return answer
 
     def _merge(self, method: Callable[..., Any]) -> dict[str, Any]:
         parts = self._everywhere(method).values()

@@ -47,7 +47,7 @@ async def balanced(config: Config, connect: Sequence[str] | None = None) -> Bala
     """
     if not config.is_balanced_by_measurement:
         return Balanced(config, None)
-    kept = inflight.limits(config)
+    held = inflight.held(config)
     addresses = config.addresses if connect is None else connect
     require_one_each(config, addresses)
     measured = await measure(config, addresses, await _sample(config))
@@ -57,7 +57,7 @@ async def balanced(config: Config, connect: Sequence[str] | None = None) -> Bala
             profile=found.profile,
             limit_bytes=_limit(config, index, measured),
             num_microbatches=config.num_microbatches,
-            held=min(kept[name].held, config.num_microbatches),
+            held=held[name],
             recompute=config.stage(index).recompute,
         )
         for index, (name, found) in enumerate(zip(config.stage_names, measured, strict=True))

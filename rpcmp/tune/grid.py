@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from pydantic import ValidationError
 
-from rpcmp import simulation
+from rpcmp import inflight
 from rpcmp.config import Config
 from rpcmp.errors import ConfigError
 from rpcmp.schedule import policy
@@ -73,7 +73,7 @@ def grid(config: Config, axes: Axes) -> Grid:
     for setting in dict.fromkeys(_product(config, axes)):
         if setting == own:
             continue
-        why = _nonsense(setting, config.data.batch_size)
+        why = _nonsense(config, setting, config.data.batch_size)
         if not why:
             same = kept.setdefault(_effect(config, setting), setting)
             why = "" if same is setting else f"the same as {same.way}"
@@ -110,15 +110,19 @@ def _in_flight(config: Config, axes: Axes, schedule: str) -> Sequence[int | None
         return axes.max_in_flight
     graph = config.graph()
     longest = max(graph.depth(stage) for stage in graph.stages)
-    return [None, 2 * longest] if schedule == "zero-bubble" else [None]
+    largest = 2 * longest * config.microbatches_per_message
+    return [None, largest] if schedule == "zero-bubble" else [None]
 
 
-def _nonsense(setting: Setting, batch_size: int) -> str:
+def _nonsense(config: Config, setting: Setting, batch_size: int) -> str:
     """Why nobody would want it; empty: somebody may."""
     if setting.num_microbatches > batch_size:
         return f"a mini-batch has {batch_size} samples"
     if setting.schedule == "gpipe" and setting.max_in_flight is not None:
         return "gpipe always holds all micro-batches"
+    at_once = min(config.microbatches_per_message, setting.num_microbatches)
+    if setting.max_in_flight is not None and setting.max_in_flight < at_once:
+        return f"a message has {at_once} micro-batches"
     return ""
 
 
@@ -126,12 +130,9 @@ def _effect(config: Config, setting: Setting) -> Hashable:
     """Equal for two settings that make every stage do the same."""
     batch_size = config.data.batch_size if config.data else setting.num_microbatches
     count = min(setting.num_microbatches, batch_size)
-    limits = simulation.limits(
-        config.graph(), policy(setting.schedule), setting.num_microbatches, setting.max_in_flight
-    )
     kept = [
         (min(each.open, count), min(each.held, count), each.splits, min(each.deferred, count))
-        for each in limits.values()
+        for each in inflight.limits(setting.on(config)).values()
     ]
     return count, setting.schedule, tuple(kept)
 

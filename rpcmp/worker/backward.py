@@ -15,22 +15,23 @@ result there.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future as Waiting
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from rpcmp.errors import StageError
 from rpcmp.schedule import Action
 from rpcmp.split import WeightGradients
-from rpcmp.work import Work
+from rpcmp.work import Bundle, Work
 from rpcmp.worker import boundary
 from rpcmp.worker.boundary import Differentiated, Gradients
 from rpcmp.worker.compute import ComputeThread
-from rpcmp.worker.failure import failure
+from rpcmp.worker.failure import Failures, failure
 from rpcmp.worker.rounds import Task
 
 
@@ -45,8 +46,8 @@ class Tape(Protocol):
 
 
 @dataclass
-class Memory:
-    """What a stage keeps of a micro-batch until its backward.
+class Kept:
+    """What a stage keeps of one micro-batch until its backward.
 
     Attributes:
         tape: its activations.
@@ -54,7 +55,6 @@ class Memory:
         dtypes: of the tensors that the stage produced.
         read: for each port, which of these it reads.
         has_token: for each port, whether its answer had a token.
-        done: the backward's result, once that has been submitted.
     """
 
     work: Work
@@ -63,7 +63,32 @@ class Memory:
     dtypes: list[torch.dtype] = field(default_factory=list)
     read: list[list[int]] = field(default_factory=list)
     has_token: list[bool] = field(default_factory=list)
-    done: Waiting[Differentiated] | None = None
+
+
+class Result(NamedTuple):
+    """What the backward of a bundle gives.
+
+    Attributes:
+        gradients: of all that was received, micro-batch by micro-batch.
+        missing: which of them do not exist: the micro-batch, the input, its tensors.
+    """
+
+    gradients: list[Tensor | None]
+    missing: list[tuple[Work, int, list[int]]]
+
+
+@dataclass
+class Memory:
+    """What a stage keeps of a bundle until its backward.
+
+    Attributes:
+        kept: of its micro-batches, in order.
+        done: the backward's result, once that has been submitted.
+    """
+
+    bundle: Bundle
+    kept: list[Kept]
+    done: Waiting[Result] | None = None
 
 
 class Missing:
@@ -94,8 +119,8 @@ class Backwards:
         compute: its compute thread.
         splits: whether weight gradients are actions of their own.
         missing: what is known of gradients that do not exist.
-        on_failure: told of failures in a backward, which cannot be returned to anybody.
-        on_broken: told of failures in weight gradients, for which nobody waits any more.
+        failures: told of failures in a backward, which cannot be returned to anybody, and of those
+            in weight gradients, for which nobody waits any more.
 
     Attributes:
         splits: as given; may change between two rounds.
@@ -107,72 +132,103 @@ class Backwards:
         compute: ComputeThread,
         splits: bool,
         missing: Missing,
-        on_failure: Callable[[Work, StageError], object],
-        on_broken: Callable[[Work, StageError], None],
+        failures: Failures,
     ) -> None:
         self._stage = stage
         self._compute = compute
         self.splits = splits
         self._missing = missing
-        self._on_failure = on_failure
-        self._on_broken = on_broken
+        self._failures = failures
 
     def run(self, memory: Memory, gradients: Gradients) -> list[Tensor | None]:
         """The gradients of what was received; blocks until the schedule has let it run."""
         done = memory.done or self.start(memory, gradients)
-        found, missing = done.result()
-        for index, which in missing.items():
-            self._missing.tell(memory.work, index, which)
-        return found
+        result = done.result()
+        for work, index, which in result.missing:
+            self._missing.tell(work, index, which)
+        return result.gradients
 
-    def start(self, memory: Memory, gradients: Gradients) -> Waiting[Differentiated]:
-        """Queue the backward of a micro-batch, whose outputs have these gradients."""
-        done: Waiting[Differentiated] = Waiting()
+    def start(self, memory: Memory, gradients: Gradients) -> Waiting[Result]:
+        """Queue the backward of a bundle, whose outputs have these gradients."""
+        done: Waiting[Result] = Waiting()
         memory.done = done
-        work = memory.work
+        result = Result([], [])
+        given = _by_microbatch(memory, gradients)
+
+        def differentiate(kept: Kept) -> None:
+            if not done.done():  # no earlier micro-batch of the bundle has failed
+                self._differentiate(kept, next(given), result, done)
+            if kept is memory.kept[-1]:
+                self._end(memory, result, done)
 
         def cancel() -> None:
-            memory.tape.free()
+            for kept in memory.kept:
+                kept.tape.free()
             done.set_exception(RuntimeError(f"stage {self._stage!r}: the step was aborted"))
 
-        task = Task(lambda: self._differentiate(memory, gradients, done), cancel)
-        self._compute.submit(work.round, Action.BACKWARD, work.microbatch, task)
+        self._submit(Action.BACKWARD, memory, differentiate, cancel)
         return done
 
-    def _differentiate(
-        self, memory: Memory, gradients: Gradients, done: Waiting[Differentiated]
+    def _submit(
+        self,
+        action: Action,
+        memory: Memory,
+        run: Callable[[Kept], None],
+        cancel: Callable[[], None] = lambda: None,
     ) -> None:
-        work = memory.work
+        parts = [functools.partial(run, kept) for kept in memory.kept]
+        task = Task(parts, memory.kept[0].work.microbatch, cancel)
+        self._compute.submit(memory.bundle.round, action, memory.bundle.number, task)
+
+    def _differentiate(
+        self, kept: Kept, given: Gradients, result: Result, done: Waiting[Result]
+    ) -> None:
         try:
-            summed = self._sum_by_position(memory, gradients)
-            with memory.weights.defer() if self.splits else contextlib.nullcontext():
-                done.set_result(memory.tape.backward(summed))
+            summed = self._sum_by_position(kept, given)
+            with kept.weights.defer() if self.splits else contextlib.nullcontext():
+                gradients, missing = kept.tape.backward(summed)
         except BaseException as error:
-            self._on_failure(work, failure(self._stage, "backward", work, error))
+            self._failures.note(kept.work, failure(self._stage, "backward", kept.work, error))
             done.set_exception(RuntimeError(f"backward failed at stage {self._stage!r}"))
+        else:
+            result.gradients.extend(gradients)
+            result.missing.extend((kept.work, index, which) for index, which in missing.items())
+
+    def _end(self, memory: Memory, result: Result, done: Waiting[Result]) -> None:
+        if not done.done():
+            done.set_result(result)
         if self.splits:
-            task = Task(lambda: self._accumulate(memory))
-            self._compute.submit(work.round, Action.WEIGHT, work.microbatch, task)
+            self._submit(Action.WEIGHT, memory, self._accumulate)
 
-    def _accumulate(self, memory: Memory) -> None:
+    def _accumulate(self, kept: Kept) -> None:
         try:
-            memory.weights.accumulate()
+            kept.weights.accumulate()
         except BaseException as error:
-            work = memory.work
-            self._on_broken(work, failure(self._stage, "backward", work, error))
+            broken = failure(self._stage, "backward", kept.work, error)
+            self._failures.note_broken(kept.work, broken)
 
-    def _sum_by_position(self, memory: Memory, gradients: Gradients) -> list[Tensor | None]:
+    def _sum_by_position(self, kept: Kept, given: Gradients) -> list[Tensor | None]:
         """The readers' gradients of each tensor that the stage produced, summed in one order."""
-        contributions: list[list[Tensor | None]] = [[] for _ in memory.dtypes]
-        missing = self._missing.take(memory.work)
-        left = iter(gradients)
-        for port, positions in enumerate(memory.read):
+        contributions: list[list[Tensor | None]] = [[] for _ in kept.dtypes]
+        left = iter(given)
+        missing = self._missing.take(kept.work)
+        for port, positions in enumerate(kept.read):
             without = missing.get(port, ())
             for place, position in enumerate(positions):
                 grad = next(left)
                 is_there = grad is not None and place not in without
-                wide = grad.to(memory.dtypes[position]) if grad is not None and is_there else None
+                wide = grad.to(kept.dtypes[position]) if grad is not None and is_there else None
                 contributions[position].append(wide)
-            if memory.has_token[port]:
+            if kept.has_token[port]:
                 next(left)
         return [boundary.sum_gradients(found) for found in contributions]
+
+
+def _by_microbatch(memory: Memory, gradients: Gradients) -> Iterator[Gradients]:
+    """A bundle's gradients, which come port by port, for one micro-batch after the other."""
+    left = iter(gradients)
+    found: list[list[Tensor | None]] = [[] for _ in memory.kept]
+    for port in range(len(memory.kept[0].read)):
+        for kept, mine in zip(memory.kept, found, strict=True):
+            mine += itertools.islice(left, len(kept.read[port]) + kept.has_token[port])
+    return iter(found)

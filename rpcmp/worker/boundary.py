@@ -13,7 +13,7 @@ host.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -188,24 +188,29 @@ class Boundary(torch.autograd.Function):
 def connect(
     run_backward: Callable[[Gradients], list[Tensor | None]],
     outputs: list[Tensor],
-    received: Sequence[Outputs],
+    received: Sequence[Tensor],
     constants: Sequence[Tensor] = (),
 ) -> tuple[Tensor, ...]:
     """`outputs` as the distributed tape shall see them: results of all that was `received`.
 
     `constants`, a part of them, get no gradient, so their readers need not compute one.
     """
-    edges = [tensor for answer in received for tensor in tensors_of(answer)]
     anchor = torch.empty(0, requires_grad=True)
     with torch.enable_grad():
         apply: Callable[..., tuple[Tensor, ...]] = Boundary.apply
-        return apply(run_backward, outputs, constants, anchor, *edges)
+        return apply(run_backward, outputs, constants, anchor, *received)
 
 
-def tensors_of(outputs: Outputs) -> list[Tensor]:
-    """All tensors of an answer, its token last."""
-    found = tree.tensors(outputs.value)
-    return found if outputs.token is None else [*found, outputs.token]
+def tensors_of(answers: Iterable[Outputs]) -> list[Tensor]:
+    """All tensors of some answers, each one's token last."""
+    return [
+        tensor
+        for outputs in answers
+        for tensor in (
+            *tree.tensors(outputs.value),
+            *(() if outputs.token is None else (outputs.token,)),
+        )
+    ]
 
 
 def sum_gradients(contributions: Sequence[Tensor | None]) -> Tensor | None:

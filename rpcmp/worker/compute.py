@@ -53,12 +53,12 @@ class ComputeThread:
             self._rounds.begin(number, make)
             self._changed.notify()
 
-    def submit(self, round_number: int, action: Action, microbatch: int, task: Task) -> None:
+    def submit(self, round_number: int, action: Action, bundle: int, task: Task) -> None:
         """Queue an action that is ready; cancels it if its round was aborted."""
         with self._changed:
             found = self._rounds.get(round_number)
             if found is not None:
-                found.ready[action, microbatch] = task
+                found.ready[action, bundle] = task
                 self._changed.notify()
         if found is None:
             task.cancel()
@@ -117,14 +117,14 @@ class ComputeThread:
         return None if action is None else self._take(current, action)
 
     def _take(self, current: Round, action: Action) -> Callable[[], None]:
-        microbatch = current.done[action]
         task = current.take(action)
         if action is Action.BACKWARD and not current.limits.splits:
             current.done[Action.WEIGHT] += 1
 
         def run() -> None:
-            started = time.perf_counter_ns()
-            task.run()
-            self.recorder.add(action, current.step, microbatch, task.ready_ns, started)
+            for microbatch, part in enumerate(task.parts, task.first):
+                started = time.perf_counter_ns()
+                part()
+                self.recorder.add(action, current.step, microbatch, task.ready_ns, started)
 
         return run

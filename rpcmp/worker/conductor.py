@@ -1,8 +1,8 @@
 """Train steps, conducted where the loss is.
 
     driver ──one call a step──> conductor, beside the stage that computes the loss
-                                   │  for each micro-batch, a few at once:
-                                   │    an autograd context, the loss, its distributed backward
+                                   │  for each bundle of micro-batches, a few at once:
+                                   │    an autograd context, the losses, their distributed backward
            <──losses, reports──────┘
 
 The driver could ask for each micro-batch itself, but then every one of them would make a journey
@@ -24,64 +24,71 @@ from torch.futures import Future
 from rpcmp import transport
 from rpcmp.errors import NonFiniteLossError
 from rpcmp.transport import Raised
-from rpcmp.work import Outputs, Trained, Work
+from rpcmp.work import Bundle, Outputs, Trained, Work
 
 
 class Conductor:
-    """Keeps micro-batches in flight, one thread and one autograd context each.
+    """Keeps bundles in flight, one thread and one autograd context each.
 
     Args:
         stage: the name of the stage that computes the loss.
-        ask: that stage's answer to one micro-batch.
+        ask: that stage's answer to one bundle.
         in_flight: how many may be under way at once.
     """
 
-    def __init__(self, stage: str, ask: Callable[[Work], Future[Any]], in_flight: int) -> None:
+    def __init__(self, stage: str, ask: Callable[[Bundle], Future[Any]], in_flight: int) -> None:
         self._stage = stage
         self._ask = ask
         self._threads = ThreadPoolExecutor(in_flight, "rpcmp-microbatch")
         self._lock = threading.Lock()
         self._last = 0
-        self._waiting: dict[int, tuple[Sequence[Work], Future[Any]]] = {}
+        self._waiting: dict[int, tuple[Sequence[Bundle], Future[Any]]] = {}
 
-    def train(self, works: Sequence[Work], after: int) -> Future[Any]:
+    def train(self, bundles: Sequence[Bundle], after: int) -> Future[Any]:
         """Forward and backward of a round; answers with a Trained a micro-batch, in order.
 
         The first failure is the answer, a Raised, as soon as it happens: the driver then aborts the
         round, which frees the others.
 
         Args:
-            works: the round's micro-batches.
+            bundles: the round's.
             after: the number of the training round before; 0 for the first. Calls may overtake each
                 other, and a later round's micro-batches must not keep the threads from an earlier
                 one's, for which they wait.
         """
         answer: Future[Any] = Future()
         with self._lock:
-            self._waiting[after] = (works, answer)
+            self._waiting[after] = (bundles, answer)
             while (following := self._waiting.pop(self._last, None)) is not None:
                 self._start(*following)
         return answer
 
-    def _start(self, works: Sequence[Work], answer: Future[Any]) -> None:
-        running = [self._threads.submit(self._attempt, work) for work in works]
+    def _start(self, bundles: Sequence[Bundle], answer: Future[Any]) -> None:
+        running = [self._threads.submit(self._attempt, bundle) for bundle in bundles]
         collected = _Collected(running, answer)
         for each in running:
             each.add_done_callback(collected.one_ended)
-        self._last = works[0].round
+        self._last = bundles[0].round
 
-    def _attempt(self, work: Work) -> Any:
-        """A Trained, or a Raised."""
-        return transport.attempt(lambda: self._train(work))
+    def _attempt(self, bundle: Bundle) -> Any:
+        """A Trained for each micro-batch, or a Raised."""
+        return transport.attempt(lambda: self._train(bundle))
 
-    def _train(self, work: Work) -> Trained:
+    def _train(self, bundle: Bundle) -> list[Trained]:
         with transport.autograd_context() as context_id:
-            outputs: Outputs = transport.result(self._ask(work), self._stage)
-            loss = outputs.value.item()
-            if not math.isfinite(loss):
-                raise NonFiniteLossError(loss, work.step, work.microbatch)
-            transport.backward(context_id, outputs.value)
-        return Trained(loss, outputs.reports or {})
+            answer: list[Outputs] = transport.result(self._ask(bundle), self._stage)
+            trained = [
+                Trained(_finite(outputs.value.item(), work), outputs.reports or {})
+                for work, outputs in zip(bundle.works, answer, strict=True)
+            ]
+            transport.backward(context_id, [outputs.value for outputs in answer])
+        return trained
+
+
+def _finite(loss: float, work: Work) -> float:
+    if not math.isfinite(loss):
+        raise NonFiniteLossError(loss, work.step, work.microbatch)
+    return loss
 
 
 class _Collected:
@@ -102,5 +109,7 @@ class _Collected:
             if self._left:
                 return
         self._answer.set_result(
-            ended.result() if is_raised else [each.result() for each in self._running]
+            ended.result()
+            if is_raised
+            else [trained for each in self._running for trained in each.result()]
         )

@@ -1,4 +1,7 @@
-"""How a stage computes one micro-batch's forward, and what it remembers of it.
+"""How a stage computes forwards, and what it remembers of them.
+
+Micro-batch by micro-batch; but the answer for a bundle of them, one message, is one node of the
+distributed graph.
 
 Everything here runs on the stage's compute thread. The backward that comes later is the business of
 `rpcmp.worker.backward`.
@@ -7,7 +10,8 @@ Everything here runs on the stage's compute thread. The backward that comes late
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,13 +21,30 @@ from rpcmp import tree
 from rpcmp.graph import Port, Reference
 from rpcmp.members import DRIVER
 from rpcmp.split import Splitter
-from rpcmp.work import Mode, Outputs, Work
+from rpcmp.work import Bundle, Mode, Outputs, Work
 from rpcmp.worker import boundary
-from rpcmp.worker.backward import Backwards, Memory, Tape
+from rpcmp.worker.backward import Backwards, Kept, Memory, Tape
 from rpcmp.worker.boundary import LocalTape
 from rpcmp.worker.failure import failure
 from rpcmp.worker.model import StageModel
 from rpcmp.worker.recompute import Buffers, Replay
+
+
+@dataclass
+class Computed:
+    """The forward of one micro-batch.
+
+    Attributes:
+        received: what it was computed from.
+        answers: for each port, Outputs that no tape knows of yet or, evaluating, Evaluated.
+        constants: their tensors that depend on nothing that is trained.
+        kept: for its backward; None outside of training.
+    """
+
+    received: list[Outputs]
+    answers: list[Any]
+    constants: list[Tensor] = field(default_factory=list)
+    kept: Kept | None = None
 
 
 class Execution:
@@ -58,8 +79,8 @@ class Execution:
         self._wire_dtype = wire_dtype
         self._buffers = Buffers(model.modules()) if recompute else None
 
-    def forward(self, work: Work, answers: list[Outputs]) -> list[Any]:
-        """What each port's reader gets: Outputs or, from the sink when evaluating, Evaluated.
+    def forward(self, work: Work, answers: list[Outputs]) -> Computed:
+        """Compute one micro-batch; `answer` makes of a bundle's what its readers get.
 
         Args:
             work: the micro-batch.
@@ -76,7 +97,7 @@ class Execution:
                 with torch.enable_grad():
                     return self._train(work, received, targets)
             with torch.no_grad():
-                return self._infer(work, received, targets)
+                return Computed(received, self._infer(work, received, targets))
         except BaseException as error:  # sys.exit() in a layer is no way to end a worker either
             sources = zip(self._references, received, strict=False)
             got = ", ".join(
@@ -85,8 +106,30 @@ class Execution:
             )
             raise failure(self._stage, "forward", work, error, got) from error
 
-    def _train(self, work: Work, received: list[Outputs], targets: Any) -> list[Outputs]:
-        weights = self._splitter.begin()
+    def answer(self, bundle: Bundle, computed: list[Computed]) -> list[list[Any]]:
+        """What each port's reader gets of a bundle: one of `Computed.answers` a micro-batch.
+
+        In training these are the results of one node of the distributed graph.
+        """
+        answers = [
+            list(of_port) for of_port in zip(*(one.answers for one in computed), strict=True)
+        ]
+        kept = [one.kept for one in computed if one.kept is not None]
+        if not kept:
+            return answers
+        memory = Memory(bundle, kept)
+        tensors = [tensor for answer in answers for tensor in boundary.tensors_of(answer)]
+        received = [tensor for one in computed for tensor in boundary.tensors_of(one.received)]
+        constants = [tensor for one in computed for tensor in one.constants]
+        run = functools.partial(self._backwards.run, memory)
+        connected = iter(boundary.connect(run, tensors, received, constants))
+        # A loss that is not finite ends the step at the conductor, which does not differentiate it.
+        if self._model.is_sink and all(bool(torch.isfinite(loss)) for loss in tensors):
+            self._backwards.start(memory, [torch.ones_like(loss) for loss in tensors])
+        return [[_replaced(outputs, connected) for outputs in answer] for answer in answers]
+
+    def _train(self, work: Work, received: list[Outputs], targets: Any) -> Computed:
+        weights = self._splitter.begin(self._backwards.splits)
         compute = functools.partial(self._compute, work, targets)
         device = self._model.device
         tape: Tape
@@ -100,42 +143,25 @@ class Execution:
             with weights.watch():
                 outputs = compute(local.inputs)
             self._splitter.calibrate(local.leave(outputs))
-        return self._answer(Memory(work, tape, weights), outputs, received)
+        return self._computed(Kept(work, tape, weights), outputs, received)
 
     def _compute(self, work: Work, targets: Any, inputs: list[Any]) -> Any:
         outputs = self._model.forward(inputs, work)
         return self._model.loss(outputs, targets, work) if self._model.is_sink else outputs
 
-    def _answer(self, memory: Memory, outputs: Any, received: list[Outputs]) -> list[Outputs]:
+    def _computed(self, kept: Kept, outputs: Any, received: list[Outputs]) -> Computed:
         produced = tree.tensors(outputs)
         parts = [tree.select(outputs, port.path) for port in self._ports]
         positions = {id(tensor): position for position, tensor in enumerate(produced)}
-        memory.dtypes = [tensor.dtype for tensor in produced]
-        memory.read = [[positions[id(tensor)] for tensor in tree.tensors(part)] for part in parts]
-        answers = self._connect(memory, parts, received)
-        # A loss that is not finite ends the step at the conductor, which does not differentiate it.
-        if self._model.is_sink and bool(torch.isfinite(produced[0])):
-            self._backwards.start(memory, [torch.ones_like(produced[0])])
-        return answers
-
-    def _connect(self, memory: Memory, parts: list[Any], received: list[Outputs]) -> list[Outputs]:
-        """The answers for all readers, as results of one node of the distributed graph."""
         constants: list[Tensor] = []
-        fresh = [
+        answers = [
             self._outputs(port, part, constants)
             for port, part in zip(self._ports, parts, strict=True)
         ]
-        memory.has_token = [outputs.token is not None for outputs in fresh]
-        tensors = [tensor for outputs in fresh for tensor in boundary.tensors_of(outputs)]
-        run = functools.partial(self._backwards.run, memory)
-        connected = iter(boundary.connect(run, tensors, received, constants))
-        return [
-            outputs._replace(
-                value=tree.map_tensors(lambda _: next(connected), outputs.value),
-                token=None if outputs.token is None else next(connected),
-            )
-            for outputs in fresh
-        ]
+        kept.dtypes = [tensor.dtype for tensor in produced]
+        kept.read = [[positions[id(tensor)] for tensor in tree.tensors(part)] for part in parts]
+        kept.has_token = [outputs.token is not None for outputs in answers]
+        return Computed(received, answers, constants, kept)
 
     def _outputs(self, port: Port, part: Any, constants: list[Tensor]) -> Outputs:
         """Copies for one reader: its answer is being sent while the stage computes on."""
@@ -165,6 +191,14 @@ class Execution:
         if work.mode is Mode.EVALUATE and self._model.is_sink:
             return [self._model.evaluate(outputs, targets, work)]
         return [self._copied(port, tree.select(outputs, port.path)) for port in self._ports]
+
+
+def _replaced(outputs: Outputs, tensors: Iterator[Tensor]) -> Outputs:
+    """`outputs` with the next of `tensors` in the place of its own."""
+    return outputs._replace(
+        value=tree.map_tensors(lambda _: next(tensors), outputs.value),
+        token=None if outputs.token is None else next(tensors),
+    )
 
 
 def _check_plain(outputs: Any) -> None:

@@ -3,12 +3,14 @@
 A round is one train step, evaluation or prediction. Rounds are numbered without gaps and every
 stage takes part in all of them, so a stage works on them strictly in order; but what it will need
 for the next one may arrive while the one before is still being computed.
+
+What is counted here are bundles; see rpcmp.work.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from rpcmp.schedule import Action, Limits, Progress
@@ -16,15 +18,17 @@ from rpcmp.schedule import Action, Limits, Progress
 
 @dataclass
 class Task:
-    """Something to compute.
+    """An action on a bundle of micro-batches.
 
     Attributes:
-        run: does it; must not raise.
-        cancel: called instead of `run` when the round was aborted.
+        parts: do it, one micro-batch each, in order; must not raise.
+        first: the first micro-batch's index in the round.
+        cancel: called instead when the round was aborted.
         ready_ns: when all that it needs had arrived; `time.perf_counter_ns`.
     """
 
-    run: Callable[[], None]
+    parts: Sequence[Callable[[], None]]
+    first: int
     cancel: Callable[[], None] = lambda: None
     ready_ns: int = field(default_factory=time.perf_counter_ns)
 
@@ -35,7 +39,7 @@ class Round:
 
     Attributes:
         step: the optimizer step that it is or follows.
-        num_microbatches: how many it has.
+        num_bundles: how many it has.
         limits: what the stage may keep meanwhile.
         training: whether forwards are followed by backwards.
         finish: runs after its last action, before the next round begins; must not raise.
@@ -43,7 +47,7 @@ class Round:
     """
 
     step: int
-    num_microbatches: int
+    num_bundles: int
     limits: Limits
     training: bool
     finish: Callable[[], None] = lambda: None
@@ -57,26 +61,26 @@ class Round:
 
     def take(self, action: Action) -> Task:
         """The next action of that kind, which now counts as done."""
-        microbatch = self.done[action]
+        bundle = self.done[action]
         self.done[action] += 1
-        return self.ready.pop((action, microbatch))
+        return self.ready.pop((action, bundle))
 
     @property
     def needs_nobody(self) -> bool:
         """Whether all that is left can be done without the other stages."""
         last = Action.BACKWARD if self.training else Action.FORWARD
-        return self.done[last] == self.num_microbatches
+        return self.done[last] == self.num_bundles
 
     @property
     def is_complete(self) -> bool:
         """Whether only `finish` is left."""
         last = Action.WEIGHT if self.training else Action.FORWARD
-        return self.done[last] == self.num_microbatches
+        return self.done[last] == self.num_bundles
 
     def progress(self) -> Progress:
         """What the schedule chooses by."""
         return Progress(
-            self.num_microbatches,
+            self.num_bundles,
             self.done[Action.FORWARD],
             self.done[Action.BACKWARD],
             self.done[Action.WEIGHT],

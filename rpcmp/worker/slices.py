@@ -7,6 +7,7 @@ all at once either: a stage must not hold more of a mini-batch because that has 
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 from torch.futures import Future
@@ -15,9 +16,9 @@ from rpcmp import transport
 from rpcmp.members import DRIVER
 from rpcmp.source import Source
 from rpcmp.transport import Raised
-from rpcmp.work import Outputs, Work
+from rpcmp.work import Bundle, Outputs, Work
 
-GROUP = 4
+GROUP = 8
 """Micro-batches that are fetched together."""
 
 
@@ -34,37 +35,61 @@ class Slices:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        self._caller = ThreadPoolExecutor(1, "rpcmp-slices")
         self._groups: dict[_Key, Future[Any]] = {}
         self._left: dict[_Key, int] = {}
 
-    def get(self, work: Work, kind: str, path: tuple[str, ...], reader: int) -> Future[Any]:
-        """One micro-batch's Outputs, or a Raised; each may be asked for once.
+    def get(self, bundle: Bundle, kind: str, path: tuple[str, ...], reader: int) -> Future[Any]:
+        """Outputs, one for each micro-batch of a bundle, or a Raised; to be asked for once.
 
         Args:
-            work: which micro-batch.
-            kind, path: what of it; see `Source.slices`.
+            bundle: which micro-batches.
+            kind, path: what of them; see `Source.slices`.
             reader: which input of the stage it is for. Each gets tensors of its own, so that a
                 layer that works in place changes no other input.
         """
+        with self._lock:
+            groups = [self._group(work, kind, path, reader) for work in bundle.works]
+        answer: Future[Any] = Future()
+
+        def arrived(found: list[Any]) -> None:
+            failed = next((group for group in found if isinstance(group, Raised)), None)
+            slices = zip(bundle.works, found, strict=True)
+            answer.set_result(
+                failed or [Outputs(group[work.microbatch % GROUP]) for work, group in slices]
+            )
+
+        transport.when_all([(DRIVER, group) for group in groups], arrived)
+        return answer
+
+    def _group(self, work: Work, kind: str, path: tuple[str, ...], reader: int) -> Future[Any]:
+        """The slices of the group that has this micro-batch."""
         first = work.microbatch - work.microbatch % GROUP
         key = _Key(work.round, kind, path, reader, first)
         count = min(GROUP, work.num_microbatches - first)
-        with self._lock:
-            group = self._groups.get(key)
-            if group is None:
-                group = transport.call(DRIVER, Source.slices, work.round, kind, path, first, count)
-                self._groups[key], self._left[key] = group, count
-            self._left[key] -= 1
-            if not self._left[key]:
-                del self._groups[key], self._left[key]
+        group = self._groups.get(key)
+        if group is None:
+            group = self._fetch(work.round, kind, path, first, count)
+            self._groups[key], self._left[key] = group, count
+        self._left[key] -= 1
+        if not self._left[key]:
+            del self._groups[key], self._left[key]
+        return group
+
+    def _fetch(self, *what: Any) -> Future[Any]:
+        """Ask the driver, on a thread of its own: outside of the micro-batch's autograd context.
+
+        Inside, torch would make the driver a part of that context, with a message more to leave it.
+        """
         answer: Future[Any] = Future()
 
-        def arrived(done: Future[Any]) -> None:
-            found = transport.outcome(done, DRIVER)
-            is_raised = isinstance(found, Raised)
-            answer.set_result(found if is_raised else Outputs(found[work.microbatch - first]))
+        def ask() -> None:
+            called = transport.call(DRIVER, Source.slices, *what)
+            called.add_done_callback(
+                lambda done: answer.set_result(transport.outcome(done, DRIVER))
+            )
 
-        group.add_done_callback(arrived)
+        self._caller.submit(ask)
         return answer
 
     def forget(self) -> None:

@@ -1,0 +1,174 @@
+"""One bundle of micro-batches at a stage, from the first question to the last answer.
+
+    a reader asks ──> ask the inputs ──> all are there: queue the forward ──> answer the readers
+
+Nobody waits in a thread: every arrow is a callback. A failure is an answer as well.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from torch.futures import Future
+
+from rpcmp.errors import JobError, StageError, to_wire
+from rpcmp.schedule import Action
+from rpcmp.transport import Raised
+from rpcmp.work import Bundle, Mode, Outputs, StepReport
+from rpcmp.worker.compute import ComputeThread
+from rpcmp.worker.execution import Computed, Execution
+from rpcmp.worker.failure import Failures
+from rpcmp.worker.inputs import Inputs
+from rpcmp.worker.rounds import Task
+
+
+class Exchange:
+    """The bundles that a stage has been asked for and has not answered to everybody.
+
+    Args:
+        stage: its name, for errors.
+        inputs: what it reads.
+        num_ports: how many read it.
+        compute: where forwards run.
+        execution: what they are.
+        failures: told of those that fail.
+        begin: called with each bundle when it is first heard of.
+        report: what this stage has to say of the step before.
+    """
+
+    def __init__(
+        self,
+        stage: str,
+        inputs: Inputs,
+        num_ports: int,
+        compute: ComputeThread,
+        execution: Execution,
+        failures: Failures,
+        begin: Callable[[Bundle], None],
+        report: Callable[[], StepReport | None],
+    ) -> None:
+        self._stage = stage
+        self._inputs = inputs
+        self._num_ports = num_ports
+        self._compute = compute
+        self._execution = execution
+        self._failures = failures
+        self._begin = begin
+        self._report = report
+        self._lock = threading.Lock()
+        self._pending: dict[tuple[int, int], _Pending] = {}
+        self._aborted_round = 0
+
+    def __len__(self) -> int:
+        return len(self._pending)
+
+    def ask(self, bundle: Bundle, port: int) -> Future[Any]:
+        """The answer for one reader; see `Stage.forward`."""
+        key = (bundle.round, bundle.number)
+        with self._lock:
+            if bundle.round <= self._aborted_round:  # asked before the abort, come after it
+                answer: Future[Any] = Future()
+                answer.set_result(self._aborted(bundle))
+                return answer
+            pending = self._pending.get(key)
+            first = pending is None
+            if pending is None:
+                pending = self._pending[key] = _Pending(bundle, self._num_ports)
+            answer = pending.ask(port)
+            self._forget_if_served(pending)
+        if first:
+            self._begin(bundle)
+            self._inputs.ask(bundle, functools.partial(self._arrived, pending))
+        return answer
+
+    def refuse(self, last: int) -> None:
+        """Answer questions for rounds up to `last`, which were aborted, with an error."""
+        with self._lock:
+            self._aborted_round = max(last, self._aborted_round)
+
+    def forget(self) -> None:
+        """Let go of what was asked for and will not be answered."""
+        with self._lock:
+            self._pending.clear()
+        self._inputs.forget()
+
+    def _arrived(self, pending: _Pending, answers: list[Any]) -> None:
+        failed = next((answer for answer in answers if isinstance(answer, Raised)), None)
+        if failed is not None:
+            self._answer(pending, [failed] * self._num_ports)
+            return
+        bundle = pending.bundle
+        received = [list(of_one) for of_one in zip(*answers, strict=True)]
+        compute = functools.partial(self._forward, pending, received)
+        parts = [functools.partial(compute, index) for index in range(len(bundle.works))]
+        aborted = [self._aborted(bundle)] * self._num_ports
+        task = Task(
+            parts, bundle.works[0].microbatch, functools.partial(self._answer, pending, aborted)
+        )
+        self._compute.submit(bundle.round, Action.FORWARD, bundle.number, task)
+
+    def _forward(self, pending: _Pending, received: list[list[Outputs]], index: int) -> None:
+        """Compute one micro-batch; the last one answers, or the first one that fails.
+
+        Args:
+            received: for each micro-batch, what there is of each input.
+        """
+        if pending.answered:
+            return
+        bundle = pending.bundle
+        try:
+            if self._failures.broken is not None:
+                raise self._failures.broken
+            pending.computed.append(self._execution.forward(bundle.works[index], received[index]))
+        except StageError as error:
+            raised = self._failures.note(bundle.works[index], error)
+            self._answer(pending, [raised] * self._num_ports)
+            return
+        if len(pending.computed) == len(bundle.works):
+            answers = self._execution.answer(bundle, pending.computed)
+            self._answer(pending, self._with_reports(bundle, answers, received[0]))
+
+    def _with_reports(
+        self, bundle: Bundle, answers: list[list[Any]], received: list[Outputs]
+    ) -> list[list[Any]]:
+        """With a step's first answers, what this stage and all that it reads have to say."""
+        if bundle.number > 0 or bundle.mode is not Mode.TRAIN:
+            return answers
+        reports = {k: v for answer in received for k, v in (answer.reports or {}).items()}
+        own = self._report()
+        if own is not None:
+            reports[self._stage] = own
+        return [[first._replace(reports=reports), *rest] for first, *rest in answers]
+
+    def _answer(self, pending: _Pending, values: list[Any]) -> None:
+        with self._lock:
+            pending.answered = True
+            pending.computed = []
+            self._forget_if_served(pending)
+        for future, value in zip(pending.answers, values, strict=True):
+            future.set_result(value)
+
+    def _forget_if_served(self, pending: _Pending) -> None:
+        if pending.answered and not pending.not_asked:
+            self._pending.pop((pending.bundle.round, pending.bundle.number), None)
+
+    def _aborted(self, bundle: Bundle) -> Raised:
+        return Raised(to_wire(JobError(f"step {bundle.step} was aborted at stage {self._stage!r}")))
+
+
+class _Pending:
+    """A bundle that some reader has not asked for yet, or that is not computed yet."""
+
+    def __init__(self, bundle: Bundle, num_ports: int) -> None:
+        self.bundle = bundle
+        self.answers: list[Future[Any]] = [Future() for _ in range(num_ports)]
+        self.not_asked = set(range(num_ports))
+        self.computed: list[Computed] = []
+        self.answered = False
+
+    def ask(self, port: int) -> Future[Any]:
+        self.not_asked.discard(port)
+        return self.answers[port]

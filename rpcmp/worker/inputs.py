@@ -1,0 +1,67 @@
+"""What a stage reads for a bundle of micro-batches: other stages' answers, slices of the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch.futures import Future
+
+from rpcmp import transport
+from rpcmp.graph import SOURCES, Graph, Port
+from rpcmp.members import member
+from rpcmp.work import Bundle, Mode
+from rpcmp.worker.slices import Slices
+
+
+class Inputs:
+    """The inputs of one stage.
+
+    Args:
+        graph: who reads whom.
+        stage: whose inputs.
+        forward: the method by which another stage is asked, with a bundle and a port.
+
+    Attributes:
+        references: what it reads, in order.
+        ports: for each of them, which of its producer's ports this is; 0 for what the batch gives.
+    """
+
+    def __init__(self, graph: Graph, stage: str, forward: Callable[..., Future[Any]]) -> None:
+        self.references = graph.inputs[stage]
+        self.ports = [_port(graph, stage, index) for index in range(len(self.references))]
+        self._is_sink = graph.sink == stage
+        self._forward = forward
+        self._slices = Slices()
+
+    def ask(self, bundle: Bundle, callback: Callable[[list[Any]], None]) -> None:
+        """Ask for all that a forward needs; `callback` gets the answers.
+
+        They are in the order of the references, for a sink that needs them the targets last: a list
+        of Outputs, one a micro-batch, or a Raised.
+        """
+        asked = [self._ask_one(bundle, index) for index in range(len(self.references))]
+        if self._is_sink and bundle.mode is not Mode.PREDICT:
+            targets = self._slices.get(bundle, SOURCES[1], (), len(self.references))
+            asked.append(("the targets", targets))
+        transport.when_all(asked, callback)
+
+    def forget(self) -> None:
+        """Let go of what was asked for and will not be taken: a round was aborted."""
+        self._slices.forget()
+
+    def _ask_one(self, bundle: Bundle, index: int) -> tuple[str, Future[Any]]:
+        reference = self.references[index]
+        if reference.from_batch:
+            answer = self._slices.get(bundle, reference.producer, reference.path, index)
+        else:
+            producer = member(reference.producer)
+            answer = transport.call(producer, self._forward, bundle, self.ports[index])
+        return f"{reference} (input {index})", answer
+
+
+def _port(graph: Graph, stage: str, index: int) -> int:
+    reference = graph.inputs[stage][index]
+    if reference.from_batch:
+        return 0
+    return graph.ports(reference.producer).index(Port(stage, index, reference.path))
