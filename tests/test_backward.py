@@ -125,6 +125,49 @@ def test_what_several_read_gets_the_sum_of_their_gradients() -> None:
     assert lists(stage.run(memory, *gradients).result(SECONDS)) == [[2 * 101 + 30]]
 
 
+def bundle(*functions: Callable[[Tensor], Any]) -> Memory:
+    """Micro-batches whose outputs two readers read: the first one of them all, the other one."""
+    kept = []
+    for microbatch, function in enumerate(functions):
+        tape = LocalTape([Outputs(torch.ones(1, requires_grad=True))], CPU)
+        dtypes = [tensor.dtype for tensor in tape.leave(function(*tape.inputs))]
+        read = [list(range(len(dtypes))), [0]]
+        work = WORK._replace(microbatch=microbatch)
+        kept.append(Kept(work, tape, plain(), dtypes, read, [False, False]))
+    return Memory(Bundle(0, 1, tuple(one.work for one in kept)), kept)
+
+
+def test_gradients_come_reader_by_reader_and_go_micro_batch_by_micro_batch() -> None:
+    stage = Stage(missing={1: [0]})
+    memory = bundle(lambda x: [2 * x, 3 * x], lambda x: [5 * x])
+    gradients = (torch.tensor([value]) for value in (1.0, 10.0, 100.0, 0.0, 0.0))
+    stage.compute.submit(1, Action.FORWARD, 0, Task([], 0))
+    assert lists(stage.run(memory, *gradients).result(SECONDS)) == [[2 + 30], [500]]
+    assert stage.ended.wait(SECONDS)
+
+
+def test_after_a_failure_the_rest_of_a_bundle_is_not_differentiated() -> None:
+    stage = Stage()
+    ran: list[int] = []
+
+    def noting(number: int) -> Callable[[Tensor], Any]:
+        def function(x: Tensor) -> list[Tensor]:
+            y = planted(x) if number == 1 else x * 1
+            y.register_hook(lambda _: ran.append(number))
+            return [y]
+
+        return function
+
+    memory = bundle(*map(noting, range(3)))
+    stage.compute.submit(1, Action.FORWARD, 0, Task([], 0))
+    with pytest.raises(RuntimeError, match="backward failed at stage 's'"):
+        stage.run(memory, *(torch.ones(1) for _ in range(6))).result(SECONDS)
+    assert stage.ended.wait(SECONDS)
+    assert ran == [0, 1]
+    (raised,) = stage.failures.take(1, 1)
+    assert "in backward of micro-batch 1 at step 7" in str(from_wire(raised.error))
+
+
 def test_a_split_backward_answers_before_its_weight_gradient_which_ends_the_round() -> None:
     stage = Stage(splits=True)
     weight = nn.Parameter(torch.full((1,), 3.0))

@@ -81,6 +81,36 @@ def test_limits_follow_the_schedule_the_graph_and_max_in_flight(
     assert [assignment.limits for assignment in plan.assign(config)] == [of_c, of_a, of_b]
 
 
+@pytest.mark.parametrize(
+    ("overrides", "of_c", "held", "in_flight"),
+    [
+        ({}, Limits(1, 1), {"a": 8, "b": 6, "c": 3}, 5),
+        ({"max_in_flight": 7}, Limits(1, 1), {"a": 6, "b": 6, "c": 3}, 4),
+        ({"schedule": "gpipe", "max_in_flight": 8}, Limits(3, 3), {"a": 8, "b": 8, "c": 8}, 5),
+        (
+            {"schedule": "zero-bubble", "max_in_flight": 3},
+            Limits(1, 1, splits=True),
+            {"a": 3, "b": 3, "c": 3},
+            3,
+        ),
+        ({"microbatches_per_message": 100}, Limits(1, 1), {"a": 8, "b": 8, "c": 8}, 2),
+    ],
+)
+def test_schedules_count_bundles_where_micro_batches_share_a_message(
+    overrides: dict[str, Any], of_c: Limits, held: dict[str, int], in_flight: int
+) -> None:
+    config = parse({**BRANCHES, "microbatches_per_message": 3, **overrides})
+    assert inflight.limits(config)["c"] == of_c
+    assert inflight.held(config) == held
+    assert inflight.in_flight(config) == in_flight
+
+
+def test_a_message_must_not_hold_more_than_may_be_in_flight() -> None:
+    config = parse({**BRANCHES, "microbatches_per_message": 3, "max_in_flight": 2})
+    with pytest.raises(ConfigError, match="max_in_flight = 2: one message has microbatches_per_m"):
+        inflight.limits(config)
+
+
 def test_a_schedule_that_cannot_run_within_max_in_flight_is_refused() -> None:
     config = parse({**BRANCHES, "schedule": "gpipe", "max_in_flight": 4})
     with pytest.raises(ConfigError, match="max_in_flight = 4: gpipe holds all 8 micro-batches"):
