@@ -7,6 +7,10 @@ rely on in torch is pinned down by tests/test_torch_contract.py:
 - `TensorPipeAgent` needs a store with `set`, `get`, `compare_set`, and for a graceful shutdown
   `add` and `wait`; the Python store must stay referenced as long as the agent lives.
 - TensorPipe's "shm" transport busy-polls (20 to 30 % of a stage's compute on two cores): "uv" only.
+- Its "cma" channel copies tensors from one process's memory to another's, without the kernel's TCP,
+  where both may: one host, one user, the same namespaces, as both sides find out when they connect.
+  Where Yama restricts ptrace it lets other processes of the same user attach to a worker. Elsewhere
+  "basic" sends them over the socket.
 - A handler's exception comes back garbled and `Future.set_exception` as a successful value, so
   nothing ever raises into torch: a `Raised` value carries the error, and every callback catches.
 - A response is recorded under its request's autograd context, whichever thread fulfils it.
@@ -90,7 +94,7 @@ def join(members: Sequence[str], rank: int, store: Store, service: object) -> No
         num_worker_threads=NUM_RPC_THREADS,
         rpc_timeout=0,
         _transports=["uv"],
-        _channels=["basic"],
+        _channels=["cma", "basic"],
     )
     _init_autograd(rank)  # before the agent: a peer may call at once
     agent = TensorPipeAgent(store, members[rank], rank, len(members), options, {}, [])

@@ -112,10 +112,16 @@ class Running:
 
 
 @contextlib.contextmanager
-def running(*command: str | Path, cwd: Path | None = None) -> Iterator[Running]:
-    """`rpcmp COMMAND...`, interrupted and then killed if it still runs at the end."""
+def running(
+    *command: str | Path, cwd: Path | None = None, under: Sequence[str] = ()
+) -> Iterator[Running]:
+    """`rpcmp COMMAND...`, interrupted and then killed if it still runs at the end.
+
+    Args:
+        under: a program and its arguments that runs it.
+    """
     process = subprocess.Popen(
-        [sys.executable, "-m", "rpcmp", *map(str, command)],
+        [*under, sys.executable, "-m", "rpcmp", *map(str, command)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -34,6 +34,20 @@ def test_servers_take_one_job_after_the_other(job: JobFolder, servers: list[Serv
     assert len(hashes) == 1
 
 
+def test_stages_that_cannot_read_each_others_memory_use_their_sockets(
+    job: JobFolder, servers: list[Server]
+) -> None:
+    """As two containers on one host; stages of one user there copy from memory to memory."""
+    config = job.config('[model]\nlayers = "zoo:mlp"\nbalance = [2, 2]')
+    apart = ["unshare", "--user", "--map-root-user", "--pid", "--fork", "--kill-child"]
+    with running("serve", "--stage", "1", "--listen", "127.0.0.1:0", under=apart) as run:
+        other = Server(run, run.wait_for_line(r"SERVING on (\S+)")[1])
+        result = rpcmp("verify", config, "--connect", connect([servers[0], other]), "--steps", "2")
+        run.process.kill()
+    assert result.code == 0, result.err
+    assert "identical" in result.out
+
+
 def test_status_shows_a_running_job(job: JobFolder, servers: list[Server]) -> None:
     config = job.config(LONG_JOB)
     with running("drive", config, "--connect", connect(servers), "--json") as run:
