@@ -39,7 +39,7 @@ async def benchmark(
     case: Case,
     contestants: Sequence[Contestant],
     pairs: int,
-    steps: int,
+    steps: int | None,
     bound: Bound,
     progress: Progress,
 ) -> Result:
@@ -47,6 +47,7 @@ async def benchmark(
 
     Args:
         contestants: ours first; none has been started.
+        pairs, steps: see `rounds.compare`.
         bound: the schedule's ideal step.
         progress: told what happens.
 
@@ -67,7 +68,7 @@ async def benchmark(
     elif difference := rounds.loss_difference(done.series):
         notes.append(f"losses differ (does the model draw random numbers?): {difference}")
     ours, *peers = done.series
-    return Result(case, pairs, steps, bound_s, ours, peers, notes)
+    return Result(case, pairs, done.steps, bound_s, ours, peers, notes)
 
 
 async def _bound(case: Case, bound: Bound, notes: list[str], progress: Progress) -> float | None:

@@ -19,10 +19,13 @@ class Segment:
         seconds_per_step: from the first step's begin to the last one's end, by their number;
             nothing waits between two steps but for what training itself makes wait.
         losses: the mini-batch's loss in each step.
+        driver_cpu_seconds: what a step costs the process that drives the others, on average; None
+            where there is none.
     """
 
     seconds_per_step: float
     losses: list[float]
+    driver_cpu_seconds: float | None = None
 
 
 class Contestant(Protocol):

@@ -17,15 +17,15 @@ class Pipeline:
     def __init__(self, case: Case) -> None:
         self._config = case.config
         self._running: Segments | None = None
-        self.driver_cpu_seconds = 0.0
 
     @property
     def settings(self) -> Mapping[str, str | int]:
-        """Its schedule, and how many micro-batches a stage may hold."""
+        """Its schedule, and how many micro-batches a stage may hold and a message has."""
         in_flight = self._config.max_in_flight
         return {
             "schedule": self._config.schedule,
             "max_in_flight": "default" if in_flight is None else in_flight,
+            "microbatches_per_message": self._config.microbatches_per_message,
         }
 
     async def start(self) -> None:
@@ -38,8 +38,7 @@ class Pipeline:
         if self._running is None:
             raise RuntimeError("not started")
         done = await self._running.run(steps)
-        self.driver_cpu_seconds = done.cpu_seconds
-        return Segment(done.seconds, done.losses)
+        return Segment(done.seconds, done.losses, done.cpu_seconds)
 
     async def close(self) -> None:
         """See Contestant."""

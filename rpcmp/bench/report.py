@@ -27,6 +27,7 @@ def as_json(result: Result) -> dict[str, Any]:
         "num_microbatches": result.case.config.num_microbatches,
         "step_s": spread(result.ours.seconds).median,
         "bound_s": result.bound_s,
+        "driver_cpu_s": _driver_cpu(result),
         "peers": {one.name: spread(one.seconds).median for one in result.peers},
         "pairs": result.pairs,
         "steps": result.steps,
@@ -66,7 +67,16 @@ def table(result: Result) -> Table:
 
 def lines(result: Result) -> Iterator[str]:
     """What stands below the table."""
+    if (seconds := _driver_cpu(result)) is not None:
+        a_microbatch = seconds / result.case.config.num_microbatches
+        yield f"driver: {a_microbatch * 1e3:.2f} ms of CPU a micro-batch"
     yield from (f"note: {note}" for note in result.notes)
+
+
+def _driver_cpu(result: Result) -> float | None:
+    """Seconds a step, the median of all rounds."""
+    measured = result.ours.driver_cpu_seconds
+    return spread(measured).median if measured else None
 
 
 def _measured(one: Series) -> tuple[str, ...]:

@@ -14,6 +14,13 @@ from rpcmp.errors import MismatchError, UnfitError
 WARMUP_STEPS = 5
 """Steps of each contestant before the first round: first touch of memory, connections, caches."""
 
+MIN_STEPS = 5
+"""Of a round, where their number is not given."""
+
+ROUND_SECONDS = 2.0
+"""What the slowest contestant's part of a round should take at least: what is cold after a pause,
+and the first step's start, then weigh little."""
+
 LOSS_TOLERANCE = 1e-4
 """Relative. Sums over samples are taken in another order by each contestant."""
 
@@ -29,32 +36,46 @@ class Series:
     Attributes:
         seconds: of a step, in each round.
         losses: of every step, warm-up included.
+        driver_cpu_seconds: of a step, in each round, where a process drives the others.
     """
 
     name: str
     settings: Mapping[str, str | int]
     seconds: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
+    driver_cpu_seconds: list[float] = field(default_factory=list)
 
     def add(self, segment: Segment, is_warmup: bool) -> None:
         """Note a segment; a warm-up's time does not count, its losses do."""
         self.losses.extend(segment.losses)
         if not is_warmup:
             self.seconds.append(segment.seconds_per_step)
+            if segment.driver_cpu_seconds is not None:
+                self.driver_cpu_seconds.append(segment.driver_cpu_seconds)
 
 
 @dataclass(frozen=True)
 class Rounds:
-    """All series, and for those who could not take part, why."""
+    """What was measured.
+
+    Attributes:
+        series: everybody's.
+        steps: of each in each round.
+        unfit: for those who could not take part, why.
+    """
 
     series: list[Series]
+    steps: int
     unfit: dict[str, str]
 
 
 async def compare(
-    contestants: Sequence[Contestant], pairs: int, steps: int, progress: Progress
+    contestants: Sequence[Contestant], pairs: int, steps: int | None, progress: Progress
 ) -> Rounds:
     """Run `pairs` rounds of `steps` steps.
+
+    Args:
+        steps: None for as many as take the slowest ROUND_SECONDS, and at least MIN_STEPS.
 
     Raises:
         RpcmpError: a contestant failed.
@@ -62,13 +83,18 @@ async def compare(
     unfit: dict[str, str] = {}
     async with _started(contestants, unfit, progress) as fit:
         series = {one.name: Series(one.name, one.settings) for one in fit}
-        for number in range(pairs + 1):
-            is_warmup = number == 0
-            progress("warm-up" if is_warmup else f"round {number} of {pairs}")
+        slowest = 0.0
+        progress("warm-up")
+        for one in fit:
+            segment = await one.run(WARMUP_STEPS)
+            series[one.name].add(segment, is_warmup=True)
+            slowest = max(slowest, segment.seconds_per_step)
+        count = steps or max(MIN_STEPS, round(ROUND_SECONDS / slowest))
+        for number in range(1, pairs + 1):
+            progress(f"round {number} of {pairs}")
             for one in rotated(fit, number):
-                segment = await one.run(WARMUP_STEPS if is_warmup else steps)
-                series[one.name].add(segment, is_warmup)
-    return Rounds(list(series.values()), unfit)
+                series[one.name].add(await one.run(count), is_warmup=False)
+    return Rounds(list(series.values()), count, unfit)
 
 
 def rotated(items: Sequence[Item], number: int) -> list[Item]:

@@ -18,7 +18,10 @@ WIDTH = 140
 @click.option("--microbatches", type=click.IntRange(min=1), help="Micro-batches a step.")
 @click.option("--pairs", type=click.IntRange(min=1), default=9, show_default=True, help="Rounds.")
 @click.option(
-    "--steps", type=click.IntRange(min=1), default=5, show_default=True, help="Steps a round."
+    "--steps",
+    type=click.IntRange(min=1),
+    show_default="as many as take 2 s, at least 5",
+    help="Steps a round.",
 )
 @click.option("--peers", metavar="NAME,...", help="Compare with these only.")
 @click.option(
@@ -34,7 +37,7 @@ def bench(
     stages: int | None,
     microbatches: int | None,
     pairs: int,
-    steps: int,
+    steps: int | None,
     peers: str | None,
     overrides: tuple[str, ...],
     as_json: bool,
