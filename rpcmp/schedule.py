@@ -26,6 +26,8 @@ weight gradient that starts whenever nothing else is ready costs more than the b
 because the next backward arrives while it runs. With twice the `max_in_flight` the next step's
 forwards fill the rest: no bubble at all.
 
+Where several micro-batches share a message, a bundle of them is one micro-batch here.
+
 Sources: GPipe (arXiv:1811.06965), PipeDream-Flush (arXiv:2006.09503), Zero Bubble Pipeline
 Parallelism (arXiv:2401.10241), whose ZB-H1 and ZB-H2 are our smallest and largest useful
 `max_in_flight`. Pure: no torch, no threads.

@@ -18,6 +18,7 @@ class Setting(Strict):
     num_microbatches: Positive
     schedule: Schedule
     max_in_flight: Positive | None = None
+    microbatches_per_message: Positive = 1
 
     @classmethod
     def of(cls, config: Config) -> Self:
@@ -32,7 +33,8 @@ class Setting(Strict):
     def way(self) -> str:
         """All but the number of micro-batches."""
         in_flight = "" if self.max_in_flight is None else f", max_in_flight {self.max_in_flight}"
-        return f"{self.schedule}{in_flight}"
+        count = self.microbatches_per_message
+        return f"{self.schedule}{in_flight}{'' if count == 1 else f', {count} a message'}"
 
     def __str__(self) -> str:
         plural = "" if self.num_microbatches == 1 else "es"

@@ -68,6 +68,22 @@ def test_the_configs_own_setting_is_always_measured() -> None:
     assert found.own == Setting(num_microbatches=3, schedule="gpipe")
 
 
+def test_messages_are_an_axis_which_widens_what_is_in_flight() -> None:
+    found = grid(config(), Axes([2, 8], ["zero-bubble"], None, [1, 4]))
+    assert drawn(found) == [
+        "1f1b: [4]",
+        "zero-bubble: [2, 8]",
+        "zero-bubble, max_in_flight 4: [2, 8]",
+        "zero-bubble, 4 a message: [2, 8]",
+    ]
+    assert "max_in_flight 16, 4 a message: the same" in list(found.notes())[-1]
+    few = grid(config(), Axes([8], ["1f1b"], [3], [4]))
+    assert list(few.notes()) == [
+        "left out: num_microbatches 8, 1f1b, max_in_flight 3, 4 a message: a message has 4 "
+        "micro-batches"
+    ]
+
+
 def test_what_makes_no_sense_is_left_out_and_said() -> None:
     axes = Axes([4, 16, 17, 4], ["1f1b", "gpipe"], [None, 2, 20])
     found = grid(config(), axes)

@@ -18,8 +18,8 @@ MIN_STEPS = 5
 """Of a round, where their number is not given."""
 
 ROUND_SECONDS = 2.0
-"""What the slowest contestant's part of a round should take at least: what is cold after a pause,
-and the first step's start, then weigh little."""
+"""What everybody's part of a round should take at least: what is cold after a pause, and the first
+step's start, then weigh little."""
 
 LOSS_TOLERANCE = 1e-4
 """Relative. Sums over samples are taken in another order by each contestant."""
@@ -75,7 +75,7 @@ async def compare(
     """Run `pairs` rounds of `steps` steps.
 
     Args:
-        steps: None for as many as take the slowest ROUND_SECONDS, and at least MIN_STEPS.
+        steps: None for as many as take the fastest ROUND_SECONDS, and at least MIN_STEPS.
 
     Raises:
         RpcmpError: a contestant failed.
@@ -83,13 +83,13 @@ async def compare(
     unfit: dict[str, str] = {}
     async with _started(contestants, unfit, progress) as fit:
         series = {one.name: Series(one.name, one.settings) for one in fit}
-        slowest = 0.0
+        fastest = math.inf
         progress("warm-up")
         for one in fit:
             segment = await one.run(WARMUP_STEPS)
             series[one.name].add(segment, is_warmup=True)
-            slowest = max(slowest, segment.seconds_per_step)
-        count = steps or max(MIN_STEPS, round(ROUND_SECONDS / slowest))
+            fastest = min(fastest, segment.seconds_per_step)
+        count = steps or max(MIN_STEPS, round(ROUND_SECONDS / fastest))
         for number in range(1, pairs + 1):
             progress(f"round {number} of {pairs}")
             for one in rotated(fit, number):

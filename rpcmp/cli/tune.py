@@ -1,4 +1,4 @@
-"""`rpcmp tune`: the fastest number of micro-batches, schedule and max_in_flight."""
+"""`rpcmp tune`: the fastest number of micro-batches, schedule and what goes with them."""
 
 from __future__ import annotations
 
@@ -39,6 +39,7 @@ DEFAULT = "default"
     help='Numbers, and "default" for the schedule\'s own. [default: that, and for zero-bubble '
     "twice the stages too]",
 )
+@click.option("--microbatches-per-message", metavar="N,...", help="Numbers. [default: CONFIG's]")
 @click.option("--rounds", type=click.IntRange(min=1), default=5, show_default=True)
 @click.option(
     "--steps", type=click.IntRange(min=1), default=5, show_default=True, help="Steps a round."
@@ -57,6 +58,7 @@ def tune(
     microbatches: str | None,
     schedules: str | None,
     max_in_flight: str | None,
+    microbatches_per_message: str | None,
     rounds: int,
     steps: int,
     png: Path | None,
@@ -69,9 +71,8 @@ def tune(
     settings apart; keep the machine quiet. "busiest stage" is how long that one computes in a step,
     which is what a step would take without any bubble.
 
-    Whatever the schedule and max_in_flight, the bits of a run are the same. The number of
-    micro-batches does change them: batch normalization's statistics, which are a micro-batch's,
-    and what dropout draws.
+    Only the number of micro-batches changes the bits of a run: batch normalization's statistics,
+    which are a micro-batch's, and what dropout draws.
 
     \b
     Example:
@@ -87,6 +88,7 @@ def tune(
             _numbers("--microbatches", microbatches),
             _values("--schedules", schedules),
             _limits(max_in_flight),
+            _numbers("--microbatches-per-message", microbatches_per_message),
         ),
     )
     if png is not None:

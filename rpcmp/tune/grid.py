@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
@@ -32,11 +33,13 @@ class Axes(NamedTuple):
         schedules: names of policies.
         max_in_flight: numbers, and None for the schedule's own; by default that, and for
             zero-bubble also twice the longest way through the graph, the most that is of use.
+        microbatches_per_message: by default the config's.
     """
 
     num_microbatches: Sequence[int] | None = None
     schedules: Sequence[str] | None = None
     max_in_flight: Sequence[int | None] | None = None
+    microbatches_per_message: Sequence[int] | None = None
 
 
 @dataclass(frozen=True)
@@ -73,7 +76,7 @@ def grid(config: Config, axes: Axes) -> Grid:
     for setting in dict.fromkeys(_product(config, axes)):
         if setting == own:
             continue
-        why = _nonsense(config, setting, config.data.batch_size)
+        why = _nonsense(setting, config.data.batch_size)
         if not why:
             same = kept.setdefault(_effect(config, setting), setting)
             why = "" if same is setting else f"the same as {same.way}"
@@ -85,14 +88,20 @@ def grid(config: Config, axes: Axes) -> Grid:
 def _product(config: Config, axes: Axes) -> Iterator[Setting]:
     batch_size = config.data.batch_size if config.data else 1
     numbers = _powers_of_two(batch_size) if axes.num_microbatches is None else axes.num_microbatches
-    for schedule in axes.schedules or SCHEDULES:
+    messages = axes.microbatches_per_message or [config.microbatches_per_message]
+    for schedule, per_message in product(axes.schedules or SCHEDULES, messages):
         policy(schedule)
-        for in_flight, number in product(_in_flight(config, axes, schedule), numbers):
-            yield _setting(number, schedule, in_flight)
+        in_flight = _in_flight(config, axes, schedule, per_message)
+        for most, number in product(in_flight, numbers):
+            yield _setting(
+                num_microbatches=number,
+                schedule=schedule,
+                max_in_flight=most,
+                microbatches_per_message=per_message,
+            )
 
 
-def _setting(number: int, schedule: str, in_flight: int | None) -> Setting:
-    values = {"num_microbatches": number, "schedule": schedule, "max_in_flight": in_flight}
+def _setting(**values: Any) -> Setting:
     try:
         return Setting.model_validate(values)
     except ValidationError as error:
@@ -105,22 +114,22 @@ def _powers_of_two(batch_size: int) -> list[int]:
     return [1 << exponent for exponent in range(most.bit_length())]
 
 
-def _in_flight(config: Config, axes: Axes, schedule: str) -> Sequence[int | None]:
+def _in_flight(config: Config, axes: Axes, schedule: str, per_message: int) -> Sequence[int | None]:
     if axes.max_in_flight is not None:
         return axes.max_in_flight
     graph = config.graph()
     longest = max(graph.depth(stage) for stage in graph.stages)
-    largest = 2 * longest * config.microbatches_per_message
+    largest = 2 * longest * per_message
     return [None, largest] if schedule == "zero-bubble" else [None]
 
 
-def _nonsense(config: Config, setting: Setting, batch_size: int) -> str:
+def _nonsense(setting: Setting, batch_size: int) -> str:
     """Why nobody would want it; empty: somebody may."""
     if setting.num_microbatches > batch_size:
         return f"a mini-batch has {batch_size} samples"
     if setting.schedule == "gpipe" and setting.max_in_flight is not None:
         return "gpipe always holds all micro-batches"
-    at_once = min(config.microbatches_per_message, setting.num_microbatches)
+    at_once = min(setting.microbatches_per_message, setting.num_microbatches)
     if setting.max_in_flight is not None and setting.max_in_flight < at_once:
         return f"a message has {at_once} micro-batches"
     return ""
@@ -130,12 +139,15 @@ def _effect(config: Config, setting: Setting) -> Hashable:
     """Equal for two settings that make every stage do the same."""
     batch_size = config.data.batch_size if config.data else setting.num_microbatches
     count = min(setting.num_microbatches, batch_size)
+    at_once = min(setting.microbatches_per_message, count)
+    bundles = math.ceil(count / at_once)
     kept = [
-        (min(each.open, count), min(each.held, count), each.splits, min(each.deferred, count))
+        (min(each.open, bundles), min(each.held, bundles), each.splits, min(each.deferred, bundles))
         for each in inflight.limits(setting.on(config)).values()
     ]
-    return count, setting.schedule, tuple(kept)
+    return count, setting.schedule, at_once, tuple(kept)
 
 
-def _place(setting: Setting) -> tuple[str, int, int]:
-    return setting.schedule, setting.max_in_flight or 0, setting.num_microbatches
+def _place(setting: Setting) -> tuple[str, int, int, int]:
+    way = setting.schedule, setting.microbatches_per_message, setting.max_in_flight or 0
+    return *way, setting.num_microbatches

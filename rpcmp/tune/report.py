@@ -14,8 +14,8 @@ from rpcmp.setting import Setting
 from rpcmp.tune.sweep import LEAST_CONFIDENCE, Series, Tuned, is_more
 
 COLUMNS = (
-    *("schedule", "max_in_flight", "micro-batches", "ms a step", "quartiles", "samples/s"),
-    *("busiest stage", "it / best", "interval", ""),
+    *("schedule", "a message", "max_in_flight", "micro-batches", "ms a step", "quartiles"),
+    *("samples/s", "busiest stage", "it / best", "interval", ""),
 )
 
 
@@ -97,6 +97,7 @@ def _row(tuned: Tuned, one: Series) -> list[str]:
     compared = (f"{ratio.median:.3f}", _interval(ratio))
     return [
         one.setting.schedule,
+        str(one.setting.microbatches_per_message),
         str(one.setting.max_in_flight or "default"),
         str(one.setting.num_microbatches),
         f"{of.median * 1e3:,.1f}",

@@ -84,10 +84,13 @@ class Slices:
         answer: Future[Any] = Future()
 
         def ask() -> None:
-            called = transport.call(DRIVER, Source.slices, *what)
-            called.add_done_callback(
-                lambda done: answer.set_result(transport.outcome(done, DRIVER))
-            )
+            called = transport.attempt(lambda: transport.call(DRIVER, Source.slices, *what))
+            if isinstance(called, Raised):
+                answer.set_result(called)
+            else:
+                called.add_done_callback(
+                    lambda done: answer.set_result(transport.outcome(done, DRIVER))
+                )
 
         self._caller.submit(ask)
         return answer
