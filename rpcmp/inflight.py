@@ -41,7 +41,8 @@ def limits(config: Config) -> dict[str, Limits]:
             raise ConfigError(
                 f"max_in_flight = {most}: one message has microbatches_per_message = {per_message}"
             )
-        most = num_bundles(config) if most >= count else most // per_message
+        all_bundles = num_bundles(config) if most >= count else 0
+        most = max(most // per_message, all_bundles)
     return simulation.limits(graph, chosen, num_bundles(config), most)
 
 

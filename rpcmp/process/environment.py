@@ -6,9 +6,13 @@ Set by its supervisor, because most of it is read before Python runs. The refere
 
 from __future__ import annotations
 
+import os
+
 _MALLOC = {
     # Give big blocks back late and serve all threads from one arena: micro-batches allocate and
-    # free the same sizes again and again, and the first touch of fresh memory is slow.
+    # free the same sizes again and again, and the first touch of fresh memory is slow. What this
+    # costs is memory: the holes that one micro-batch leaves are often a few bytes too small for the
+    # next. Who has less of that than of time sets these as he likes.
     "MALLOC_ARENA_MAX": "1",
     "MALLOC_MMAP_THRESHOLD_": str(32 * 2**20),  # the most that glibc accepts
     "MALLOC_TRIM_THRESHOLD_": str(2**30),
@@ -23,7 +27,7 @@ def compute_environment(threads: int) -> dict[str, str]:
     TensorPipe, which has no authentication, on the loopback interface.
     """
     return {
-        **_MALLOC,
+        **{key: os.environ.get(key, value) for key, value in _MALLOC.items()},
         "OMP_NUM_THREADS": str(threads),
         "MKL_NUM_THREADS": str(threads),
         "MKL_CBWR": "AUTO,STRICT",
