@@ -142,7 +142,12 @@ def _effect(config: Config, setting: Setting) -> Hashable:
     at_once = min(setting.microbatches_per_message, count)
     bundles = math.ceil(count / at_once)
     kept = [
-        (min(each.open, bundles), min(each.held, bundles), each.splits, min(each.deferred, bundles))
+        (
+            min(each.open, bundles),
+            min(each.held, bundles),
+            each.splits,
+            min(each.deferred, bundles - 1),  # after the last backward nothing is deferred
+        )
         for each in inflight.limits(setting.on(config)).values()
     ]
     return count, setting.schedule, at_once, tuple(kept)
