@@ -185,13 +185,13 @@ class Config(Strict):
     schedule: Schedule = Field(default="1f1b", description="order of forwards and backwards")
     max_in_flight: Positive | None = Field(
         default=None,
-        description="micro-batches of which a stage may hold activations; by the schedule when "
-        "omitted",
+        description="micro-batches of which a stage may hold activations, in whole messages; by "
+        "the schedule when omitted",
     )
     microbatches_per_message: Positive = Field(
         default=1,
-        description="micro-batches that travel between stages in one message: where a stage "
-        "computes one in a millisecond or two, 4 or 8 are faster",
+        description="micro-batches that travel between stages in one message; worth trying where a "
+        "stage computes one in a few milliseconds",
     )
     wire_dtype: Literal["bfloat16"] | None = Field(
         default=None,

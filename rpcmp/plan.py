@@ -43,7 +43,7 @@ class Assignment(Strict):
 
     @property
     def limits(self) -> Limits:
-        """Micro-batches that this stage may keep."""
+        """Bundles of micro-batches that this stage may keep."""
         return inflight.limits(self.config)[self.stage_name]
 
     @property
@@ -53,7 +53,7 @@ class Assignment(Strict):
 
     @property
     def in_flight(self) -> int:
-        """Micro-batches that are under way at once, under any setting."""
+        """Bundles that are under way at once, under any setting."""
         return max(map(inflight.in_flight, self._configs))
 
     @property

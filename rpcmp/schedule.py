@@ -85,7 +85,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How many micro-batches a stage may keep.
+    """How many micro-batches, or bundles of them, a stage may keep.
 
     Attributes:
         open: between forward and backward: all of their activations.
@@ -187,6 +187,11 @@ class ZeroBubble:
     @staticmethod
     def _is_backward_left(progress: Progress) -> bool:
         return progress.backwards < progress.num_microbatches
+
+
+def num_bundles(num_microbatches: int, per_message: int) -> int:
+    """What a policy counts, where at most `per_message` micro-batches share a message."""
+    return -(-num_microbatches // per_message)
 
 
 POLICIES: dict[str, Policy] = {

@@ -27,7 +27,7 @@ class Times(NamedTuple):
     backward: float
     weight: float
 
-    def times(self, number: float) -> Times:
+    def scaled(self, number: float) -> Times:
         """Those of as many micro-batches."""
         return Times(*(number * seconds for seconds in self))
 

@@ -15,9 +15,9 @@ rely on in torch is pinned down by tests/test_torch_contract.py:
   nothing ever raises into torch: a `Raised` value carries the error, and every callback catches.
 - A response is recorded under its request's autograd context, whichever thread fulfils it.
 
-Calls name a function, not a string: `call(member, Stage.forward, work)` runs `Stage.forward` on
-the object that the other process serves. A method may return a Future and answer later; no
-handler blocks, so a few RPC threads are enough for any number of micro-batches.
+Calls name a function, not a string: `call(member, Stage.forward, bundle, port)` runs
+`Stage.forward` on the object that the other process serves. A method may return a Future and answer
+later; no handler blocks, so a few RPC threads are enough for any number of micro-batches.
 """
 
 from __future__ import annotations

@@ -10,7 +10,6 @@ is why bits do not depend on it.
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Sequence
 from enum import Enum
 from typing import Any, NamedTuple
@@ -18,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from rpcmp import microbatch
+from rpcmp.schedule import num_bundles
 
 
 class Mode(Enum):
@@ -114,7 +114,7 @@ class Bundle(NamedTuple):
 def bundles(works: Sequence[Work], per_message: int) -> list[Bundle]:
     """A round's micro-batches as bundles of at most `per_message`, of nearly equal sizes."""
     left = iter(works)
-    sizes = microbatch.sizes(len(works), math.ceil(len(works) / per_message))
+    sizes = microbatch.sizes(len(works), num_bundles(len(works), per_message))
     return [
         Bundle(number, len(sizes), tuple(itertools.islice(left, size)))
         for number, size in enumerate(sizes)

@@ -48,6 +48,7 @@ def test_the_defaults_are_as_documented() -> None:
         "num_microbatches": 4,
         "schedule": "1f1b",
         "max_in_flight": None,
+        "microbatches_per_message": 1,
         "wire_dtype": None,
         "max_grad_norm": None,
         "evaluate_every": 1,

@@ -140,9 +140,19 @@ def test_an_error_in_the_model_leaves_the_pipeline_usable(
     assert pipeline.optimizer.clip_grad_norm_(1.0) == 0.0  # no gradient is left of either
 
 
-def troubled(per_message: int, **kwargs: object) -> Config:
+SETTINGS = pytest.mark.parametrize(
+    ("schedule", "per_message"),
+    [
+        ("zero-bubble", 1),
+        ("zero-bubble", 2),
+        pytest.param("1f1b", 1, marks=pytest.mark.long),
+        pytest.param("1f1b", 2, marks=pytest.mark.long),
+    ],
+)
+
+
+def troubled(schedule: str, per_message: int, **kwargs: object) -> Config:
     """Two stages of two layers; in the second step's last micro-batch one of them is in trouble."""
-    schedule = "zero-bubble" if per_message == 1 else "1f1b"
     last = {"step": 2, "microbatches": 7, **kwargs}  # counted from 1, it is forward 8 of 4 a step
     model = {"layers": "zoo:troubled", "balance": [2, 2], "kwargs": last}
     return config(model=model, schedule=schedule, microbatches_per_message=per_message)
@@ -154,11 +164,11 @@ def differing(one: dict[str, Tensor], other: dict[str, Tensor]) -> set[str]:
     }
 
 
-@pytest.mark.parametrize("per_message", [1, 2])
+@SETTINGS
 def test_a_stage_whose_backward_failed_does_not_step_and_goes_on(
-    per_message: int, batch: tuple[Tensor, Tensor]
+    schedule: str, per_message: int, batch: tuple[Tensor, Tensor]
 ) -> None:
-    with rpcmp.launch(troubled(per_message, phase="backward", position=0)) as pipeline:
+    with rpcmp.launch(troubled(schedule, per_message, phase="backward", position=0)) as pipeline:
         pipeline.train_step(*batch)
         before = pipeline.state_dict()
         with pytest.raises(StageError, match="'stage0' failed in backward of micro-batch 3"):
@@ -170,11 +180,11 @@ def test_a_stage_whose_backward_failed_does_not_step_and_goes_on(
         assert differing(pipeline.state_dict(), failed) == {"layer0", "layer1", "layer2", "head"}
 
 
-@pytest.mark.parametrize("per_message", [1, 2])
+@SETTINGS
 def test_no_stage_steps_on_a_loss_that_is_not_finite(
-    per_message: int, batch: tuple[Tensor, Tensor]
+    schedule: str, per_message: int, batch: tuple[Tensor, Tensor]
 ) -> None:
-    config = troubled(per_message, phase="forward", kind="nan", position=2)
+    config = troubled(schedule, per_message, phase="forward", kind="nan", position=2)
     with rpcmp.launch(config) as pipeline:
         pipeline.train_step(*batch)
         before = pipeline.state_dict()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -33,6 +35,28 @@ def test_idle_time_is_split_as_drawn(picture: str) -> None:
 
 def test_a_join_waits_for_the_last_of_what_it_reads() -> None:
     assert redrawn(drawn(DIAMOND, DIAMOND_PRODUCERS)) == DIAMOND
+
+
+def bundled(trace: Trace) -> Trace:
+    """All spans of a kind as one bundle: ready when the first of them was."""
+
+    def ready(track: Track) -> tuple[Span, ...]:
+        first: dict[Kind, int] = {}
+        for span in track.spans:
+            first.setdefault(span.kind, span.ready_ns)
+        return tuple(span._replace(ready_ns=first[span.kind]) for span in track.spans)
+
+    return replace(trace, tracks=tuple(replace(t, spans=ready(t)) for t in trace.tracks))
+
+
+def test_a_bundle_travels_when_its_last_micro_batch_is_computed() -> None:
+    trace = drawn("""
+        stage0  F0 F1 .  .  .  .  .  B0 B1
+        stage1  .  .  .  F0 F1 B0 B1 .  .
+    """)
+    alone, together = redrawn(trace).splitlines(), redrawn(bundled(trace)).splitlines()
+    assert alone[1].startswith("stage1  .  ~  ~  F0")
+    assert together[1].startswith("stage1  .  .  ~  F0")
 
 
 def test_the_shares_are_those_of_the_picture_without_its_first_step() -> None:

@@ -90,7 +90,7 @@ def _step_seconds(config: Config, parts: Sequence[tuple[StageHost, int, int]]) -
     kept = limits(config)
     bundles = num_bundles(config)
     a_bundle = {
-        stage: each.times(config.num_microbatches / bundles) for stage, each in times.items()
+        stage: each.scaled(config.num_microbatches / bundles) for stage, each in times.items()
     }
     run = Simulation(
         config.graph(),

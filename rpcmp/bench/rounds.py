@@ -18,7 +18,7 @@ MIN_STEPS = 5
 """Of a round, where their number is not given."""
 
 ROUND_SECONDS = 2.0
-"""What everybody's part of a round should take at least: what is cold after a pause, and the first
+"""What everybody's part of a round should take, or more: what is cold after a pause, and the first
 step's start, then weigh little."""
 
 LOSS_TOLERANCE = 1e-4

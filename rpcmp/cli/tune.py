@@ -37,7 +37,7 @@ DEFAULT = "default"
     "--max-in-flight",
     metavar="N,...",
     help='Numbers, and "default" for the schedule\'s own. [default: that, and for zero-bubble '
-    "twice the stages too]",
+    "twice the stages too, times the micro-batches of a message]",
 )
 @click.option("--microbatches-per-message", metavar="N,...", help="Numbers. [default: CONFIG's]")
 @click.option("--rounds", type=click.IntRange(min=1), default=5, show_default=True)

@@ -88,7 +88,7 @@ class Group:
         self._trained = 0
         self._step = 0
         self._accumulated = 0
-        self._threads = ThreadPoolExecutor(inflight.in_flight(config), "rpcmp-microbatch")
+        self._threads = ThreadPoolExecutor(inflight.in_flight(config), "rpcmp-bundle")
 
     def reschedule(self, config: Config) -> None:
         """Go on under another setting, one that the plan foresaw; between two rounds.
@@ -97,7 +97,7 @@ class Group:
             config: the job with that setting.
         """
         self._threads.shutdown()
-        self._threads = ThreadPoolExecutor(inflight.in_flight(config), "rpcmp-microbatch")
+        self._threads = ThreadPoolExecutor(inflight.in_flight(config), "rpcmp-bundle")
         self._everywhere(Stage.reschedule, config.schedule, inflight.limits(config))
         self._config = config
 
@@ -116,8 +116,7 @@ class Group:
             self._step, self._accumulated = step, 0
         works = self._works(Mode.TRAIN, step, inputs, targets, end)
         self._accumulated += len(works)
-        bundles = self._bundles(works)
-        future = transport.call(self._sink, Stage.train, bundles, self._trained)
+        future = transport.call(self._sink, Stage.train, self._bundles(works), self._trained)
         self._trained = self._round
         return Round(self._round, step, lambda: transport.result(future, self._sink))
 

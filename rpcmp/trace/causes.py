@@ -6,6 +6,8 @@
     W3   its own B3
     O    the driver, who has seen the last backward of the step
 
+Where micro-batches share a message, they wait for the last one of the sender's bundle.
+
 The driver leaves no spans. What it asks for follows what it last learned: that a micro-batch's
 backward has come back to where it began, or that a stage's optimizer is done.
 """
@@ -17,7 +19,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from rpcmp.trace.spans import Kind, Span, Trace
+from rpcmp.trace.spans import Kind, Span, Trace, Track
 
 _BEFORE = {Kind.BACKWARD: Kind.FORWARD, Kind.WEIGHT: Kind.BACKWARD}
 """What the stage itself has done just before, for the same micro-batch."""
@@ -45,9 +47,7 @@ class Causes:
     """
 
     def __init__(self, trace: Trace) -> None:
-        self._spans = {
-            track.stage: {span[:3]: span for span in track.spans} for track in trace.tracks
-        }
+        self._spans = {track.stage: _sent(track) for track in trace.tracks}
         readers: dict[str, list[str]] = defaultdict(list)
         for reader, read in trace.producers.items():
             for producer in read:
@@ -75,6 +75,15 @@ class Causes:
         learned = self._learned[span.kind]
         number = bisect_right(learned, span.ready_ns, key=_end_ns)
         return learned[number - 1] if number else None
+
+
+def _sent(track: Track) -> dict[tuple[Kind, int, int], Span]:
+    """For each span the last one of its bundle: a message leaves when all of it is computed.
+
+    What a bundle's spans have in common is when it was ready.
+    """
+    last = {(span.kind, span.step, span.ready_ns): span for span in track.spans}
+    return {span[:3]: last[span.kind, span.step, span.ready_ns] for span in track.spans}
 
 
 def _end_ns(cause: Cause) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +13,7 @@ from pydantic import ValidationError
 from rpcmp import inflight
 from rpcmp.config import Config
 from rpcmp.errors import ConfigError
-from rpcmp.schedule import policy
+from rpcmp.schedule import num_bundles, policy
 from rpcmp.setting import Setting
 
 MOST_MICROBATCHES = 128
@@ -32,7 +31,8 @@ class Axes(NamedTuple):
             which is the least that batch normalization takes.
         schedules: names of policies.
         max_in_flight: numbers, and None for the schedule's own; by default that, and for
-            zero-bubble also twice the longest way through the graph, the most that is of use.
+            zero-bubble also twice the longest way through the graph, the most that is of use,
+            times the micro-batches of a message.
         microbatches_per_message: by default the config's.
     """
 
@@ -139,8 +139,7 @@ def _effect(config: Config, setting: Setting) -> Hashable:
     """Equal for two settings that make every stage do the same."""
     batch_size = config.data.batch_size if config.data else setting.num_microbatches
     count = min(setting.num_microbatches, batch_size)
-    at_once = min(setting.microbatches_per_message, count)
-    bundles = math.ceil(count / at_once)
+    bundles = num_bundles(count, setting.microbatches_per_message)
     kept = [
         (
             min(each.open, bundles),
@@ -150,7 +149,7 @@ def _effect(config: Config, setting: Setting) -> Hashable:
         )
         for each in inflight.limits(setting.on(config)).values()
     ]
-    return count, setting.schedule, at_once, tuple(kept)
+    return count, setting.schedule, bundles, tuple(kept)
 
 
 def _place(setting: Setting) -> tuple[str, int, int, int]:

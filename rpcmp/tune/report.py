@@ -14,7 +14,7 @@ from rpcmp.setting import Setting
 from rpcmp.tune.sweep import LEAST_CONFIDENCE, Series, Tuned, is_more
 
 COLUMNS = (
-    *("schedule", "a message", "max_in_flight", "micro-batches", "ms a step", "quartiles"),
+    *("schedule", "per message", "max_in_flight", "micro-batches", "ms a step", "quartiles"),
     *("samples/s", "busiest stage", "it / best", "interval", ""),
 )
 

@@ -39,7 +39,7 @@ class Conductor:
     def __init__(self, stage: str, ask: Callable[[Bundle], Future[Any]], in_flight: int) -> None:
         self._stage = stage
         self._ask = ask
-        self._threads = ThreadPoolExecutor(in_flight, "rpcmp-microbatch")
+        self._threads = ThreadPoolExecutor(in_flight, "rpcmp-bundle")
         self._lock = threading.Lock()
         self._last = 0
         self._waiting: dict[int, tuple[Sequence[Bundle], Future[Any]]] = {}

@@ -109,7 +109,8 @@ class Execution:
     def answer(self, bundle: Bundle, computed: list[Computed]) -> list[list[Any]]:
         """What each port's reader gets of a bundle: one of `Computed.answers` a micro-batch.
 
-        In training these are the results of one node of the distributed graph.
+        In training these are the results of one node of the distributed graph. Runs none of the
+        user's code.
         """
         answers = [
             list(of_port) for of_port in zip(*(one.answers for one in computed), strict=True)

@@ -1,4 +1,4 @@
-"""What the user's code raised at a stage, as the error that everybody gets to see."""
+"""What the user's code raised at a stage: as an error for everybody to see, and remembered."""
 
 from __future__ import annotations
 
