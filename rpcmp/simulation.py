@@ -21,11 +21,16 @@ Duration = Callable[[str, Action, int], float]
 
 
 class Times(NamedTuple):
-    """Seconds that a stage computes for one micro-batch."""
+    """Seconds that a stage computes for one micro-batch; `backward` is the input gradient alone."""
 
     forward: float
     backward: float
     weight: float
+
+    @property
+    def total(self) -> float:
+        """All three."""
+        return sum(self)
 
     def scaled(self, number: float) -> Times:
         """Those of as many micro-batches."""

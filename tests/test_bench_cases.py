@@ -11,10 +11,10 @@ import torch
 
 from rpcmp import configfile, plan
 from rpcmp.bench import cases, lineup, models
-from rpcmp.bench.bound import StageTimes
 from rpcmp.bench.peers import part
 from rpcmp.config import Config, StageConfig
 from rpcmp.errors import ConfigError, UnfitError
+from rpcmp.simulation import Times
 from tests.processes import JobFolder, rpcmp
 
 OWN = """
@@ -52,8 +52,8 @@ def test_the_frozen_cases_are_those_of_the_issue() -> None:
         for case in [cases.load(name)]
     }
     assert found == {
-        "sleep": (4, 16, StageTimes(0.010, 0.010, 0.010)),
-        "overhead": (2, 32, StageTimes(0.0005, 0.0005, 0.0005)),
+        "sleep": (4, 16, Times(0.010, 0.010, 0.010)),
+        "overhead": (2, 32, Times(0.0005, 0.0005, 0.0005)),
         "transformer": (2, 8, None),
         "activations": (2, 8, None),
     }
@@ -128,7 +128,7 @@ def test_a_case_grows_with_stages_and_micro_batches(
 def test_the_bound_knows_of_times_that_were_overridden() -> None:
     times = "{ forward = 1.0, input_gradient = 2.0, weight_gradient = 3.0 }"
     case = cases.load("sleep", overrides=[f"model.kwargs.times_ms={times}"])
-    assert case.nominal == StageTimes(0.001, 0.002, 0.003)
+    assert case.nominal == Times(0.001, 0.002, 0.003)
 
 
 def test_a_part_of_a_cut_stage_keeps_the_order_of_its_layers() -> None:

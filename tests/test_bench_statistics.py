@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rpcmp.bench.bound import StageTimes, fill_then_no_bubble
+from rpcmp.bench.bound import fill_then_no_bubble
 from rpcmp.bench.statistics import CONFIDENCE, estimate, paired_ratio, spread
+from rpcmp.simulation import Times
 
 SECONDS = st.floats(min_value=1e-6, max_value=1e3)
 
@@ -76,11 +77,11 @@ def test_quartiles_are_interpolated_and_one_value_is_its_own() -> None:
 def test_the_bound_of_equal_stages_is_fill_and_then_no_bubble(
     num_stages: int, num_microbatches: int, ms: float
 ) -> None:
-    stages = [StageTimes(0.010, 0.010, 0.010)] * num_stages
+    stages = [Times(0.010, 0.010, 0.010)] * num_stages
     assert fill_then_no_bubble(stages, num_microbatches) * 1e3 == pytest.approx(ms)
 
 
 def test_the_slowest_stage_decides_wherever_it_stands() -> None:
-    fast, slow = StageTimes(1, 1, 1), StageTimes(2, 2, 2)
+    fast, slow = Times(1, 1, 1), Times(2, 2, 2)
     assert fill_then_no_bubble([slow, fast, fast], 4) == 24
     assert fill_then_no_bubble([fast, fast, slow], 4) == 26

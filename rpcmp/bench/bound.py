@@ -3,29 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 
+from rpcmp.simulation import Times
 
-@dataclass(frozen=True)
-class StageTimes:
-    """Seconds that one stage computes for one micro-batch."""
-
-    forward: float
-    input_gradient: float
-    weight_gradient: float
-
-    @property
-    def total(self) -> float:
-        """All three."""
-        return self.forward + self.input_gradient + self.weight_gradient
-
-
-Bound = Callable[[Sequence[StageTimes], int], float]
+Bound = Callable[[Sequence[Times], int], float]
 """Seconds of a step, of the stages' times in order and the number of micro-batches."""
 
 
-def fill_then_no_bubble(stages: Sequence[StageTimes], num_microbatches: int) -> float:
+def fill_then_no_bubble(stages: Sequence[Times], num_microbatches: int) -> float:
     """A stage waits until the first micro-batch reaches it and then never again.
 
     The slowest stage decides. With equal stages this is what zero-bubble schedules reach:

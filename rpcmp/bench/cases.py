@@ -17,21 +17,21 @@ from typing import Any
 from pydantic import Field
 
 from rpcmp import configfile
-from rpcmp.bench.bound import StageTimes
 from rpcmp.config import Arguments, Config, Positive, Strict
 from rpcmp.errors import ConfigError
+from rpcmp.simulation import Times
 
 
-class Times(Strict):
+class Milliseconds(Strict):
     """Milliseconds of a stage's actions."""
 
     forward: float = Field(ge=0)
     input_gradient: float = Field(ge=0)
     weight_gradient: float = Field(ge=0)
 
-    def in_seconds(self) -> StageTimes:
+    def in_seconds(self) -> Times:
         """The same in seconds."""
-        return StageTimes(self.forward / 1e3, self.input_gradient / 1e3, self.weight_gradient / 1e3)
+        return Times(self.forward / 1e3, self.input_gradient / 1e3, self.weight_gradient / 1e3)
 
 
 class FrozenCase(Strict):
@@ -40,7 +40,7 @@ class FrozenCase(Strict):
     num_stages: Positive
     max_stages: Positive | None = None
     microbatch_size: Positive | None = None
-    times_ms: Times | None = None
+    times_ms: Milliseconds | None = None
     halves: Arguments = Field(default_factory=dict)
     peers: list[str] | None = None
     in_flight_a_stage: Positive | None = None
@@ -64,7 +64,7 @@ class Case:
     name: str
     config: Config
     halves: Config
-    nominal: StageTimes | None
+    nominal: Times | None
     is_frozen: bool
     peers: list[str] | None = None
     notes: tuple[str, ...] = ()
@@ -130,10 +130,10 @@ def _frozen_case(
     )
 
 
-def _nominal(config: Config) -> StageTimes | None:
+def _nominal(config: Config) -> Times | None:
     """What a stage of the job sleeps, overrides included; None where it computes."""
     times = config.model.kwargs.get("times_ms") if config.model else None
-    return None if times is None else Times.model_validate(times).in_seconds()
+    return None if times is None else Milliseconds.model_validate(times).in_seconds()
 
 
 def _frozen_job(

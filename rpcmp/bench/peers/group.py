@@ -8,7 +8,6 @@ import tempfile
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 
-from rpcmp.bench.bound import StageTimes
 from rpcmp.bench.cases import Case
 from rpcmp.bench.contestant import Segment
 from rpcmp.bench.peers.order import Kind, Order
@@ -16,6 +15,7 @@ from rpcmp.errors import UnfitError, WorkerDiedError, from_wire
 from rpcmp.process.channel import Message
 from rpcmp.process.child import Child
 from rpcmp.process.environment import compute_environment
+from rpcmp.simulation import Times
 
 SETTLE_STEPS = 2
 """Of a trial, before its clock counts: torch infers shapes and connects in the first one."""
@@ -168,7 +168,7 @@ class PeerGroup:
         return (await self.run(steps)).seconds_per_step
 
 
-async def stage_times(case: Case) -> list[StageTimes]:
+async def stage_times(case: Case) -> list[Times]:
     """Every stage's times: the case's nominal ones, else measured while nothing else runs.
 
     Raises:
@@ -184,4 +184,4 @@ async def stage_times(case: Case) -> list[StageTimes]:
         (answer,) = await processes.ask(op="run", steps=MEASUREMENTS)
     finally:
         await processes.close()
-    return [StageTimes(**times) for times in answer["stages"]]
+    return [Times(*times) for times in answer["stages"]]

@@ -5,16 +5,15 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import asdict
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from rpcmp.bench.bound import StageTimes
 from rpcmp.bench.peers import part
 from rpcmp.bench.peers.order import Order
 from rpcmp.process.channel import Message
+from rpcmp.simulation import Times
 
 Stage = Callable[[Tensor], Tensor]
 Result = TypeVar("Result")
@@ -44,12 +43,12 @@ class StageClock:
             times.append(_measure(module, x, steps))
             x = module(x).detach().requires_grad_()
         times.append(_measure(lambda value: self._loss(last(value), self._targets), x, steps))
-        return {"stages": [asdict(each) for each in times]}
+        return {"stages": times}
 
 
-def _measure(stage: Stage, x: Tensor, repeats: int) -> StageTimes:
+def _measure(stage: Stage, x: Tensor, repeats: int) -> Times:
     found = [_measure_once(stage, x) for _ in range(repeats + 1)][1:]  # the first one warms up
-    return StageTimes(*(statistics.median(column) for column in zip(*found, strict=True)))
+    return Times(*(statistics.median(column) for column in zip(*found, strict=True)))
 
 
 def _measure_once(stage: Stage, x: Tensor) -> tuple[float, float, float]:
