@@ -39,7 +39,8 @@ def limits(config: Config) -> dict[str, Limits]:
     if most is not None:
         if most < min(per_message, count):
             raise ConfigError(
-                f"max_in_flight = {most}: one message has microbatches_per_message = {per_message}"
+                f"max_in_flight = {most}, but one message has microbatches_per_message = "
+                f"{per_message}; give at least as many, better that times the number of stages"
             )
         all_bundles = num_bundles(config) if most >= count else 0
         most = max(most // per_message, all_bundles)

@@ -107,7 +107,9 @@ def test_schedules_count_bundles_where_micro_batches_share_a_message(
 
 def test_a_message_must_not_hold_more_than_may_be_in_flight() -> None:
     config = parse({**BRANCHES, "microbatches_per_message": 3, "max_in_flight": 2})
-    with pytest.raises(ConfigError, match="max_in_flight = 2: one message has microbatches_per_m"):
+    with pytest.raises(
+        ConfigError, match="max_in_flight = 2, but one message has microbatches_per_m"
+    ):
         inflight.limits(config)
 
 
