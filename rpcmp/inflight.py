@@ -33,8 +33,6 @@ def limits(config: Config) -> dict[str, Limits]:
     chosen = policy(config.schedule)
     graph, most, count = config.graph(), config.max_in_flight, config.num_microbatches
     per_message = config.microbatches_per_message
-    if per_message == 1:
-        return simulation.limits(graph, chosen, count, most)
     simulation.limits(graph, chosen, count, most)  # for its errors, which speak of micro-batches
     if most is not None:
         if most < min(per_message, count):

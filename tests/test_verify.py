@@ -9,6 +9,18 @@ import pytest
 
 from tests.processes import JobFolder, rpcmp
 
+SEQUENCE = """
+schedule = "zero-bubble"
+loss = "zoo:token_loss"
+num_microbatches = 3
+[model]
+layers = "zoo:sequence"
+balance = [2, 2, 2]
+[data]
+train = "zoo:tokens"
+batch_size = 13
+"""
+
 CHAINS = {
     "residual blocks with dropout and batch normalization, one computed again, clipped": """
         num_microbatches = 3
@@ -70,34 +82,10 @@ CHAINS = {
         train = "zoo:regression"
         batch_size = 25
     """,
-    "an LSTM and a transformer over integers, a layer in place between them": """
-        schedule = "zero-bubble"
-        loss = "zoo:token_loss"
-        num_microbatches = 3
-        [model]
-        layers = "zoo:sequence"
-        balance = [2, 2, 2]
-        [data]
-        train = "zoo:tokens"
-        batch_size = 13
-    """,
-    "the same, all computed again": """
-        schedule = "zero-bubble"
-        loss = "zoo:token_loss"
-        num_microbatches = 3
-        [model]
-        layers = "zoo:sequence"
-        balance = [2, 2, 2]
-        [[stages]]
-        recompute = true
-        [[stages]]
-        recompute = true
-        [[stages]]
-        recompute = true
-        [data]
-        train = "zoo:tokens"
-        batch_size = 13
-    """,
+    "an LSTM and a transformer over integers, a layer in place between them": SEQUENCE,
+    "the same, all computed again": SEQUENCE.replace(
+        "[data]", "[[stages]]\nrecompute = true\n" * 3 + "[data]"
+    ),
 }
 
 GRAPH = """
