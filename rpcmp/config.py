@@ -8,176 +8,34 @@ names as "module:callable" is imported later, where it is needed (`rpcmp.factory
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Literal, Self
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Discriminator,
-    Field,
-    JsonValue,
-    PrivateAttr,
-    Tag,
-    TypeAdapter,
-    model_validator,
-)
+from pydantic import Field, PrivateAttr, model_validator
 
-from rpcmp import addresses, graph, sizes
+from rpcmp import addresses, graph
 from rpcmp.errors import ConfigError
-
-_PLAIN: TypeAdapter[dict[str, JsonValue]] = TypeAdapter(dict[str, JsonValue])
-
-
-def _plain(arguments: dict[str, Any]) -> dict[str, Any]:
-    return _PLAIN.validate_python(_without_tuples(arguments))
-
-
-def _without_tuples(value: Any) -> Any:
-    """Tuples as lists: `betas=(0.9, 0.99)` is usual in code, and JSON has no other form for it."""
-    if isinstance(value, dict):
-        return {key: _without_tuples(item) for key, item in value.items()}
-    if isinstance(value, tuple | list):
-        return [_without_tuples(item) for item in value]
-    return value
-
-
-Arguments = Annotated[dict[str, Any], AfterValidator(_plain)]
-"""Keyword arguments: plain values only, since they travel to other hosts as JSON."""
+from rpcmp.sections import (
+    NAME,
+    CheckpointConfig,
+    DataConfig,
+    Factory,
+    FactoryOrName,
+    ModelConfig,
+    Positive,
+    RecoveryConfig,
+    Schedule,
+    StageConfig,
+    Strict,
+)
 
 RESERVED_METRICS = {"event", "step", "epoch", "loss"}
 """What an evaluation's event holds besides the metrics."""
-
-_NAME = r"^[A-Za-z0-9_-]+$"
-
-
-class Strict(BaseModel):
-    """Base of all sections: unknown keys and wrong types are errors."""
-
-    model_config = ConfigDict(
-        extra="forbid", strict=True, frozen=True, ser_json_inf_nan="constants"
-    )
-
-
-class Factory(Strict):
-    """Something the job builds: a callable and its keyword arguments."""
-
-    callable: str = Field(
-        pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$", description='"module:callable"'
-    )
-    kwargs: Arguments = Field(default_factory=dict, description="its keyword arguments")
-
-
-def _expand(value: Any) -> Any:
-    return {"callable": value} if isinstance(value, str) else value
-
-
-FactoryOrName = Annotated[Factory, BeforeValidator(_expand)]
-"""A Factory; a bare "module:callable" stands for one without arguments."""
-
-Positive = Annotated[int, Field(ge=1)]
-
-Schedule = Literal["gpipe", "1f1b", "zero-bubble"]
-"""The names of rpcmp.schedule's policies."""
-
-Balance = Annotated[
-    Annotated[list[Positive], Tag("<list>")] | Annotated[Literal["auto"], Tag("<auto>")],
-    Discriminator(lambda value: "<auto>" if isinstance(value, str) else "<list>"),
-]
-"""Layers of each stage, or "auto". Tags in brackets are no keys: errors leave them out."""
-
-
-def _size(text: str) -> str:
-    try:
-        sizes.parse(text)
-    except ConfigError as error:
-        raise ValueError(str(error)) from error
-    return text
-
-
-Size = Annotated[str, AfterValidator(_size)]
-"""A size such as "8 GiB"; see `rpcmp.sizes`."""
-
-
-class ModelConfig(Strict):
-    """A model given as a list of layers."""
-
-    layers: str = Field(
-        pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$",
-        description='"module:callable" that returns (name, zero-argument factory) pairs, a dict '
-        "of them, or an nn.Sequential",
-    )
-    kwargs: Arguments = Field(default_factory=dict, description="arguments of `layers`")
-    balance: Balance | None = Field(
-        default=None,
-        description='layers of each stage; "auto": measured on the hosts; by parameter count when '
-        "omitted",
-    )
-    num_stages: Positive | None = Field(
-        default=None, description="how many stages, where no balance says it"
-    )
-
-
-class StageConfig(Strict):
-    """One stage. With `[model]`, tables go by position and only place and tune the stages."""
-
-    name: str | None = Field(
-        default=None, pattern=_NAME, description='name; "stage<index>" when omitted'
-    )
-    module: str | None = Field(
-        default=None,
-        pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$",
-        description='"module:callable" that returns the stage\'s nn.Module (without `[model]`)',
-    )
-    kwargs: Arguments = Field(default_factory=dict, description="arguments of `module`")
-    inputs: list[str] | None = Field(
-        default=None,
-        description='what it reads: stages, "input", "target" or a part such as "input.image"; '
-        "the stage before when omitted",
-    )
-    addresses: list[str] = Field(
-        default_factory=list,
-        max_length=1,
-        description="HOST:PORT of its stage server; started on localhost when omitted",
-    )
-    device: str = Field(default="cpu", description='torch device of the stage, such as "cuda:0"')
-    threads: Positive = Field(default=1, description="compute threads (OpenMP, MKL)")
-    memory: Size | None = Field(
-        default=None,
-        description='memory limit for `balance = "auto"`, such as "8 GiB"; the host\'s share when '
-        "omitted",
-    )
-    optimizer: Arguments = Field(
-        default_factory=dict, description="arguments that override `[optimizer]`'s for this stage"
-    )
-    frozen: bool = Field(default=False, description="parameters are not trained")
-    recompute: bool = Field(
-        default=False,
-        description="compute activations again in the backward instead of keeping them",
-    )
-
-    @property
-    def memory_bytes(self) -> int | None:
-        """The memory limit, where the config gives one."""
-        return None if self.memory is None else sizes.parse(self.memory)
-
-
-class DataConfig(Strict):
-    """Where samples come from: map-style datasets of (input, target) pairs, on the driver."""
-
-    train: FactoryOrName = Field(description="the training dataset")
-    test: FactoryOrName | None = Field(default=None, description="the evaluation dataset")
-    batch_size: Positive = Field(default=32, description="samples a mini-batch (optimizer step)")
-    shuffle: bool = Field(default=True, description="a new seeded order in every epoch")
-    drop_last: bool = Field(default=False, description="leave out an incomplete mini-batch")
-    num_workers: int = Field(default=0, ge=0, description="processes that load samples")
 
 
 class Config(Strict):
     """A job."""
 
-    name: str = Field(default="job", pattern=_NAME, description="the job's name; the file's stem")
+    name: str = Field(default="job", pattern=NAME, description="the job's name; the file's stem")
     seed: int = Field(default=0, description="rules every random number of the run")
     epochs: Positive | None = Field(default=None, description="passes over the data; 1 by default")
     steps: Positive | None = Field(default=None, description="optimizer steps, instead of epochs")
@@ -228,7 +86,15 @@ class Config(Strict):
     report: FactoryOrName | None = Field(
         default=None, description="called with `predict` after training; its text is printed"
     )
+    init: str | None = Field(
+        default=None,
+        description="safetensors file with the weights to start from, by the unsplit model's names",
+    )
     data: DataConfig | None = Field(default=None, description="needed by the command line")
+    checkpoint: CheckpointConfig | None = Field(default=None, description="checkpoints on disks")
+    recovery: RecoveryConfig = Field(
+        default_factory=RecoveryConfig, description="what happens when something is lost"
+    )
 
     _folder: Path = PrivateAttr(default_factory=Path.cwd)
 
@@ -238,9 +104,11 @@ class Config(Strict):
         return self._folder
 
     def with_folder(self, folder: Path) -> Self:
-        """A copy of this config that lies in `folder`."""
-        copy = self.model_copy()
-        copy._folder = folder.resolve()
+        """A copy of this config that lies in `folder`, and with it the file of `init`."""
+        folder = folder.resolve()
+        init = None if self.init is None else str(folder / self.init)
+        copy = self.model_copy(update={"init": init})
+        copy._folder = folder
         return copy
 
     @property
@@ -278,6 +146,27 @@ class Config(Strict):
     def addresses(self) -> list[str]:
         """The stage servers' addresses, by stage; empty when they are to be started here."""
         return [address for stage in self.stages for address in stage.addresses]
+
+    @property
+    def takes_snapshots(self) -> bool:
+        """Whether stages keep in memory what they were after their last steps."""
+        return self.recovery.enabled or self.checkpoint is not None
+
+    @property
+    def snapshot_every_steps(self) -> int:
+        """Steps between snapshots; 0: only those that go to a disk."""
+        return max(1, self.recovery.mirror_every_steps) if self.recovery.enabled else 0
+
+    @property
+    def checkpoint_folder(self) -> Path:
+        """Where checkpoints lie; without a section for them, those of a run that had to end."""
+        given = self.checkpoint.dir if self.checkpoint is not None else f"rpcmp-{self.name}"
+        return (self.folder / given).absolute()
+
+    def without_recovery(self) -> Self:
+        """A copy of this config that keeps nothing, to be measured."""
+        recovery = self.recovery.model_copy(update={"enabled": False})
+        return self.model_copy(update={"recovery": recovery, "checkpoint": None})
 
     def steps_scheduler(self, interval: Literal["epoch", "step"]) -> bool:
         """Whether there is a scheduler that steps after each `interval`."""

@@ -13,8 +13,9 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from rpcmp.config import Config, Factory
+from rpcmp.config import Config
 from rpcmp.configfile import section_of
+from rpcmp.sections import Factory
 
 
 def table() -> str:

@@ -3,14 +3,17 @@
     RpcmpError
     ├── ConfigError                exit 2   the config, the command line or the user's factories
     │   ├── FactoryError                    a "module:callable" does not import, or raised
-    │   └── VersionError                    hosts that run different software
+    │   ├── VersionError                    hosts that run different software
+    │   └── CheckpointError                 a checkpoint is damaged, or of another model
     ├── UnavailableError           exit 75  try again later, nothing is wrong with the job
     │   ├── UnreachableError                no answer from a stage server
     │   ├── BusyError                       the server trains another job
-    │   └── DrainingError                   the server is being stopped
+    │   ├── DrainingError                   the server is being stopped
+    │   └── ExhaustedError                  recovery has been tried often enough
     ├── JobError                   exit 1   the job failed
     │   ├── StageError                      the user's code raised at a stage
     │   ├── WorkerDiedError                 a worker or driver process is gone
+    │   ├── WorkerHungError                 one is stopped, stuck or cut off
     │   ├── NonFiniteLossError              the loss became NaN or infinite
     │   ├── MismatchError                   `rpcmp verify` or `bench` found a difference
     │   └── UnfitError                      a peer of `rpcmp bench` cannot run the case
@@ -57,6 +60,10 @@ class VersionError(ConfigError):
     """A host runs another rpcmp, torch, Python or protocol than the driver."""
 
 
+class CheckpointError(ConfigError):
+    """A checkpoint is damaged, incomplete, or of another model."""
+
+
 class UnavailableError(RpcmpError):
     """A stage server cannot take the job now."""
 
@@ -73,6 +80,10 @@ class BusyError(UnavailableError):
 
 class DrainingError(UnavailableError):
     """A stage server was told to stop; the job ended after its current step."""
+
+
+class ExhaustedError(UnavailableError):
+    """Something was lost again and again, or did not come back; the run has left a checkpoint."""
 
 
 class JobError(RpcmpError):
@@ -129,6 +140,49 @@ class StageError(JobError):
             "step": step,
             "microbatch": microbatch,
             "received": received,
+        }
+
+
+class WorkerHungError(JobError):
+    """A worker or driver process is stopped, stuck or cut off; it has been ended.
+
+    Args:
+        stage: name of the stage; "driver" for the driver process.
+        host, pid: where it was.
+        phase: what it was doing; empty: it waited for others.
+        step: optimizer step; 0 before the first.
+        microbatch: index within the step; negative where it does not apply.
+        seconds: since it was last heard of, or since anything moved.
+        stacks: its state in the kernel, and where in the code its threads were.
+    """
+
+    def __init__(
+        self,
+        stage: str,
+        host: str,
+        pid: int,
+        phase: str,
+        step: int,
+        microbatch: int,
+        seconds: float,
+        stacks: str,
+    ) -> None:
+        of = "" if microbatch < 0 else f" of micro-batch {microbatch}"
+        doing = f"in {phase}{of}" if phase else "waiting for others"
+        super().__init__(
+            f"stage {stage!r} on {host} (pid {pid}) hangs: nothing was heard of it for "
+            f"{seconds:.0f} s, {doing} at step {step}\n{stacks}".rstrip()
+        )
+        self.stage, self.phase, self.step, self.microbatch = stage, phase, step, microbatch
+        self.fields = {
+            "stage": stage,
+            "host": host,
+            "pid": pid,
+            "phase": phase,
+            "step": step,
+            "microbatch": microbatch,
+            "seconds": seconds,
+            "stacks": stacks,
         }
 
 

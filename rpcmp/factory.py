@@ -8,8 +8,8 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-from rpcmp.config import Factory
 from rpcmp.errors import FactoryError, RpcmpError, one_line
+from rpcmp.sections import Factory
 
 
 def resolve(name: str, what: str) -> Callable[..., Any]:

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
-from rpcmp import tensorfile
+from rpcmp import tensorfile, treespec
 
 _HEADER = struct.Struct("!Q")
 
@@ -28,7 +28,7 @@ def dumps(message: Any) -> bytes:
         TypeError: a leaf is neither a tensor nor plain.
     """
     tensors: dict[str, Tensor] = {}
-    data = json.dumps(_encode(message, tensors)).encode()
+    data = json.dumps(treespec.encode(message, tensors)).encode()
     return _HEADER.pack(len(data)) + data + tensorfile.to_bytes(tensors)
 
 
@@ -36,7 +36,9 @@ def loads(message: bytes) -> Any:
     """The tree that `dumps` was given."""
     (size,) = _HEADER.unpack_from(message)
     end = _HEADER.size + size
-    return _decode(json.loads(message[_HEADER.size : end]), tensorfile.from_bytes(message[end:]))
+    return treespec.decode(
+        json.loads(message[_HEADER.size : end]), tensorfile.from_bytes(message[end:])
+    )
 
 
 class Handoff:
@@ -57,7 +59,7 @@ class Handoff:
             TypeError: a leaf is neither a tensor nor plain.
         """
         tensors: dict[str, Tensor] = {}
-        data = json.dumps(_encode(message, tensors)).encode()
+        data = json.dumps(treespec.encode(message, tensors)).encode()
         fds = [tensorfile.to_memory(tensors)] if tensors else []
         try:
             socket.send_fds(self._socket, [_HEADER.pack(len(data))], fds)
@@ -82,7 +84,7 @@ class Handoff:
                 os.close(fd)
             raise
         tensors = tensorfile.from_memory(fds[0]) if fds else {}
-        return _decode(json.loads(data), tensors)
+        return treespec.decode(json.loads(data), tensors)
 
     def close(self) -> None:
         """Close this end; wakes up a thread that receives, and the other end."""
@@ -99,36 +101,3 @@ class Handoff:
             parts.append(part)
             size -= len(part)
         return b"".join(parts)
-
-
-def _encode(value: Any, tensors: dict[str, Tensor]) -> Any:
-    if isinstance(value, Tensor):
-        key = str(len(tensors))
-        tensors[key] = value
-        return {"tensor": key}
-    if isinstance(value, dict):
-        return {"dict": [[_plain(key), _encode(item, tensors)] for key, item in value.items()]}
-    if isinstance(value, tuple | list):
-        kind = "tuple" if isinstance(value, tuple) else "list"
-        return {kind: [_encode(item, tensors) for item in value]}
-    return {"value": _plain(value)}
-
-
-def _plain(value: Any) -> Any:
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    raise TypeError(f"{type(value).__name__} cannot be handed to the driver process")
-
-
-def _decode(spec: dict[str, Any], tensors: dict[str, Tensor]) -> Any:
-    ((kind, content),) = spec.items()
-    match kind:
-        case "tensor":
-            return tensors[content]
-        case "dict":
-            return {key: _decode(item, tensors) for key, item in content}
-        case "tuple":
-            return tuple(_decode(item, tensors) for item in content)
-        case "list":
-            return [_decode(item, tensors) for item in content]
-    return content

@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from rpcmp import factory, seeds
-from rpcmp.config import Config, Factory
+from rpcmp import factory, seeds, weights
+from rpcmp.config import Config
 from rpcmp.errors import ConfigError, FactoryError
+from rpcmp.sections import Factory
 
 LayerFactory = Callable[[], nn.Module]
 
@@ -71,13 +72,14 @@ def build(config: Config, stage_index: int, names: Iterable[str]) -> dict[str, n
 
     Raises:
         FactoryError: a factory does not import, raised, or returned no module.
+        ConfigError: the weights to start from do not fit.
     """
     stage = config.stage(stage_index)
     if config.model is not None:
         layers = chain_layers(config)
         built = {name: _build_layer(config.seed, name, layers[name]) for name in names}
         _refuse_shared_parameters(built)
-        return built
+        return _with_weights(config, built)
     (name,) = names
     source = Factory(callable=stage.module or "", kwargs=stage.kwargs)
 
@@ -85,7 +87,13 @@ def build(config: Config, stage_index: int, names: Iterable[str]) -> dict[str, n
         module: nn.Module = factory.create(source, f"stage {name!r}: module")
         return module
 
-    return {name: _build_layer(config.seed, name, make)}
+    return _with_weights(config, {name: _build_layer(config.seed, name, make)})
+
+
+def _with_weights(config: Config, modules: dict[str, nn.Module]) -> dict[str, nn.Module]:
+    if config.init is not None:
+        weights.load(config.init, modules)
+    return modules
 
 
 def _build_layer(seed: int, name: str, layer: LayerFactory) -> nn.Module:

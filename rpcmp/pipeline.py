@@ -22,6 +22,7 @@ from rpcmp.errors import DrainingError, JobError, RpcmpError, WorkerDiedError, f
 from rpcmp.handoff import Handoff
 from rpcmp.job.background import BackgroundLoop
 from rpcmp.job.balancing import balanced
+from rpcmp.job.fleet import Fleet
 from rpcmp.job.session import Session
 
 EXPLAIN_SECONDS = 5.0
@@ -63,7 +64,7 @@ class Pipeline:
         self._handoff = Handoff(ours)
         try:
             with theirs:
-                self._session = self._background.run(_start(config, connect, theirs))
+                self._job = self._background.run(_start(config, connect, theirs))
         except BaseException:
             self._handoff.close()
             self._close_threads()
@@ -120,7 +121,7 @@ class Pipeline:
         self._handoff.close()  # the driver process sees the end of the calls, and leaves the group
         try:
             if self._background.alive:
-                self._background.run(_end(self._session))
+                self._background.run(self._job.end())
         finally:
             self._close_threads()
 
@@ -143,8 +144,8 @@ class Pipeline:
     def _call(self, name: str, *arguments: Any) -> Any:
         if self._closed:
             raise JobError("the pipeline is closed; launch again")
-        if self._session.draining:
-            raise DrainingError(f"the server of stage {self._session.draining!r} is being stopped")
+        if self._job.draining:
+            raise DrainingError(f"the server of stage {self._job.draining!r} is being stopped")
         # In a thread of its own, so that a KeyboardInterrupt hits the waiting, not the protocol.
         try:
             answer = self._caller.submit(self._exchange, name, arguments).result()
@@ -166,7 +167,7 @@ class Pipeline:
         """A lost connection's real reason, where a supervisor knows it."""
         if not isinstance(error, WorkerDiedError) or not self._background.alive:
             return error
-        return self._background.run(_reason(self._session)) or error
+        return self._background.run(self._job.reason()) or error
 
     def _close_threads(self) -> None:
         self._caller.shutdown(cancel_futures=True)
@@ -210,28 +211,50 @@ class PipelineOptimizer:
         self._pipeline._call("load_optimizer_state_dict", state)
 
 
-async def _start(
-    config: Config, connect: Sequence[str] | None, connection: socket.socket
-) -> Session:
+class _Job:
+    """A group that takes calls, and its servers."""
+
+    def __init__(self, config: Config, connect: Sequence[str] | None) -> None:
+        self._config = config
+        self._fleet = Fleet(config, connect)
+        self.session: Session | None = None
+
+    async def start(self, connection: socket.socket) -> None:
+        fd = connection.fileno()
+        try:
+            await self._fleet.open()
+            self.session = Session(
+                self._config, self._fleet, load_data=False, arguments=[str(fd)], pass_fds=[fd]
+            )
+            await self.session.start()
+        except BaseException:
+            await self.close()
+            raise
+        self.session.send({"op": "serve"})
+        self.session.end_on_failure()
+
+    async def end(self) -> None:
+        try:
+            if self.session is not None:
+                await self.session.wait_for_end()
+        finally:
+            await self.close()
+
+    async def close(self) -> None:
+        if self.session is not None:
+            await self.session.close()
+        await self._fleet.free(generation=1)
+
+    async def reason(self) -> RpcmpError | None:
+        return None if self.session is None else await self.session.reason(EXPLAIN_SECONDS)
+
+    @property
+    def draining(self) -> str:
+        return "" if self.session is None else self.session.draining
+
+
+async def _start(config: Config, connect: Sequence[str] | None, connection: socket.socket) -> _Job:
     config, _ = await balanced(config, connect)
-    fd = connection.fileno()
-    session = Session(config, connect, load_data=False, arguments=[str(fd)], pass_fds=[fd])
-    try:
-        await session.start()
-    except BaseException:
-        await session.close()
-        raise
-    session.send({"op": "serve"})
-    session.end_on_failure()
-    return session
-
-
-async def _end(session: Session) -> None:
-    try:
-        await session.wait_for_end()
-    finally:
-        await session.close()
-
-
-async def _reason(session: Session) -> RpcmpError | None:
-    return await session.reason(EXPLAIN_SECONDS)
+    job = _Job(config.without_recovery(), connect)
+    await job.start(connection)
+    return job

@@ -7,15 +7,17 @@ factory that does not import or an empty dataset ends the job before any worker 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 from pydantic import Field
 from torch import nn
 
-from rpcmp import factory, inflight, layers, partition
-from rpcmp.config import Config, Factory, StageConfig, Strict
+from rpcmp import factory, inflight, layers, partition, weights
+from rpcmp.config import Config
 from rpcmp.errors import ConfigError
 from rpcmp.schedule import Limits
+from rpcmp.sections import Factory, StageConfig, Strict
 from rpcmp.setting import Setting
 
 
@@ -73,10 +75,18 @@ def assign(config: Config, settings: Sequence[Setting] = ()) -> list[Assignment]
             that every host has (torch's own losses, optimizers, schedulers) refuses the config.
     """
     _try_out(config)
+    layers_of_stages = _layers_of_stages(config)
+    _check_weights(config, [name for names in layers_of_stages for name in names])
     return [
         Assignment(config=config, stage_index=index, layers=names, settings=list(settings))
-        for index, names in enumerate(_layers_of_stages(config))
+        for index, names in enumerate(layers_of_stages)
     ]
+
+
+def _check_weights(config: Config, layers: Sequence[str]) -> None:
+    """The file may be on the stages' hosts alone, where these are others."""
+    if config.init is not None and (Path(config.init).exists() or not config.addresses):
+        weights.require_known(config.init, layers)
 
 
 def _layers_of_stages(config: Config) -> list[list[str]]:

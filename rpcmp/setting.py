@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from typing import Self
 
-from rpcmp.config import Config, Positive, Schedule, Strict
+from rpcmp.config import Config
+from rpcmp.sections import Positive, Schedule, Strict
 
 
 class Setting(Strict):

@@ -54,6 +54,7 @@ class Work(NamedTuple):
         total_samples: samples in the round.
         mode: what the round is for.
         end: what a stage does after the round.
+        save: whether the snapshot after the step goes to a disk.
     """
 
     round: int
@@ -65,6 +66,7 @@ class Work(NamedTuple):
     total_samples: int
     mode: Mode
     end: End = End.NOTHING
+    save: bool = False
 
     @property
     def draw(self) -> int:

@@ -16,9 +16,10 @@ PROTOS = PACKAGE.parent / "protos"
 
 LAYERS = """
     __init__ errors members seeds metrics tree tensorfile digest v1 host examples
-    graph partition schedule addresses microbatch handoff transport control split process
-    simulation sizes work
-    config source trace
+    graph partition schedule addresses microbatch treespec transport control split process
+    simulation sizes work handoff snapshot
+    sections source trace weights
+    config checkpoint
     configfile factory setting inflight
     balance
     configdoc data layers

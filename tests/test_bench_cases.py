@@ -12,8 +12,9 @@ import torch
 from rpcmp import configfile, plan
 from rpcmp.bench import cases, lineup, models
 from rpcmp.bench.peers import part
-from rpcmp.config import Config, StageConfig
+from rpcmp.config import Config
 from rpcmp.errors import ConfigError, UnfitError
+from rpcmp.sections import StageConfig
 from rpcmp.simulation import Times
 from tests.processes import JobFolder, rpcmp
 

@@ -12,9 +12,17 @@ import pytest
 from pydantic import BaseModel, ValidationError
 
 from rpcmp import graph, schedule
-from rpcmp.config import Config, DataConfig, Factory, ModelConfig, StageConfig
+from rpcmp.config import Config
 from rpcmp.configfile import parse, section_of
 from rpcmp.errors import ConfigError
+from rpcmp.sections import (
+    CheckpointConfig,
+    DataConfig,
+    Factory,
+    ModelConfig,
+    RecoveryConfig,
+    StageConfig,
+)
 
 LAYERS: dict[str, Any] = {"loss": "m:loss", "model": {"layers": "m:layers"}}
 BRANCHES: dict[str, Any] = {
@@ -39,6 +47,17 @@ def branches(index: int, **stage: Any) -> dict[str, Any]:
     return changed
 
 
+SECTIONS: list[type[BaseModel]] = [
+    Config,
+    ModelConfig,
+    StageConfig,
+    DataConfig,
+    CheckpointConfig,
+    RecoveryConfig,
+    Factory,
+]
+
+
 def test_the_defaults_are_as_documented() -> None:
     assert parse(LAYERS).model_dump() == {
         "name": "job",
@@ -61,7 +80,30 @@ def test_the_defaults_are_as_documented() -> None:
         "scheduler_interval": "epoch",
         "metrics": {},
         "report": None,
+        "init": None,
         "data": None,
+        "checkpoint": None,
+        "recovery": RecoveryConfig().model_dump(),
+    }
+
+
+def test_the_defaults_of_checkpoints_and_recovery_are_as_documented() -> None:
+    assert CheckpointConfig(dir="runs").model_dump() == {
+        "dir": "runs",
+        "every_steps": None,
+        "every_seconds": None,
+        "keep": 3,
+        "shared": False,
+    }
+    assert RecoveryConfig().model_dump() == {
+        "enabled": True,
+        "mirror_every_steps": 1,
+        "max_restarts": 5,
+        "heartbeat_timeout": 6.0,
+        "watchdog": 600.0,
+        "replace_after": 60.0,
+        "give_up_after": 600.0,
+        "spares": [],
     }
 
 
@@ -92,7 +134,7 @@ def test_the_defaults_of_the_data_are_as_documented() -> None:
     }
 
 
-@pytest.mark.parametrize("section", [Config, ModelConfig, StageConfig, DataConfig, Factory])
+@pytest.mark.parametrize("section", SECTIONS)
 def test_every_key_is_described(section: type[BaseModel]) -> None:
     assert all(key.description for key in section.model_fields.values())
 
@@ -274,7 +316,7 @@ def test_numbers_strings_and_booleans_are_different_things(key: str, value: obje
 def test_every_section_refuses_unknown_keys() -> None:
     kinds = [section_of(key.annotation) for key in Config.model_fields.values()]
     sections: set[type[BaseModel]] = {Config, *(kind for kind in kinds if kind is not None)}
-    assert sections == {Config, ModelConfig, StageConfig, DataConfig, Factory}
+    assert sections == set(SECTIONS)
     assert all(section.model_config["extra"] == "forbid" for section in sections)
 
 

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from rpcmp import configfile
-from rpcmp.config import Config, Factory
+from rpcmp.config import Config
 from rpcmp.errors import ConfigError
+from rpcmp.sections import Factory
 
 EXAMPLES = sorted((Path(configfile.__file__).parent / "examples").glob("*.toml"))
 

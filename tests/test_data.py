@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Iterator
+from contextlib import closing
 from multiprocessing import resource_tracker
 from typing import Any
 
+import numpy
 import pytest
 import torch
+from torch import Tensor
+from torch.utils.data import Dataset, IterableDataset
 
 from rpcmp import data, seeds
-from rpcmp.config import DataConfig, Factory
 from rpcmp.errors import ConfigError
+from rpcmp.sections import DataConfig, Factory
 from tests import models
 
 
@@ -95,6 +101,111 @@ def test_a_random_transform_does_not_depend_on_what_happens_between_mini_batches
     assert torch.equal(torch.cat(undisturbed), torch.cat(disturbed))
 
 
+class Transformed(Dataset[tuple[Tensor, int]]):
+    """Ten samples; a random transform draws from every generator there is."""
+
+    def __len__(self) -> int:
+        return 10
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        drawn = [torch.rand(()).item(), random.random(), numpy.random.rand()]
+        return torch.tensor(drawn, dtype=torch.float64), index
+
+
+class Counted(Transformed):
+    """Tells which samples were loaded."""
+
+    def __init__(self) -> None:
+        self.loaded: list[int] = []
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        self.loaded.append(index)
+        return super().__getitem__(index)
+
+
+class AllAtOnce(Transformed):
+    """Loads all samples of a mini-batch in one go."""
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        raise AssertionError("one by one")
+
+    def __getitems__(self, indices: list[int]) -> list[tuple[Tensor, int]]:
+        return [super(AllAtOnce, self).__getitem__(index) for index in indices]
+
+
+def batches_of(dataset: Dataset[Any], **options: Any) -> data.Batches:
+    """The mini-batches of a dataset, for training."""
+    unused = Factory(callable="tests.models:numbers")
+    section = DataConfig(train=unused, **{"batch_size": 3, **options})
+    return data.Batches(dataset, section, seed=0, training=True)
+
+
+def values(batches: data.Batches, epoch: int, first: int = 0) -> list[tuple[Any, Any]]:
+    """The mini-batches in a form that compares by bits."""
+    return [(inputs.tolist(), targets.tolist()) for inputs, targets in batches.epoch(epoch, first)]
+
+
+@pytest.mark.usefixtures("tracker")
+@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_an_epoch_taken_up_in_its_middle_is_the_tail_of_the_whole(
+    num_workers: int, shuffle: bool
+) -> None:
+    options = {"num_workers": num_workers, "shuffle": shuffle}
+    with closing(batches_of(Transformed(), **options)) as batches:
+        whole = values(batches, 2)
+    with closing(batches_of(Transformed(), **options)) as batches:
+        next(batches.epoch(1))  # left after its start, with other mini-batches on their way
+        for first in (3, 1, 4, 0):
+            assert values(batches, 2, first) == whole[first:]
+
+
+@pytest.mark.usefixtures("tracker")
+@pytest.mark.parametrize("dataset", [Transformed, AllAtOnce])
+def test_random_transforms_are_the_same_for_every_number_of_loader_processes(
+    dataset: type[Transformed],
+) -> None:
+    here = batches_of(Transformed())
+    with closing(batches_of(dataset(), num_workers=2)) as there:
+        for epoch in (1, 2):
+            assert values(there, epoch) == values(here, epoch)
+
+
+@pytest.mark.usefixtures("tracker")
+def test_loader_processes_leave_the_generators_of_this_process_alone() -> None:
+    def drawn() -> list[float]:
+        return [torch.rand(()).item(), random.random(), numpy.random.rand()]
+
+    seeds.seed_all("a test")
+    undisturbed = drawn()
+    seeds.seed_all("a test")
+    with closing(batches_of(Transformed(), num_workers=1)) as batches:
+        assert len(values(batches, 1)) == 4
+    assert drawn() == undisturbed
+
+
+def test_skipped_samples_are_not_loaded() -> None:
+    dataset = Counted()
+    tail = values(batches_of(dataset), 1, first=2)
+    assert dataset.loaded == [index for _, targets in tail for index in targets]
+    assert len(dataset.loaded) == 4
+    assert values(batches_of(dataset), 1, first=4) == []
+    assert len(dataset.loaded) == 4
+
+
+def test_a_dataset_may_load_the_samples_of_a_mini_batch_at_once() -> None:
+    assert values(batches_of(AllAtOnce()), 1) == values(batches_of(Transformed()), 1)
+
+
+def test_a_dataset_that_stops_early_does_not_end_the_epoch_in_silence() -> None:
+    class Stopping(Transformed):
+        def __getitem__(self, index: int) -> tuple[Tensor, int]:
+            raise StopIteration
+
+    with pytest.raises(RuntimeError, match="StopIteration"):
+        values(batches_of(Stopping()), 1)
+
+
 def test_items_that_are_no_pairs_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"must be \(input, target\) pairs"):
         next(load("triples").epoch(1))
@@ -115,7 +226,17 @@ def load_returned(monkeypatch: pytest.MonkeyPatch, dataset: object) -> data.Batc
     return data.load(train, "data.train", DataConfig(train=train), 0, training=False)
 
 
-@pytest.mark.parametrize("dataset", [3, iter([1]), {1}])
+class Stream(IterableDataset[tuple[int, int]]):
+    """A dataset with a length, but without items."""
+
+    def __len__(self) -> int:
+        return 4
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        return iter([(1, 1)] * 4)
+
+
+@pytest.mark.parametrize("dataset", [3, iter([1]), {1}, Stream()])
 def test_what_has_no_length_or_items_is_refused(
     monkeypatch: pytest.MonkeyPatch, dataset: object
 ) -> None:

@@ -26,6 +26,7 @@ EXAMPLES: list[RpcmpError] = [
     ),
     errors.StageError("stage0", "build", "OSError"),
     errors.NonFiniteLossError(math.inf, step=4, microbatch=2),
+    errors.WorkerHungError("stage1", "host-b", 4711, "forward", 3, 0, 6.5, f"State: T\n{TEXT}"),
     errors.InterruptedJobError(signal.SIGTERM, step=9),
     *(
         kind(TEXT)
@@ -34,10 +35,12 @@ EXAMPLES: list[RpcmpError] = [
             errors.ConfigError,
             errors.FactoryError,
             errors.VersionError,
+            errors.CheckpointError,
             errors.UnavailableError,
             errors.UnreachableError,
             errors.BusyError,
             errors.DrainingError,
+            errors.ExhaustedError,
             errors.JobError,
             errors.WorkerDiedError,
             errors.MismatchError,

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from rpcmp import factory
-from rpcmp.config import Factory
 from rpcmp.errors import FactoryError, StageError
+from rpcmp.sections import Factory
 from tests import models
 
 

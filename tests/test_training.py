@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -13,6 +14,7 @@ from rpcmp.config import Config
 from rpcmp.configfile import parse
 from rpcmp.driver.evaluation import Evaluation
 from rpcmp.driver.group import Group, Round
+from rpcmp.driver.progress import Progress
 from rpcmp.driver.tracer import Tracer
 from rpcmp.driver.training import Datasets, Training
 from rpcmp.process.channel import Message
@@ -38,8 +40,10 @@ class Stages:
         self.is_held = config.holds_steps
         self._done = 0
 
-    def start_step(self, inputs: Any, targets: Any, step: int, end: End) -> Round:
-        self.log.append(f"start{step}")
+    def start_step(
+        self, inputs: Any, targets: Any, step: int, end: End, save: bool = False
+    ) -> Round:
+        self.log.append(f"start{step}" + ("+save" if save else ""))
         self.ends.add(end)
         return Round(step, step, list)
 
@@ -55,6 +59,9 @@ class Stages:
     def settle(self) -> dict[str, StepReport]:
         self.log.append("settle")
         return self._reports(self._done)
+
+    def save(self, step: int) -> None:
+        self.log.append(f"save{step}")
 
     def step_scheduler(self, loss: float) -> None:
         self.log.append(f"scheduler {loss}")
@@ -78,16 +85,20 @@ def job(**more: Any) -> Config:
 def train(
     config: Config, act: Callable[[Training], Any] = lambda training: training.run(True)
 ) -> tuple[Stages, list[Message]]:
-    """What the stages were asked and what was reported."""
+    """What the stages were asked and what was reported, but for progress."""
     stages, reported = Stages(config), list[Message]()
     act(_training(config, stages, reported.append, threading.Event()))
-    return stages, reported
+    return stages, [event for event in reported if event["event"] != "progress"]
 
 
 def _training(
-    config: Config, stages: Stages, report: Callable[[Message], None], stop: threading.Event
+    config: Config,
+    stages: Stages,
+    report: Callable[[Message], None],
+    stop: threading.Event,
+    begin: Progress | None = None,
 ) -> Training:
-    return Training(config, Datasets.load(config), cast(Group, stages), report, stop)
+    return Training(config, Datasets.load(config), cast(Group, stages), report, stop, begin)
 
 
 def test_the_next_step_begins_before_this_one_is_waited_for() -> None:
@@ -136,8 +147,9 @@ def test_a_stop_ends_the_run_after_the_steps_under_way() -> None:
     reported: list[Message] = []
 
     def report(event: Message) -> None:
-        reported.append(event)
-        stop.set()
+        if event["event"] == "step":
+            reported.append(event)
+            stop.set()
 
     _training(config, stages, report, stop).run(evaluate=True)
     assert [event["step"] for event in reported] == [1, 2, 3]
@@ -205,3 +217,78 @@ def test_a_trace_has_all_spans_on_one_clock(
     for one, other in zip(first.spans, second.spans, strict=True):
         assert other.start_ns - one.start_ns == 2
     assert read.producers == {"stage0": (), "stage1": ("stage0",)}
+
+
+def progress_of(config: Config) -> dict[int, Progress]:
+    """What the driver was right after each step of a run."""
+    reported: list[Message] = []
+    _training(config, Stages(config), reported.append, threading.Event()).run(evaluate=True)
+    found = [event for event in reported if event["event"] == "progress"]
+    return {event["step"]: Progress.from_message(event) for event in found}
+
+
+def go_on(config: Config, begin: Progress) -> list[str]:
+    """What the stages are asked by a run that goes on from `begin`."""
+    stages = Stages(config)
+    _training(config, stages, lambda event: None, threading.Event(), begin).run(evaluate=True)
+    return stages.log
+
+
+WATCHING = {
+    "scheduler": "torch.optim.lr_scheduler:ReduceLROnPlateau",
+    "steps": 5,
+}
+
+
+def test_a_run_that_goes_on_asks_for_the_same_as_one_that_was_not_interrupted() -> None:
+    config = job(**WATCHING)
+    known = progress_of(config)
+    assert go_on(config, known[1]) == [
+        *("start2", "finish2", "settle", "scheduler 1.5", "start3", "start4", "finish3"),
+        *("finish4", "settle", "scheduler 3.5", "start5", "finish5", "settle"),
+    ]
+    assert go_on(config, known[3]) == [
+        *("start4", "finish4", "settle", "scheduler 3.5", "start5", "finish5", "settle"),
+    ]
+    assert go_on(config, known[5]) == ["settle"]
+
+
+def test_a_run_that_goes_on_from_an_epochs_last_step_ends_that_epoch_once() -> None:
+    config = job(**WATCHING)
+    ended = progress_of(config)[4]
+    assert go_on(config, ended) == ["scheduler 3.5", "start5", "finish5", "settle"]
+    beyond = replace(ended, has_ended_epoch=True)
+    assert go_on(config, beyond) == ["start5", "finish5", "settle"]
+
+
+def test_steps_that_are_due_are_saved_and_the_last_one() -> None:
+    config = job(steps=5, checkpoint={"dir": "saved", "every_steps": 2})
+
+    def act(training: Training) -> None:
+        done = threading.Thread(target=_answer_saves, args=[training], daemon=True)
+        done.start()
+        training.run(evaluate=False)
+        training.save()
+
+    stages, _ = train(config, act)
+    assert [entry for entry in stages.log if entry.startswith(("start", "save"))] == [
+        *("start1", "start2+save", "start3", "start4+save", "start5+save"),
+    ]
+
+
+def _answer_saves(training: Training) -> None:
+    """The supervisor's part: every checkpoint is on the disks some time."""
+    while training.progress.step < 5:
+        for step in range(1, 6):
+            training.saves.note_done(step)
+        threading.Event().wait(0.01)
+
+
+def test_a_run_that_was_stopped_saves_its_last_step() -> None:
+    config = job(steps=100, checkpoint={"dir": "saved"})
+    stages, stop = Stages(config), threading.Event()
+    stop.set()
+    training = _training(config, stages, lambda event: None, stop)
+    training.run(evaluate=True)
+    training.save()
+    assert stages.log[-1] == f"save{training.progress.step}"

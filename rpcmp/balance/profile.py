@@ -6,7 +6,8 @@ from typing import Annotated
 
 from pydantic import Field
 
-from rpcmp.config import Config, Strict
+from rpcmp.config import Config
+from rpcmp.sections import Strict
 
 Seconds = Annotated[float, Field(ge=0)]
 Bytes = Annotated[int, Field(ge=0)]

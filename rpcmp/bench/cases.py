@@ -17,8 +17,9 @@ from typing import Any
 from pydantic import Field
 
 from rpcmp import configfile
-from rpcmp.config import Arguments, Config, Positive, Strict
+from rpcmp.config import Config
 from rpcmp.errors import ConfigError
+from rpcmp.sections import Arguments, Positive, Strict
 from rpcmp.simulation import Times
 
 

@@ -13,7 +13,9 @@ import click
 
 import rpcmp
 from rpcmp.cli.bench import bench
+from rpcmp.cli.drain import drain
 from rpcmp.cli.drive import drive
+from rpcmp.cli.export import export
 from rpcmp.cli.serve import serve
 from rpcmp.cli.status import status
 from rpcmp.cli.trace import trace
@@ -37,8 +39,10 @@ def cli() -> None:
 cli.add_command(serve)
 cli.add_command(drive)
 cli.add_command(status)
+cli.add_command(drain)
 cli.add_command(trace)
 cli.add_command(verify)
+cli.add_command(export)
 cli.add_command(bench)
 cli.add_command(tune)
 

@@ -21,6 +21,7 @@ from rpcmp.cli.options import addresses_of, config_argument, connect_option, req
     type=click.Path(path_type=Path, dir_okay=False),
     help="Write a trace for Perfetto, chrome://tracing and `rpcmp trace`; .gz compresses it.",
 )
+@click.option("--resume", is_flag=True, help="Go on from the newest checkpoint, if there is one.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object a line on standard output.")
 @click.option("-v", "--verbose", is_flag=True, help="Show every step.")
 @click.option("-q", "--quiet", is_flag=True, help="Show only the summary.")
@@ -30,6 +31,7 @@ def drive(
     connect: str | None,
     steps: int | None,
     trace: Path | None,
+    resume: bool,
     as_json: bool,
     verbose: bool,
     quiet: bool,
@@ -52,4 +54,4 @@ def drive(
         require_writable(trace)
     job = configfile.load(config, overrides)
     with printer(job, as_json, verbose, quiet) as report:
-        asyncio.run(run(job, report, addresses_of(connect, job), trace=trace))
+        asyncio.run(run(job, report, addresses_of(connect, job), trace=trace, resume=resume))

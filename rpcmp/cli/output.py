@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from rpcmp import sizes
+from rpcmp.cli import faultlines
 from rpcmp.config import Config
 from rpcmp.process.channel import Message
 
@@ -129,6 +130,8 @@ def _lines(event: Message, config: Config, steps: int) -> Iterator[str]:
             yield f"evaluation after step {event['step']}: {_numbers(found)}"
         case "report":
             yield event["text"]
+        case "fault" | "recovered" | "waiting" | "replaced" | "resumed" | "checkpoint" | "warning":
+            yield faultlines.line(event)
         case "summary":
             yield (
                 f"done: {event['steps']} steps, last loss {event['loss']:.4f}"

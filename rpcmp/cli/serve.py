@@ -14,7 +14,8 @@ from rpcmp.process.channel import die_with_parent
 
 
 @click.command()
-@click.option("--stage", type=click.IntRange(min=0), required=True, help="Index of the stage.")
+@click.option("--stage", type=click.IntRange(min=0), help="Index of the stage.")
+@click.option("--spare", is_flag=True, help="Take the stage of whichever server is lost.")
 @click.option("--replica", type=click.IntRange(min=0), default=0, help="Which copy of the stage.")
 @click.option(
     "--listen",
@@ -24,27 +25,43 @@ from rpcmp.process.channel import die_with_parent
 )
 @click.option("--no-code", is_flag=True, help="Refuse jobs that bring Python files along.")
 @click.option("--parent", type=int, hidden=True, help="End with this process.")
-def serve(stage: int, replica: int, listen: str | None, no_code: bool, parent: int | None) -> None:
+def serve(
+    stage: int | None,
+    spare: bool,
+    replica: int,
+    listen: str | None,
+    no_code: bool,
+    parent: int | None,
+) -> None:
     """Serve one stage of a model to one job after the other.
 
+    SIGTERM lets the running job finish its step and save, and then ends the server; the job waits
+    for it to come back, or for a spare.
+
     \b
-    Example:
+    Examples:
       rpcmp serve --stage 1
+      rpcmp serve --spare --listen 127.0.0.1:50100
     """
+    if (stage is None) is not spare:
+        raise click.UsageError("give --stage N, or --spare")
+    if stage is None and listen is None:
+        raise click.UsageError("a spare has no port of its own: give --listen HOST:PORT")
     if parent is not None:
         die_with_parent(parent, signal.SIGTERM)
-    address = listen or f"127.0.0.1:{addresses.default_port(stage, replica)}"
+    address = listen or f"127.0.0.1:{addresses.default_port(stage or 0, replica)}"
     addresses.require_loopback([address])
     host, port = addresses.parse(address)
 
     def announce(bound: int) -> None:
-        click.echo(f"stage {stage} is SERVING on {host}:{bound}")
+        who = "spare" if stage is None else f"stage {stage}"
+        click.echo(f"{who} is SERVING on {host}:{bound}")
 
     sys.exit(asyncio.run(_serve(stage, replica, not no_code, host, port, announce)))
 
 
 async def _serve(
-    stage: int,
+    stage: int | None,
     replica: int,
     accept_code: bool,
     host: str,

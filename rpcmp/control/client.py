@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import grpc
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
@@ -14,10 +14,10 @@ from grpc_health.v1.health_pb2_grpc import HealthStub
 from rpcmp.control.options import CHANNEL_OPTIONS
 from rpcmp.errors import RpcmpError, UnreachableError, from_wire
 from rpcmp.v1 import control_pb2 as pb
-from rpcmp.v1.control_pb2_grpc import ControlStub
+from rpcmp.v1.control_pb2_grpc import ControlStub, SnapshotsStub
 
 if TYPE_CHECKING:
-    from rpcmp.v1.control_pb2_grpc import ControlAsyncStub
+    from rpcmp.v1.control_pb2_grpc import ControlAsyncStub, SnapshotsAsyncStub
 
 CONNECT_SECONDS = 6.0
 """How long a server may take to answer for the first time."""
@@ -41,6 +41,7 @@ class StageClient:
         self.address = address
         self._channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
         self._stub: ControlAsyncStub = ControlStub(self._channel)
+        self._snapshots: SnapshotsAsyncStub = SnapshotsStub(self._channel)
 
     async def connect(self, seconds: float = CONNECT_SECONDS) -> pb.DescribeResponse:
         """Wait until the server answers, and say who it is.
@@ -75,12 +76,49 @@ class StageClient:
         return await self._call(self._stub.Prepare(request, timeout=CALL_SECONDS))
 
     async def start(self, request: pb.StartRequest) -> pb.StartResponse:
-        """Hand the worker its stage."""
-        return await self._call(self._stub.Start(request, timeout=CALL_SECONDS))
+        """Hand the worker its stage; takes as long as it takes to fetch what it begins with."""
+        return await self._call(self._stub.Start(request))
 
     async def stop(self, request: pb.StopRequest) -> pb.StopResponse:
         """Free the server."""
         return await self._call(self._stub.Stop(request, timeout=CALL_SECONDS))
+
+    async def drain(self) -> str:
+        """Tell the server to stop; the name of the job that has to end first, if any."""
+        request = pb.DrainRequest()
+        answer: pb.DrainResponse = await self._call(self._stub.Drain(request, timeout=CALL_SECONDS))
+        return answer.job
+
+    async def inspect(self, request: pb.InspectRequest) -> pb.InspectResponse:
+        """What the worker does at this moment."""
+        return await self._call(self._stub.Inspect(request, timeout=CALL_SECONDS))
+
+    async def mirror(self, request: pb.MirrorRequest) -> pb.MirrorResponse:
+        """Have the server hold another stage's snapshots as well."""
+        return await self._call(self._snapshots.Mirror(request, timeout=CALL_SECONDS))
+
+    async def save(self, request: pb.SaveRequest) -> pb.Saved:
+        """Have a snapshot written to the server's disk; takes as long as that takes."""
+        answer: pb.SaveResponse = await self._call(self._snapshots.Save(request))
+        return answer.saved
+
+    async def check(self, request: pb.CheckRequest) -> list[str]:
+        """Which of a checkpoint's files are on the server's disk; reads all of them."""
+        answer: pb.CheckResponse = await self._call(self._snapshots.Check(request))
+        return list(answer.states)
+
+    async def remove(self, request: pb.RemoveRequest) -> None:
+        """Remove a checkpoint from the server's disk."""
+        await self._call(self._snapshots.Remove(request, timeout=CALL_SECONDS))
+
+    async def fetch(self, request: pb.FetchRequest) -> AsyncIterator[pb.FetchResponse]:
+        """A snapshot, or a file of a checkpoint, in parts.
+
+        Raises:
+            RpcmpError: the server does not have it, or is gone.
+        """
+        async for part in self._stream(self._snapshots.Fetch(request)):
+            yield part
 
     async def watch(self, request: pb.WatchRequest) -> AsyncIterator[pb.WatchResponse]:
         """What happens to the worker, until the claim ends.
@@ -88,18 +126,21 @@ class StageClient:
         Raises:
             UnreachableError: the server is gone.
         """
-        stream = self._stub.Watch(request)
-        try:
-            async for change in stream:
-                yield change
-        except grpc.aio.AioRpcError as error:
-            raise self._translate(error) from error
-        finally:
-            stream.cancel()
+        async for change in self._stream(self._stub.Watch(request)):
+            yield change
 
     async def close(self) -> None:
         """Close the connection."""
         await self._channel.close(None)
+
+    async def _stream(self, stream: Any) -> AsyncIterator[Any]:
+        try:
+            async for message in stream:
+                yield message
+        except grpc.aio.AioRpcError as error:
+            raise self._translate(error) from error
+        finally:
+            stream.cancel()
 
     async def _call(self, call: Awaitable[Answer]) -> Answer:
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 from importlib import metadata
+from pathlib import Path
 
 from rpcmp.v1 import control_pb2 as pb
 
@@ -48,6 +49,14 @@ def versions() -> pb.Versions:
         python=f"{major}.{minor}",
         protocol=PROTOCOL,
     )
+
+
+def machine() -> str:
+    """The same for all processes that share a kernel, and with it processors and memory."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return platform.node()
 
 
 def differences(ours: pb.Versions, theirs: pb.Versions) -> list[str]:

@@ -101,7 +101,9 @@ class Group:
         self._everywhere(Stage.reschedule, config.schedule, inflight.limits(config))
         self._config = config
 
-    def start_step(self, inputs: Any, targets: Any, step: int, end: End) -> Round:
+    def start_step(
+        self, inputs: Any, targets: Any, step: int, end: End, save: bool = False
+    ) -> Round:
         """Begin a train step; `finish_step` waits for it.
 
         Up to STEPS_AHEAD may be under way; every stage works on them strictly in order.
@@ -111,10 +113,11 @@ class Group:
             step: the optimizer step that this is for, counted from 1; seeds dropout. Called again
                 for the same step, gradients add up and dropout goes on drawing.
             end: what the stages do by themselves afterwards.
+            save: whether what they are then goes to their disks.
         """
         if step != self._step:
             self._step, self._accumulated = step, 0
-        works = self._works(Mode.TRAIN, step, inputs, targets, end)
+        works = self._works(Mode.TRAIN, step, inputs, targets, end, save)
         self._accumulated += len(works)
         future = transport.call(self._sink, Stage.train, self._bundles(works), self._trained)
         self._trained = self._round
@@ -160,6 +163,14 @@ class Group:
         """
         found = self._everywhere(Stage.settle)
         return {name: report for name, report in found.items() if report is not None}
+
+    def save(self, step: int) -> None:
+        """Have all stages save what they are after `step`, now that they have done all.
+
+        Raises:
+            StageError: what a stage is cannot be stored.
+        """
+        self._everywhere(Stage.save, step)
 
     def evaluate(self, inputs: Any, targets: Any, step: int) -> Evaluation:
         """Loss and metrics of a mini-batch; parameters and gradients stay as they are."""
@@ -239,7 +250,13 @@ class Group:
         self._stage_rrefs.clear()
 
     def _works(
-        self, mode: Mode, step: int, inputs: Any, targets: Any, end: End = End.NOTHING
+        self,
+        mode: Mode,
+        step: int,
+        inputs: Any,
+        targets: Any,
+        end: End = End.NOTHING,
+        save: bool = False,
     ) -> list[Work]:
         """The micro-batches of a new round, whose slices the stages can ask for from now on."""
         count = self._config.num_microbatches
@@ -259,6 +276,7 @@ class Group:
                 total_samples=samples,
                 mode=mode,
                 end=end,
+                save=save,
             )
             for index, size in enumerate(sizes)
         ]

@@ -1,7 +1,8 @@
 """The driver process: plan, join the group, then train or take calls.
 
 supervisor ──plan──> driver ──planned──> ...  ──join──> driver ──joined──> ...
-           ──train──> driver ──start, step, eval, report, summary, done──> ...
+           ──train──> driver ──start, progress, step, eval, report, summary, done──> ...
+           ──saved──> driver: a checkpoint is on the disks
            ──segments──> driver: a few steps for each "segment", until "finish"; under
                          another setting after a "reschedule"
            ──serve──> driver: calls come by another socket (rpcmp.launch) until it closes
@@ -22,10 +23,12 @@ from rpcmp.config import Config
 from rpcmp.control.store import GrpcStore
 from rpcmp.driver import calls
 from rpcmp.driver.group import Group
+from rpcmp.driver.progress import Progress
 from rpcmp.driver.tracer import Tracer
 from rpcmp.driver.training import Datasets, Training
 from rpcmp.errors import JobError, RpcmpError, one_line, to_wire
-from rpcmp.process.channel import Channel, Message
+from rpcmp.process import heartbeat
+from rpcmp.process.channel import Bond, Message
 from rpcmp.setting import Setting
 from rpcmp.source import Source
 from rpcmp.tensorfile import save_tensors
@@ -34,14 +37,14 @@ LEAVE_SECONDS = 10.0
 """How long the driver waits for the workers when the group ends."""
 
 
-def run(channel: Channel) -> None:
+def run(bond: Bond) -> None:
     """Run one job; the process ends here."""
-    driver = DriverProcess(channel)
+    driver = DriverProcess(bond)
     try:
         driver.run()
     except Exception as error:
         known = error if isinstance(error, RpcmpError) else _unexpected(error)
-        channel.send({"event": "error", "error": to_wire(known)})
+        bond.channel.send({"event": "error", "error": to_wire(known)})
         os._exit(1)
     os._exit(0)  # no destructors: RPC threads may still be about
 
@@ -49,25 +52,32 @@ def run(channel: Channel) -> None:
 class DriverProcess:
     """The driver's side of one generation of one job."""
 
-    def __init__(self, channel: Channel) -> None:
-        self._channel = channel
+    def __init__(self, bond: Bond) -> None:
+        self._channel = bond.channel
+        self._activity = bond.activity
+        self._arguments = bond.arguments
         self._messages: queue.Queue[Message] = queue.Queue()
         self._stop = threading.Event()
         self._source = Source()
+        self._training: Training | None = None
+        self._saves_at_end = False
         self._datasets: Datasets | None = None
         threading.Thread(target=self._listen, daemon=True).start()
 
     def run(self) -> None:
         """From the plan to the end of the group."""
-        config = self._plan(self._expect("plan"))
+        with self._activity.doing("plan"):
+            config = self._plan(self._expect("plan"))
+        heartbeat.begin(self._channel)
         order = self._messages.get()
-        self._join(config, order)
+        with self._activity.doing("join"):
+            self._join(config, order)
         self._channel.send({"event": "joined"})
         work = self._messages.get()
         group = Group(config, self._source)
         match work["op"]:
             case "serve":
-                calls.serve(config, group, int(sys.argv[3]))
+                calls.serve(config, group, int(self._arguments[0]))
             case "train":
                 self._train(config, group, work)
             case "segments":
@@ -98,20 +108,24 @@ class DriverProcess:
 
     def _train(self, config: Config, group: Group, order: Message) -> None:
         tracer = Tracer(config, group) if order["trace"] else None
-        training = self._training(config, group, tracer)
+        begin = Progress.from_message(order["progress"]) if order["progress"] else None
+        training = self._training = self._make_training(config, group, tracer, begin)
         self._channel.send({"event": "start", "steps": training.total_steps()})
         training.run(evaluate=order["evaluate"])
+        if self._saves_at_end or config.checkpoint is not None:
+            training.save()
         if tracer is not None:
             tracer.write(Path(order["trace"]))
+        training.saves.wait()
         memory = group.memory()  # before anything is copied for a file
         if order["save_state"]:
             save_tensors(group.state_dict(), Path(order["save_state"]))
         self._channel.send(
             {
                 "event": "summary",
-                "steps": training.step,
-                "loss": training.loss,
-                "metrics": training.metrics,
+                "steps": training.progress.step,
+                "loss": training.progress.loss,
+                "metrics": training.progress.metrics,
                 "parameters_sha256": group.parameters_sha256(),
                 "hosts": group.hosts(),
                 "memory": memory,
@@ -121,7 +135,7 @@ class DriverProcess:
 
     def _train_segments(self, config: Config, group: Group) -> None:
         """Train a few steps whenever told so, and block in between."""
-        training = self._training(config, group, None)
+        training = self._make_training(config, group)
         while (order := self._messages.get())["op"] != "finish":
             if order["op"] == "reschedule":
                 group.reschedule(Setting(**order["setting"]).on(config))
@@ -129,11 +143,19 @@ class DriverProcess:
             self._channel.send({"event": "segment", **training.segment(order["steps"])._asdict()})
         self._channel.send({"event": "done"})
 
-    def _training(self, config: Config, group: Group, tracer: Tracer | None) -> Training:
+    def _make_training(
+        self,
+        config: Config,
+        group: Group,
+        tracer: Tracer | None = None,
+        begin: Progress | None = None,
+    ) -> Training:
         if self._datasets is None:
             raise JobError("the driver process was told to train without having loaded its data")
         send = self._channel.send
-        return Training(config, self._datasets, group, send, self._stop, tracer)
+        return Training(
+            config, self._datasets, group, send, self._stop, begin, self._activity, tracer
+        )
 
     def _expect(self, op: str) -> Message:
         message = self._messages.get()
@@ -143,10 +165,15 @@ class DriverProcess:
 
     def _listen(self) -> None:
         while (message := self._channel.receive()) is not None:
-            if message["op"] == "finish_step":
-                self._stop.set()
-            else:
-                self._messages.put(message)
+            match message["op"]:
+                case "finish_step":
+                    self._saves_at_end |= message["save"]
+                    self._stop.set()
+                case "saved":
+                    if self._training is not None:
+                        self._training.saves.note_done(message["step"])
+                case _:
+                    self._messages.put(message)
         os._exit(128 + signal.SIGHUP)
 
 

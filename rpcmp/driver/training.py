@@ -12,19 +12,23 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from rpcmp import data, factory
-from rpcmp.config import Config, DataConfig
+from rpcmp.config import Config
 from rpcmp.data import Batches
 from rpcmp.driver.evaluation import Evaluation, mean
 from rpcmp.driver.group import Group, Round
+from rpcmp.driver.progress import Progress
+from rpcmp.driver.saves import Saves
 from rpcmp.driver.tracer import Tracer
 from rpcmp.errors import ConfigError, FactoryError
 from rpcmp.inflight import STEPS_AHEAD
 from rpcmp.microbatch import num_samples
+from rpcmp.process.activity import Activity
 from rpcmp.process.channel import Message
+from rpcmp.sections import DataConfig
 from rpcmp.work import End, StepReport
 
 Report = Callable[[Message], None]
@@ -98,7 +102,13 @@ class Training:
         group: the stages.
         report: told of every event.
         stop: set by somebody else, ends the run after the steps that are under way.
+        begin: how far the run has come already.
+        activity: told what the driver does.
         tracer: told of every step.
+
+    Attributes:
+        progress: how far the run has come.
+        saves: when the stages save.
     """
 
     def __init__(
@@ -108,22 +118,24 @@ class Training:
         group: Group,
         report: Report,
         stop: threading.Event,
+        begin: Progress | None = None,
+        activity: Activity | None = None,
         tracer: Tracer | None = None,
     ) -> None:
         self._config = config
         self._datasets = datasets
         self._group = group
         self._report = report
-        self.step = 0
-        self.loss = float("nan")
-        self.metrics: dict[str, float] = {}
+        self.progress = begin or Progress()
+        self.saves = Saves(config, self.total_steps())
+        self._activity = activity or Activity()
         self._stop = stop
         self._tracer = tracer
         self._under_way: deque[tuple[_Step, Round]] = deque()
-        self._untold: tuple[_Step, float, float] | None = None
+        self._untold: Message | None = None
+        self._last: Message | None = None
+        self._epoch_ended_after = 0
         self._ended = 0.0
-        self._epoch = 1
-        self._losses: list[float] = []
         self._segment: list[float] = []
         self._endless = self._mini_batches()
 
@@ -139,10 +151,23 @@ class Training:
         Args:
             evaluate: evaluate after epochs and at the end, and write the report.
         """
+        self._end_epoch_again(evaluate)
         self._train(self._mini_batches(), evaluate)
         if evaluate and not self._stop.is_set():
-            self._evaluate(self._epoch)
+            self._evaluate(self.progress.epoch)
             self._write_report()
+
+    def save(self) -> None:
+        """Have all stages save what they are now, unless they do so already; waits for no disk."""
+        step, every = self.progress.step, self._config.snapshot_every_steps
+        if step == 0 or self.saves.includes(step):
+            return
+        self.saves.begin(step)
+        if self._epoch_ended_after == step and (every == 0 or step % every):
+            # No stage knows any more what it was before its scheduler stepped.
+            self.progress = replace(self.progress, has_ended_epoch=True)
+        self._tell_progress()
+        self._group.save(step)
 
     def segment(self, steps: int) -> Segment:
         """Train the next `steps` steps, and wait until all stages have done them.
@@ -168,6 +193,14 @@ class Training:
                 break
         self._drain()
 
+    def _end_epoch_again(self, evaluate: bool) -> None:
+        """What follows an epoch's last step, where the run goes on from right after it."""
+        begin = self.progress
+        if begin.batch == len(self._datasets.train) and not begin.has_ended_epoch:
+            step = _Step(begin.step, begin.epoch, True, None, None, 0.0)
+            if self._must_drain(step, evaluate):
+                self._end_epoch(step, evaluate)
+
     def _must_drain(self, step: _Step, evaluate: bool) -> bool:
         """Whether something happens after this step for which all stages must have done it."""
         steps_scheduler = self._config.steps_scheduler("epoch")
@@ -188,21 +221,28 @@ class Training:
     def _mini_batches(self) -> Iterator[_Step]:
         total = self.total_steps()
         per_epoch = len(self._datasets.train)
-        number = 0
-        for epoch in range(1, 2 + (total - 1) // per_epoch):
-            asked = time.perf_counter()
-            for inputs, targets in self._datasets.train.epoch(epoch):
+        number = self.progress.step
+        while number < total:
+            epoch, first = 1 + number // per_epoch, number % per_epoch
+            asked = self._ask_for_data(number)
+            for inputs, targets in self._datasets.train.epoch(epoch, first):
                 number += 1
                 ends_epoch = number % per_epoch == 0
                 seconds = time.perf_counter() - asked
                 yield _Step(number, epoch, ends_epoch, inputs, targets, seconds)
                 if number == total:
                     return
-                asked = time.perf_counter()
+                asked = self._ask_for_data(number)
+
+    def _ask_for_data(self, number: int) -> float:
+        self._activity.begin("data", number + 1)
+        return time.perf_counter()
 
     def _start(self, step: _Step) -> Round:
         end = End.HOLD if self._config.holds_steps else End.STEP
-        return self._group.start_step(step.inputs, step.targets, step.number, end)
+        save = self.saves.is_due(step.number)
+        self._activity.begin("step", step.number)
+        return self._group.start_step(step.inputs, step.targets, step.number, end, save)
 
     def _finish(self, step: _Step, started: Round) -> None:
         """Wait for a step; reports the one before, of which the stages have now spoken."""
@@ -211,13 +251,13 @@ class Training:
         if self._config.holds_steps:
             reports = self._group.end_step(trained.loss)
         now = time.perf_counter()
-        self.step, self.loss = step.number, trained.loss
-        self._untold = (step, trained.loss, now - self._ended)
+        self.progress = self.progress.after(step.number, step.epoch, trained.loss)
+        event = _event(step, trained.loss, now - self._ended)
+        self._last = self._untold = event
+        self._tell_progress()
         self._ended = now
         if self._config.holds_steps:
             self._tell(reports)
-        self._losses = [*(self._losses if step.epoch == self._epoch else []), trained.loss]
-        self._epoch = step.epoch
         self._segment.append(trained.loss)
         if self._tracer is not None:
             self._tracer.after_step(step.number)
@@ -226,30 +266,26 @@ class Training:
         """Report the last step that has ended, with what the stages say of it."""
         if self._untold is None:
             return
-        step, loss, seconds = self._untold
-        self._untold = None
+        event, self._untold = self._untold, None
         rates = [stage.learning_rate for stage in stages.values()]
-        self._report(
-            {
-                "event": "step",
-                "step": step.number,
-                "epoch": step.epoch,
-                "loss": loss,
-                "samples_per_s": num_samples(step.inputs) / seconds,
-                "step_s": seconds,
-                "data_share": step.data_seconds / seconds,
-                "busy": {
-                    name: sum(stages[name].busy_seconds.values()) / seconds
-                    for name in self._config.stage_names
-                    if name in stages
-                },
-                "learning_rate": next((rate for rate in rates if rate is not None), None),
-            }
-        )
+        event["busy"] = {
+            name: sum(stages[name].busy_seconds.values()) / event["step_s"]
+            for name in self._config.stage_names
+            if name in stages
+        }
+        event["learning_rate"] = next((rate for rate in rates if rate is not None), None)
+        self._report(event)
+
+    def _tell_progress(self) -> None:
+        """Tell all that has to be known to go on from here, whatever comes next."""
+        is_saved = self.saves.includes(self.progress.step)
+        progress = self.progress.message()
+        self._report({"event": "progress", **progress, "told": self._last, "is_saved": is_saved})
 
     def _end_epoch(self, step: _Step, evaluate: bool) -> None:
+        self._epoch_ended_after = step.number
         if self._config.scheduler_interval == "epoch":
-            self._group.optimizer.step_scheduler(sum(self._losses) / len(self._losses))
+            self._group.optimizer.step_scheduler(self.progress.mean_loss)
         if self._is_evaluation_due(step, evaluate) and not self._stop.is_set():
             self._evaluate(step.epoch)
 
@@ -257,21 +293,42 @@ class Training:
         if self._datasets.test is None:
             return
         parts: list[Evaluation] = []
-        for inputs, targets in self._datasets.test.epoch(epoch):
+        step = self.progress.step
+        for index, (inputs, targets) in enumerate(self._datasets.test.epoch(epoch)):
             if self._stop.is_set():
                 return
-            parts.append(self._group.evaluate(inputs, targets, self.step))
+            self._activity.begin("evaluation", step, index)
+            parts.append(self._group.evaluate(inputs, targets, step))
         total = mean(parts)
-        self.metrics = {"loss": total.loss, **total.metrics}
-        self._report({"event": "eval", "step": self.step, "epoch": epoch, **self.metrics})
+        metrics = {"loss": total.loss, **total.metrics}
+        self.progress = replace(self.progress, metrics=metrics)
+        self._report({"event": "eval", "step": step, "epoch": epoch, **metrics})
 
     def _write_report(self) -> None:
         if self._config.report is None or self._stop.is_set():
             return
+        self._activity.begin("report", self.progress.step)
         write = factory.resolve(self._config.report.callable, "report")
         kwargs = self._config.report.kwargs
         try:
-            text = str(write(lambda inputs: self._group.predict(inputs, self.step), **kwargs))
+            text = str(
+                write(lambda inputs: self._group.predict(inputs, self.progress.step), **kwargs)
+            )
         except Exception as error:
             raise FactoryError(f"report failed: {factory.explain(error)}") from error
         self._report({"event": "report", "text": text})
+
+
+def _event(step: _Step, loss: float, seconds: float) -> Message:
+    """What is told of a step, but for what the stages have to say of it."""
+    return {
+        "event": "step",
+        "step": step.number,
+        "epoch": step.epoch,
+        "loss": loss,
+        "samples_per_s": num_samples(step.inputs) / seconds,
+        "step_s": seconds,
+        "data_share": step.data_seconds / seconds,
+        "busy": {},
+        "learning_rate": None,
+    }

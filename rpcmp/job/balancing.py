@@ -16,8 +16,8 @@ from rpcmp.balance.cuts import StageHost, choose
 from rpcmp.balance.prediction import Prediction, predict
 from rpcmp.config import Config
 from rpcmp.errors import ConfigError
+from rpcmp.job.calls import require_one_each
 from rpcmp.job.hostprofiles import Measured, measure
-from rpcmp.job.stages import require_one_each
 from rpcmp.process.child import Child
 from rpcmp.process.environment import compute_environment
 

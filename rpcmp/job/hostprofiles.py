@@ -17,8 +17,8 @@ from rpcmp.config import Config
 from rpcmp.control.client import StageClient
 from rpcmp.control.options import versions
 from rpcmp.job import code
+from rpcmp.job.calls import all_of
 from rpcmp.job.localservers import LocalServers
-from rpcmp.job.stages import all_of
 from rpcmp.v1 import control_pb2 as pb
 
 

@@ -19,15 +19,24 @@ class LocalServers:
     """The same `rpcmp serve` that a host would run, as children of this process."""
 
     def __init__(self) -> None:
-        self._processes: list[asyncio.subprocess.Process] = []
+        self._processes: dict[int, asyncio.subprocess.Process] = {}
 
     async def start(self, num_stages: int) -> list[str]:
         """Start one server a stage on a free port; returns their addresses."""
         return await asyncio.gather(*(self._start(index) for index in range(num_stages)))
 
+    def is_running(self, stage_index: int) -> bool:
+        """Whether the server of a stage has not ended."""
+        return self._processes[stage_index].returncode is None
+
+    async def restart(self, stage_index: int) -> str:
+        """Start the server of one stage again, whatever became of it; returns its address."""
+        await _end(self._processes[stage_index])
+        return await self._start(stage_index)
+
     async def stop(self) -> None:
         """End all servers; returns when they are gone."""
-        await asyncio.gather(*map(_end, self._processes))
+        await asyncio.gather(*map(_end, self._processes.values()))
         self._processes.clear()
 
     async def _start(self, stage_index: int) -> str:
@@ -38,7 +47,7 @@ class LocalServers:
             stdout=asyncio.subprocess.PIPE,
             start_new_session=True,  # a Ctrl-C is for the driver, which then ends its servers
         )
-        self._processes.append(process)
+        self._processes[stage_index] = process
         if process.stdout is None:
             raise AssertionError("the process was given a pipe")
         line = b""

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rpcmp.config import Config
-from rpcmp.errors import DrainingError
+from rpcmp.errors import DrainingError, JobError
+from rpcmp.job.fleet import Fleet
 from rpcmp.job.session import Session
 from rpcmp.setting import Setting
 
@@ -48,7 +49,16 @@ class Segments:
         settings: Sequence[Setting] = (),
     ) -> None:
         endless = config.model_copy(update={"steps": ENDLESS, "epochs": None})
-        self._session = Session(endless, connect, settings=settings)
+        self._config = endless.without_recovery()
+        self._fleet = Fleet(config, connect)
+        self._settings = settings
+        self._opened: Session | None = None
+
+    @property
+    def _session(self) -> Session:
+        if self._opened is None:
+            raise JobError("these segments have not been started")
+        return self._opened
 
     async def start(self) -> None:
         """Bring the group to life.
@@ -56,6 +66,8 @@ class Segments:
         Raises:
             RpcmpError: why it cannot; call `close` all the same.
         """
+        await self._fleet.open()
+        self._opened = Session(self._config, self._fleet, settings=self._settings)
         await self._session.start()
         self._session.send({"op": "segments"})
 
@@ -82,4 +94,6 @@ class Segments:
 
     async def close(self) -> None:
         """End whatever runs and free every server."""
-        await self._session.close()
+        if self._opened is not None:
+            await self._opened.close()
+        await self._fleet.free(generation=1)

@@ -1,30 +1,42 @@
-"""One group from birth to end: stage servers claimed, workers and driver process joined.
+"""One group from birth to end: one generation of a job.
 
     (1) the driver process imports torch and plans         driver ──planned──> session
     (2) meanwhile every server is claimed and watched      session ──Prepare, Watch──> servers
-    (3) each worker gets its stage and joins               session ──Start──> servers
+    (3) each worker gets its stage and joins               session ──Start, Mirror──> servers
     (4) all have joined: the driver may train              session ──train, serve──> driver
-    (5) the end, good or bad: every server is freed        session ──Stop──> servers
+    (5) the end, good or bad: all processes are gone, what the servers hold is kept
 
 Whatever goes wrong anywhere fails `failure`, and everybody who waits for anything waits for that
-too, so the first error ends the job.
+too, so the first error ends the generation.
 """
 
 from __future__ import annotations
 
 import asyncio
-import uuid
-from collections.abc import Sequence
+import platform
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from rpcmp.config import Config
-from rpcmp.errors import DrainingError, RpcmpError, WorkerDiedError, from_wire
+from rpcmp.errors import (
+    DrainingError,
+    RpcmpError,
+    WorkerDiedError,
+    WorkerHungError,
+    from_wire,
+)
 from rpcmp.job import code
 from rpcmp.job.failure import FirstFailure, both
+from rpcmp.job.fleet import Fleet
+from rpcmp.job.restore import Holdings
 from rpcmp.job.stages import Identity, Stages
+from rpcmp.job.watchdog import Watchdog
 from rpcmp.process.channel import Message
 from rpcmp.process.child import Child
 from rpcmp.process.environment import compute_environment
+from rpcmp.process.pulse import Pulse
 from rpcmp.setting import Setting
+from rpcmp.v1 import control_pb2 as pb
 
 LEAVE_SECONDS = 15.0
 """How long the group may take to end by itself before it is ended."""
@@ -33,48 +45,79 @@ EXPLAIN_SECONDS = 2.0
 """A lost connection says little; how long to wait for the server to say why."""
 
 
+@dataclass(frozen=True)
+class Begin:
+    """Where a generation begins.
+
+    Attributes:
+        step: optimizer steps done.
+        restores: what each stage begins with, by name; empty: all start from the config.
+    """
+
+    step: int = 0
+    restores: Mapping[str, pb.Restore] = field(default_factory=dict)
+
+
+Choose = Callable[[list[str], dict[str, Holdings]], Awaitable[Begin]]
+"""Where to begin, given the stages' assignments and what their servers hold."""
+
+
+async def afresh(assignments: list[str], holdings: dict[str, Holdings]) -> Begin:
+    """From the config."""
+    return Begin()
+
+
 class Session:
     """A job's group.
 
     Args:
         config: the job.
-        connect: addresses of running stage servers; None uses the config's or, where it has
-            none, starts servers on this machine.
+        fleet: its servers, opened.
+        generation: of the group.
         load_data: whether the driver process loads the datasets of `[data]`.
         arguments, pass_fds: given to the driver process.
         settings: what the job may change to on the way.
+        choose: where to begin.
 
     Attributes:
+        generation: as given.
         draining: the name of a stage whose server is being stopped; empty: none.
-
-    Raises:
-        ConfigError: the addresses do not fit the config.
+        begin: where it began.
+        assignments: of each stage, once they are known.
     """
 
     def __init__(
         self,
         config: Config,
-        connect: Sequence[str] | None = None,
+        fleet: Fleet,
+        generation: int = 1,
         load_data: bool = True,
         arguments: Sequence[str] = (),
         pass_fds: Sequence[int] = (),
         settings: Sequence[Setting] = (),
+        choose: Choose = afresh,
     ) -> None:
         self._config = config
+        self.generation = generation
         self._load_data = load_data
         self._arguments, self._pass_fds = arguments, pass_fds
         self._settings = settings
+        self._choose = choose
         self._events: asyncio.Queue[Message] = asyncio.Queue()
         self._failure = FirstFailure()
         self._stages = Stages(
             config,
-            Identity(job_id=uuid.uuid4().hex, generation=1),
-            config.addresses if connect is None else connect,
+            Identity(fleet.job_id, generation),
+            fleet.addresses,
             self._failure,
-            self._note_draining,
+            self._note,
         )
         self._driver: Child | None = None
+        self._pulse = Pulse(config.recovery.heartbeat_timeout)
+        self._watchdog = Watchdog(config.recovery.watchdog, self._stages)
         self.draining = ""
+        self.begin = Begin()
+        self.assignments: list[str] = []
 
     async def start(self) -> None:
         """Bring the group to life; returns when the driver may train.
@@ -98,7 +141,10 @@ class Session:
         )
         both_ready = both(self._expect("planned"), self._stages.claim(files))
         planned, _ = await self._failure.unless_failed(both_ready)
-        await self._failure.unless_failed(self._join(planned["assignments"]))
+        self._failure.follow(self._end_driver_if_silent(self._driver))
+        self.assignments = planned["assignments"]
+        await self._failure.unless_failed(self._join())
+        self._failure.follow(self._watchdog.run())
 
     def send(self, message: Message) -> None:
         """Send a message to the driver process."""
@@ -106,7 +152,8 @@ class Session:
             self._driver.send(message)
 
     async def next_event(self) -> Message:
-        """What the driver process reports next; "draining" where a server is being stopped.
+        """What the driver process reports next; "draining" where a server is being stopped, and
+        "saved" where one has written its part of a checkpoint.
 
         Raises:
             RpcmpError: the job has failed.
@@ -131,31 +178,53 @@ class Session:
             await self._driver.wait(LEAVE_SECONDS)
 
     async def close(self) -> None:
-        """End whatever still runs and free every server."""
+        """End whatever still runs; the servers end their workers when nobody watches."""
         self._failure.ignore()
         if self._driver is not None:
             await self._driver.kill()
         await self._failure.close()
-        await self._stages.free()
+        await self._stages.close()
 
-    async def _join(self, assignments: list[str]) -> None:
-        await self._stages.start(assignments)
-        self.send({"op": "join", **self._stages.place(rank=len(assignments))})
+    async def _join(self) -> None:
+        self.begin = await self._choose(self.assignments, self._stages.holdings)
+        await self._stages.start(self.assignments, self.begin.restores, self.begin.step)
+        self.send({"op": "join", **self._stages.place(rank=len(self.assignments))})
         await self._expect("joined")
         await self._stages.wait_until_running()
 
     async def _listen(self, driver: Child) -> None:
         async for message in driver.messages():
-            if message["event"] == "error":
-                error = from_wire(message["error"])
-                if isinstance(error, WorkerDiedError):  # its server knows better what happened
-                    await asyncio.sleep(EXPLAIN_SECONDS)
-                raise error
-            if message["event"] == "done":  # what breaks now is the group's orderly end
-                self._failure.ignore()
+            self._pulse.beat()
+            match message["event"]:
+                case "beat":
+                    self._watchdog.note(driver.activity.read())
+                    continue
+                case "error":
+                    error = from_wire(message["error"])
+                    if isinstance(error, WorkerDiedError):  # its server knows better what happened
+                        await asyncio.sleep(EXPLAIN_SECONDS)
+                    raise error
+                case "done":  # what breaks now is the group's orderly end
+                    self._failure.ignore()
             self._events.put_nowait(message)
         code = await driver.wait()
-        raise WorkerDiedError(f"the driver process (pid {driver.pid}) ended with code {code}")
+        died = f"the driver process (pid {driver.pid}) ended with code {code}"
+        raise WorkerDiedError("\n".join(filter(None, [died, driver.stacks.read()])))
+
+    async def _end_driver_if_silent(self, driver: Child) -> None:
+        self._pulse.beat()
+        seconds = await self._pulse.lost()
+        doing = driver.activity.read()
+        raise WorkerHungError(
+            stage="driver",
+            host=platform.node(),
+            pid=driver.pid,
+            phase=doing.phase,
+            step=doing.step,
+            microbatch=doing.microbatch,
+            seconds=seconds,
+            stacks=await driver.where(),
+        )
 
     async def _expect(self, event: str) -> Message:
         while (message := await self._events.get())["event"] != event:
@@ -163,6 +232,9 @@ class Session:
                 raise DrainingError(f"the server of stage {self.draining!r} is being stopped")
         return message
 
-    def _note_draining(self, stage: str) -> None:
-        self.draining = stage
-        self._events.put_nowait({"event": "draining", "stage": stage})
+    def _note(self, event: Message) -> None:
+        if event["event"] == "draining":
+            if self.draining:
+                return
+            self.draining = event["stage"]
+        self._events.put_nowait(event)

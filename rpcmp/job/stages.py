@@ -1,24 +1,23 @@
-"""All stage servers of a job: found or started, claimed, watched, freed."""
+"""All stage servers in one generation of a job: claimed, told their stages, watched."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar, cast
+from typing import Any
 
-from rpcmp import addresses as address_rules
 from rpcmp.config import Config
 from rpcmp.control.client import StageClient
 from rpcmp.control.options import versions
-from rpcmp.errors import ConfigError, DrainingError, RpcmpError, UnreachableError, from_wire
+from rpcmp.errors import DrainingError, from_wire
+from rpcmp.job.calls import all_of
 from rpcmp.job.failure import FirstFailure
-from rpcmp.job.localservers import LocalServers
+from rpcmp.job.fleet import holdings_of
+from rpcmp.job.restore import Holdings, neighbours
 from rpcmp.members import members
+from rpcmp.process.channel import Message
 from rpcmp.v1 import control_pb2 as pb
-
-Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -40,12 +39,9 @@ class Stages:
     Args:
         config: the job.
         identity: which generation of which run.
-        addresses: of running servers, one a stage; none starts servers on this machine.
+        addresses: of the servers, one a stage.
         failure: told what goes wrong at a stage.
-        on_draining: told the name of a stage whose server is being stopped.
-
-    Raises:
-        ConfigError: not one address a stage, or one that is not on loopback.
+        report: told when a server is being stopped ("draining") and when one has saved ("saved").
     """
 
     def __init__(
@@ -54,16 +50,16 @@ class Stages:
         identity: Identity,
         addresses: Sequence[str],
         failure: FirstFailure,
-        on_draining: Callable[[str], None],
+        report: Callable[[Message], None],
     ) -> None:
-        require_one_each(config, addresses)
         self._config = config
         self._identity: dict[str, Any] = vars(identity)
         self._addresses = list(addresses)
         self._failure = failure
-        self._on_draining = on_draining
-        self._local = LocalServers()
-        self._clients: list[StageClient] = []
+        self._report = report
+        pairs = zip(config.stage_names, addresses, strict=True)
+        self._clients = [StageClient(name, address) for name, address in pairs]
+        self._claims: list[pb.PrepareResponse] = []
         self._running: set[str] = set()
         self._all_running = asyncio.Event()
 
@@ -73,12 +69,14 @@ class Stages:
         Raises:
             UnavailableError, VersionError, ConfigError: a server cannot be had.
         """
-        if not self._addresses:
-            self._addresses = await self._local.start(self._config.num_stages)
-        pairs = zip(self._config.stage_names, self._addresses, strict=True)
-        self._clients = [StageClient(name, address) for name, address in pairs]
         await all_of(client.connect() for client in self._clients)
-        await all_of(self._claim(index, code) for index in range(len(self._clients)))
+        self._claims = await all_of(self._claim(index, code) for index in range(len(self._clients)))
+
+    @property
+    def holdings(self) -> dict[str, Holdings]:
+        """Which snapshots every stage's server holds, before it is told to go on."""
+        pairs = zip(self._clients, self._claims, strict=True)
+        return {client.name: holdings_of(claim.holdings) for client, claim in pairs}
 
     def place(self, rank: int) -> dict[str, Any]:
         """Where in the group the process with `rank` is, and how it finds the others."""
@@ -89,31 +87,92 @@ class Stages:
             "rank": rank,
         }
 
-    async def start(self, assignments: Sequence[str]) -> None:
-        """Give every worker its stage; they build it and join the group."""
+    async def start(
+        self, assignments: Sequence[str], restores: Mapping[str, pb.Restore], step: int
+    ) -> None:
+        """Give every worker its stage; they build it and join the group.
+
+        Args:
+            assignments: of each stage, JSON of rpcmp.plan.Assignment.
+            restores: what each stage begins with; those that are missing start from the config.
+            step: that they then have done.
+
+        Raises:
+            CheckpointError, UnavailableError: what a stage begins with is not to be had.
+        """
+        is_mirrored = self._is_copied()
         await all_of(
             client.start(
                 pb.StartRequest(
-                    **self.place(rank), stage_name=client.name, assignment=assignments[rank]
+                    **self.place(rank),
+                    stage_name=client.name,
+                    assignment=assignments[rank],
+                    restore=restores.get(client.name),
+                    is_mirrored=is_mirrored[rank],
+                    checkpoint_folder=str(self._config.checkpoint_folder),
                 )
             )
             for rank, client in enumerate(self._clients)
+        )
+        await all_of(
+            self._clients[holder].mirror(self._mirror(index, step))
+            for index, holder in enumerate(self._holders())
+            if holder is not None
         )
 
     async def wait_until_running(self) -> None:
         """Return when every worker has joined the group."""
         await self._all_running.wait()
 
-    async def free(self) -> None:
-        """End all workers and free all servers; stop those that were started here."""
-        stop = pb.StopRequest(**self._identity)
-        await asyncio.gather(*(_try_stop(client, stop) for client in self._clients))
-        await asyncio.gather(*(client.close() for client in self._clients))
-        await self._local.stop()
+    async def inspect(self) -> dict[str, pb.InspectResponse]:
+        """What every worker does, and where in its code it is."""
+        request = pb.InspectRequest(**self._identity, stacks=True)
+        found = await asyncio.gather(
+            *(client.inspect(request) for client in self._clients), return_exceptions=True
+        )
+        return {
+            client.name: answer
+            for client, answer in zip(self._clients, found, strict=True)
+            if isinstance(answer, pb.InspectResponse)
+        }
 
-    async def _claim(self, index: int, code: list[pb.CodeFile]) -> None:
+    async def close(self) -> None:
+        """Hang up; servers that are watched free themselves and keep what they hold."""
+        await asyncio.gather(*(client.close() for client in self._clients))
+
+    def _holders(self) -> list[int | None]:
+        """Which stage's server holds each stage's snapshots as well."""
+        recovery = self._config.recovery
+        if not recovery.enabled or recovery.mirror_every_steps == 0:
+            return [None] * len(self._clients)
+        return neighbours([claim.machine for claim in self._claims])
+
+    def _is_copied(self) -> list[bool]:
+        """Whether each stage's snapshots travel to another machine, which it has to wait for."""
+        machines = [claim.machine for claim in self._claims]
+        return [
+            holder is not None and machines[holder] != machines[index]
+            for index, holder in enumerate(self._holders())
+        ]
+
+    def _mirror(self, index: int, step: int) -> pb.MirrorRequest:
+        """The order to hold the snapshots of one stage."""
+        claim = self._claims[index]
+        section = self._config.checkpoint
+        return pb.MirrorRequest(
+            **self._identity,
+            stage_name=self._clients[index].name,
+            address=self._addresses[index],
+            machine=claim.machine,
+            supervisor_pid=claim.supervisor_pid,
+            snapshot_fds=claim.snapshot_fds,
+            step=step,
+            saves=section is not None and not section.shared,
+        )
+
+    async def _claim(self, index: int, code: list[pb.CodeFile]) -> pb.PrepareResponse:
         client = self._clients[index]
-        await client.prepare(
+        claimed = await client.prepare(
             pb.PrepareRequest(
                 **self._identity,
                 job=self._config.name,
@@ -121,48 +180,25 @@ class Stages:
                 stage_index=index,
                 threads=self._config.stage(index).threads,
                 code=code,
+                heartbeat_timeout=self._config.recovery.heartbeat_timeout,
             )
         )
         self._failure.follow(self._watch(client))
+        return claimed
 
     async def _watch(self, client: StageClient) -> None:
+        saved = 0
         async for change in client.watch(pb.WatchRequest(**self._identity)):
             if change.error:
                 raise from_wire(change.error)
             if change.draining:
-                self._on_draining(client.name)
+                self._report({"event": "draining", "stage": client.name})
+            for one in change.saved:
+                if one.step > saved:
+                    saved = one.step
+                    self._report({"event": "saved", "stage": client.name, "saved": one})
             if change.state == pb.SERVER_STATE_RUNNING:
                 self._running.add(client.name)
             if len(self._running) == len(self._clients):
                 self._all_running.set()
         raise DrainingError(f"stage {client.name!r} at {client.address} ended the job")
-
-
-def require_one_each(config: Config, addresses: Sequence[str]) -> None:
-    """Check the addresses of running servers, where there are any.
-
-    Raises:
-        ConfigError: not one address a stage, or one that is not on loopback.
-    """
-    address_rules.require_loopback(addresses)
-    if addresses and len(addresses) != config.num_stages:
-        raise ConfigError(
-            f"{config.num_stages} stages need as many addresses, not {len(addresses)}: "
-            f"{', '.join(addresses)}"
-        )
-
-
-async def all_of(awaitables: Iterable[Awaitable[Result]]) -> list[Result]:
-    """Run all together; let all end, then raise the first error, or all unreachable ones."""
-    results = await asyncio.gather(*awaitables, return_exceptions=True)
-    errors = [result for result in results if isinstance(result, BaseException)]
-    if errors and all(isinstance(error, UnreachableError) for error in errors):
-        raise UnreachableError("; ".join(map(str, errors)))
-    for error in errors:
-        raise error
-    return cast(list[Result], results)
-
-
-async def _try_stop(client: StageClient, request: pb.StopRequest) -> None:
-    with contextlib.suppress(RpcmpError):  # the server is gone, free already, or another job's
-        await client.stop(request)

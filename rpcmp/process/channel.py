@@ -6,15 +6,21 @@ The end of the line is a message as well: the supervisor is gone, and the child 
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import json
 import os
 import signal
 import socket
 import sys
 import threading
-from typing import Any
+from typing import Any, NamedTuple
+
+from rpcmp.process.activity import Activity
 
 Message = dict[str, Any]
+
+STACKS_SIGNAL = signal.SIGUSR1
+"""Makes a child write down where its threads are, even one that holds the interpreter's lock."""
 
 _PR_SET_PDEATHSIG = 1
 
@@ -50,18 +56,35 @@ class Channel:
         return message
 
 
-def begin_child() -> Channel:
-    """The channel of this process, which `Child.spawn` has started.
+class Bond(NamedTuple):
+    """What holds a child and its supervisor together.
+
+    Attributes:
+        channel: to the supervisor.
+        activity: where this process notes what it does.
+        arguments: what else it was given.
+    """
+
+    channel: Channel
+    activity: Activity
+    arguments: list[str]
+
+
+def begin_child() -> Bond:
+    """The bond of this process, which `Child.spawn` has started.
 
     The supervisor decides when a child ends, so a Ctrl-C or a `systemctl stop` that reaches all
     processes must not end it; and where the supervisor dies without a word, the kernel does.
     """
-    fd, parent_pid = int(sys.argv[1]), int(sys.argv[2])
-    os.set_inheritable(fd, False)
+    fd, parent_pid, stacks, activity = map(int, sys.argv[1:5])
+    for each in (fd, stacks, activity):
+        os.set_inheritable(each, False)
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, signal.SIG_IGN)
     die_with_parent(parent_pid, signal.SIGKILL)
-    return Channel(fd)
+    faulthandler.enable(stacks)  # where it was when it crashed
+    faulthandler.register(STACKS_SIGNAL, stacks)
+    return Bond(Channel(fd), Activity(activity), sys.argv[5:])
 
 
 def die_with_parent(parent_pid: int, signum: signal.Signals) -> None:

@@ -14,10 +14,13 @@ import signal
 import socket
 import sys
 from collections.abc import AsyncGenerator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from rpcmp.errors import WorkerDiedError, from_wire
-from rpcmp.process.channel import Message
+from rpcmp.process.activity import Activity
+from rpcmp.process.channel import STACKS_SIGNAL, Message
+from rpcmp.process.stacks import Stacks
 
 MAX_MESSAGE = 64 * 2**20
 """Bytes of the longest message that a child may send."""
@@ -25,19 +28,31 @@ MAX_MESSAGE = 64 * 2**20
 LAST_WORDS_SECONDS = 0.2
 """How long after its end a child's last message may still be under way."""
 
+STACKS_SECONDS = 1.0
+"""How long a child may take to write down where it is."""
+
 
 class Child:
-    """A running `python -m MODULE` with a channel to it. Made by `spawn`."""
+    """A running `python -m MODULE` with a channel to it. Made by `spawn`.
+
+    Attributes:
+        stacks: where in its code it was when it crashed or was asked.
+        activity: what it does.
+    """
 
     def __init__(
         self,
         process: asyncio.subprocess.Process,
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
+        stacks: Stacks,
+        activity: Activity,
     ) -> None:
         self._process = process
         self._reader = reader
         self._writer = writer
+        self.stacks = stacks
+        self.activity = activity
 
     @classmethod
     async def spawn(
@@ -47,31 +62,33 @@ class Child:
         arguments: Sequence[str] = (),
         pass_fds: Sequence[int] = (),
     ) -> Child:
-        """Start `python -m module CHANNEL_FD PARENT_PID ARGUMENTS...`.
+        """Start `python -m module CHANNEL_FD PARENT_PID STACKS_FD ACTIVITY_FD ARGUMENTS...`.
 
         Its standard output goes to our standard error: ours may be somebody's data.
 
         Args:
             module: has a `__main__` that calls `rpcmp.process.channel.begin_child`.
             environment: set in addition to our own.
-            arguments: after the two that `begin_child` reads.
+            arguments: after those that `begin_child` reads.
             pass_fds: file descriptors to inherit besides the channel's.
         """
         ours, theirs = socket.socketpair()
-        with theirs:
-            fd = theirs.fileno()
+        stacks, memory = Stacks(), os.memfd_create("rpcmp-activity")
+        activity = Activity(memory)
+        with theirs, os.fdopen(memory):
+            fds = (theirs.fileno(), stacks.fd, memory)
             process = await asyncio.create_subprocess_exec(
                 sys.executable,
                 # -P: a file in the current directory must not pass for a module.
-                *("-P", "-m", module, str(fd), str(os.getpid()), *arguments),
+                *("-P", "-m", module, *map(str, (fds[0], os.getpid(), *fds[1:])), *arguments),
                 env={**os.environ, **environment},
-                pass_fds=(fd, *pass_fds),
+                pass_fds=(*fds, *pass_fds),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=sys.stderr.fileno() if _has_fd(sys.stderr) else None,
                 start_new_session=True,  # what the user's code forks is ended together with it
             )
         reader, writer = await asyncio.open_connection(sock=ours, limit=MAX_MESSAGE)
-        return cls(process, reader, writer)
+        return cls(process, reader, writer, stacks, activity)
 
     @property
     def pid(self) -> int:
@@ -148,6 +165,32 @@ class Child:
             os.killpg(self._process.pid, signal.SIGKILL)
         await self._process.wait()
         self._writer.close()
+
+    async def where(self) -> str:
+        """Where in the code its threads are, with what the kernel says of it; it goes on.
+
+        A child that is stopped has to be woken up for it.
+        """
+        state = _state(self.pid)
+        size = self.stacks.size
+        for signum in (STACKS_SIGNAL, signal.SIGCONT):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signum)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(STACKS_SECONDS):
+                while self.stacks.size == size and self.exit_code is None:
+                    await asyncio.sleep(0.05)
+                await asyncio.sleep(0.05)  # it is written line by line
+        return f"{state}\n{self.stacks.read()}"
+
+
+def _state(pid: int) -> str:
+    """ "State: T (stopped)", as the kernel says it; empty where that is not to be had."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return ""
+    return next((line.replace("\t", " ") for line in lines if line.startswith("State:")), "")
 
 
 def _has_fd(stream: object) -> bool:

@@ -53,15 +53,16 @@ class UnsplitModel:
                 module.train()
         step = 0
         for epoch in range(1, 2 + (steps - 1) // len(batches)):
-            losses = []
+            losses, total = 0, 0.0  # added one by one: `sum` rounds otherwise since Python 3.12
             for inputs, targets in batches.epoch(epoch):
                 step += 1
-                losses.append(self._step(inputs, targets, step))
-                yield losses[-1]
+                loss = self._step(inputs, targets, step)
+                losses, total = losses + 1, total + loss
+                yield loss
                 if step == steps:
                     return
             if self._config.scheduler_interval == "epoch":
-                self._step_schedulers(sum(losses) / len(losses))
+                self._step_schedulers(total / losses)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Parameters and buffers by name."""

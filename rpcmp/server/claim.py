@@ -3,24 +3,37 @@
     CLAIMED ──start──> BUILDING ──joined──> RUNNING ──left──> ENDED
        └────────────────┴── failed, exited ────┴──────────────^
 
-A claim belongs to one generation and one worker. It ends with the driver's Stop, or with the
-driver's Watch stream: a driver that died by SIGKILL frees its servers by dying.
+A claim belongs to one generation and one worker. It ends with the driver's Stop, with the Prepare
+of the next generation, or with the driver's Watch stream: a driver that died by SIGKILL frees its
+servers by dying.
+
+A worker that ends is noticed at once; one that is stopped, or that never lets go of Python's lock,
+by its heartbeat, and is ended then.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import platform
+from collections import deque
 from pathlib import Path
 
-from rpcmp.errors import WorkerDiedError, one_line, to_wire
+from rpcmp.errors import WorkerDiedError, WorkerHungError, one_line, to_wire
+from rpcmp.process.activity import NO_MICROBATCH, Doing
 from rpcmp.process.channel import Message
 from rpcmp.process.child import Child
 from rpcmp.process.environment import compute_environment
+from rpcmp.process.pulse import Pulse
 from rpcmp.server import codefolder
+from rpcmp.server.vault import Vault
 from rpcmp.v1 import control_pb2 as pb
 
 State = pb.ServerState
+
+NOTHING = Doing("", 0, NO_MICROBATCH, 0.0)
+
+SAVED_KEPT = 4
+"""How many saves a watcher that is behind can still hear of; two are under way at most."""
 
 
 class Claim:
@@ -28,9 +41,10 @@ class Claim:
 
     Args:
         request: what the driver asked for in Prepare.
+        vault: where the worker's snapshots lie.
     """
 
-    def __init__(self, request: pb.PrepareRequest) -> None:
+    def __init__(self, request: pb.PrepareRequest, vault: Vault) -> None:
         self.job = request.job
         self.job_id = request.job_id
         self.generation = request.generation
@@ -43,18 +57,30 @@ class Claim:
         self.watched = False
         self.values: dict[str, bytes] = {}
         self.changed = asyncio.Condition()
+        self.saved: deque[pb.Saved] = deque(maxlen=SAVED_KEPT)
+        self._vault = vault
+        self._pulse = Pulse(request.heartbeat_timeout)
         self._threads = request.threads
         self._folder: Path | None = None
         self._child: Child | None = None
         self._start: Message | None = None
         self._ready = False
-        self._listening: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+
+    @property
+    def doing(self) -> Doing:
+        """What the worker does, or did when it ended."""
+        return self._child.activity.read() if self._child is not None else NOTHING
 
     @property
     def worker_pid(self) -> int:
         """Process id of the worker; 0 when there is none."""
         running = self._child is not None and self._child.exit_code is None
         return self._child.pid if self._child and running else 0
+
+    def is_followed_by(self, request: pb.PrepareRequest) -> bool:
+        """Whether `request` is of the same job's next generation."""
+        return request.job_id == self.job_id and request.generation > self.generation
 
     async def open(self, code: list[pb.CodeFile]) -> None:
         """Unpack the job's code and spawn its worker.
@@ -65,13 +91,27 @@ class Claim:
         if code:
             self._folder = codefolder.unpack(code)
         environment = compute_environment(self._threads)
-        self._child = await Child.spawn("rpcmp.worker", environment)
-        self._listening = asyncio.create_task(self._listen(self._child))
+        fds = self._vault.slots.fds
+        self._child = await Child.spawn("rpcmp.worker", environment, list(map(str, fds)), fds)
+        self._tasks += [
+            asyncio.create_task(self._listen(self._child)),
+            asyncio.create_task(self._tell_mirrored()),
+        ]
 
     async def start(self, request: pb.StartRequest) -> None:
-        """Tell the worker its stage and its place in the group; it may still be importing torch."""
+        """Tell the worker its stage and its place in the group; it may still be importing torch.
+
+        Raises:
+            CheckpointError, UnavailableError: what it has to begin with is not to be had.
+        """
         self.stage_name = request.stage_name
+        restore = request.restore if request.HasField("restore") else None
+        self.step = restore.step if restore else 0
+        files = await self._vault.prepare(request.stage_name, request.checkpoint_folder, restore)
         self._start = {
+            "op": "start",
+            "restore": files,
+            "is_mirrored": request.is_mirrored,
             "assignment": request.assignment,
             "code_folder": str(self._folder) if self._folder else "",
             "rendezvous": request.rendezvous,
@@ -88,10 +128,9 @@ class Claim:
         """End the worker and remove the job's code."""
         if self._child is not None:
             await self._child.kill()
-        if self._listening is not None:
-            self._listening.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._listening
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         if self._folder is not None:
             codefolder.remove(self._folder)
         await self._become(State.SERVER_STATE_ENDED)
@@ -104,7 +143,12 @@ class Claim:
             error=self.error,
             exit_code=self.exit_code,
             num_parameters=self.num_parameters,
+            saved=self.saved,
         )
+
+    async def stacks(self) -> str:
+        """Where in the code the worker is; empty where there is none."""
+        return await self._child.where() if self._child is not None and self.worker_pid else ""
 
     async def notify(self) -> None:
         """Wake up all who wait for a change, of the state or of the store."""
@@ -130,6 +174,7 @@ class Claim:
         await self._become(State.SERVER_STATE_ENDED)
 
     async def _heard(self, message: Message) -> None:
+        self._pulse.beat()
         match message["event"]:
             case "ready":
                 self._ready = True
@@ -138,8 +183,10 @@ class Claim:
                 self.num_parameters = message["num_parameters"]
             case "joined":
                 await self._become(State.SERVER_STATE_RUNNING)
-            case "progress":
-                self.step = message["step"]
+            case "beat":
+                self.step = max(self.step, self.doing.step)
+            case "snapshot":
+                await self._snapshot_taken(message["step"])
             case "failed":
                 self.error = message["error"]
                 await self.notify()
@@ -150,9 +197,55 @@ class Claim:
         if self._ready and self._start is not None and self._child is not None:
             self._child.send(self._start)
             self._start = None
+            self._tasks.append(asyncio.create_task(self._end_if_silent(self._child)))
+
+    async def _end_if_silent(self, child: Child) -> None:
+        """End a worker that gives no sign of life, and say where it was."""
+        self._pulse.beat()
+        seconds = await self._pulse.lost()
+        if child.exit_code is None and self.state != State.SERVER_STATE_ENDED:
+            doing, where = self.doing, await child.where()
+            self.error = to_wire(
+                WorkerHungError(
+                    stage=self.stage_name,
+                    host=platform.node(),
+                    pid=child.pid,
+                    phase=doing.phase,
+                    step=doing.step,
+                    microbatch=doing.microbatch,
+                    seconds=seconds,
+                    stacks=where,
+                )
+            )
+            await child.kill()
+
+    async def _snapshot_taken(self, step: int) -> None:
+        """Somebody may wait for it; and it may have to go to the disk."""
+        await self._vault.notify()
+        self._vault.save_if_pinned(step, self._saved)
+
+    async def _saved(self, saved: pb.Saved) -> None:
+        self.saved.append(saved)
+        self._tell({"op": "saved"})
+        await self.notify()
+
+    async def _tell_mirrored(self) -> None:
+        """Tell the worker what a neighbour holds."""
+        async for step in self._vault.acknowledgements():
+            self._tell({"op": "mirrored", "step": step})
+
+    def _tell(self, message: Message) -> None:
+        if self._child is not None:
+            self._child.send(message)
 
     def _obituary(self, child: Child) -> str:
         code = self.exit_code
         how = f"was ended by signal {-code}" if code < 0 else f"exited with code {code}"
         stage = repr(self.stage_name) if self.stage_name else "this server"
-        return f"the worker of stage {stage} (pid {child.pid}) {how} at step {self.step + 1}"
+        place = f"on {platform.node()} (pid {child.pid})"
+        doing = self.doing
+        of = "" if doing.microbatch < 0 else f" of micro-batch {doing.microbatch}"
+        what = f" in {doing.phase}{of}" if doing.phase else ""
+        step = f" at step {doing.step}" if doing.step else ""
+        died = f"the worker of stage {stage} {place} {how}{what}{step}"
+        return "\n".join(filter(None, [died, child.stacks.read()]))

@@ -7,11 +7,14 @@ raises the very error that the server did.
 from __future__ import annotations
 
 import functools
+import os
+import platform
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import grpc
 
+from rpcmp.control.options import machine
 from rpcmp.errors import JobError, RpcmpError, one_line, to_wire
 from rpcmp.v1 import control_pb2 as pb
 from rpcmp.v1 import control_pb2_grpc
@@ -62,7 +65,15 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         self, request: pb.PrepareRequest, grpc_context: GrpcContext
     ) -> pb.PrepareResponse:
         claim = await self._server.prepare(request)
-        return pb.PrepareResponse(generation=claim.generation, worker_pid=claim.worker_pid)
+        vault = self._server.vault
+        return pb.PrepareResponse(
+            generation=claim.generation,
+            worker_pid=claim.worker_pid,
+            holdings=vault.holdings(),
+            machine=machine(),
+            supervisor_pid=os.getpid(),
+            snapshot_fds=vault.slots.fds,
+        )
 
     @answers_errors
     async def Start(self, request: pb.StartRequest, grpc_context: GrpcContext) -> pb.StartResponse:
@@ -89,6 +100,17 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
 
     @answers_errors
     async def Stop(self, request: pb.StopRequest, grpc_context: GrpcContext) -> pb.StopResponse:
-        claim = self._server.claimed_by(request.job_id, request.generation)
-        await self._server.release(claim)
+        await self._server.end(request.job_id, request.generation)
         return pb.StopResponse(generation=request.generation)
+
+    @answers_errors
+    async def Inspect(
+        self, request: pb.InspectRequest, grpc_context: GrpcContext
+    ) -> pb.InspectResponse:
+        claim = self._server.claimed_by(request.job_id, request.generation)
+        return pb.InspectResponse(
+            generation=claim.generation,
+            host=platform.node(),
+            doing=pb.Doing(**claim.doing._asdict()),
+            stacks=await claim.stacks() if request.stacks else "",
+        )

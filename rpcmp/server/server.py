@@ -1,34 +1,38 @@
-"""A stage server: health, control and rendezvous on one port, and at most one job at a time."""
+"""A stage server: health, control, snapshots, rendezvous on one port; one job at a time."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import os
-import platform
 from collections.abc import AsyncIterator
-from pathlib import Path
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from rpcmp.control.options import SERVER_OPTIONS, differences, versions
+from rpcmp.control.options import SERVER_OPTIONS, differences, machine, versions
 from rpcmp.errors import BusyError, ConfigError, DrainingError, VersionError
 from rpcmp.server import codefolder, profiling
 from rpcmp.server.claim import Claim, State
 from rpcmp.server.control import ControlServicer
 from rpcmp.server.rendezvous import RendezvousServicer
+from rpcmp.server.snapshots import SnapshotsServicer
+from rpcmp.server.vault import Vault
 from rpcmp.v1 import control_pb2 as pb
 from rpcmp.v1.control_pb2_grpc import (
     add_ControlServicer_to_server,
     add_RendezvousServicer_to_server,
+    add_SnapshotsServicer_to_server,
 )
 
-SERVICES = ("", "rpcmp.v1.Control", "rpcmp.v1.Rendezvous")
+SERVICES = ("", "rpcmp.v1.Control", "rpcmp.v1.Rendezvous", "rpcmp.v1.Snapshots")
 """What the health service answers for; "" is the server as a whole."""
 
 UNWATCHED_SECONDS = 5.0
 """How long a claim lives that no driver watches."""
+
+KEEP_SECONDS = 600.0
+"""How long a driver that was lost may take to come back for its snapshots."""
 
 DRAIN_SECONDS = 30.0
 """How long a server that drains waits for the job to end after its current step."""
@@ -38,15 +42,22 @@ class StageServer:
     """One stage's server, from `start` to `drain`.
 
     Args:
-        stage_index, replica: which stage it serves.
+        stage_index, replica: which stage it serves; None: any, as a spare.
         accept_code: whether jobs may bring Python files along.
+
+    Attributes:
+        draining: whether it takes no new job.
+        claim: the job that it works for.
+        vault: the snapshots that it holds.
+        drain_requested: set as soon as it has to stop.
     """
 
-    def __init__(self, stage_index: int, replica: int = 0, accept_code: bool = True) -> None:
+    def __init__(self, stage_index: int | None, replica: int = 0, accept_code: bool = True) -> None:
         self.stage_index = stage_index
         self.replica = replica
         self.draining = False
         self.claim: Claim | None = None
+        self.vault = Vault()
         self._accept_code = accept_code
         self._profiling = ""
         self._versions = versions()
@@ -58,6 +69,7 @@ class StageServer:
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc)
         add_ControlServicer_to_server(ControlServicer(self), self._grpc)
         add_RendezvousServicer_to_server(RendezvousServicer(self), self._grpc)
+        add_SnapshotsServicer_to_server(SnapshotsServicer(self), self._grpc)
 
     async def start(self, host: str, port: int) -> int:
         """Listen; returns the port, which is a free one for port 0.
@@ -110,13 +122,17 @@ class StageServer:
             self._idle.set()
 
     async def prepare(self, request: pb.PrepareRequest) -> Claim:
-        """Claim this server for a job.
+        """Claim this server for a job, or for its next generation.
 
         Raises:
             DrainingError, BusyError, VersionError, ConfigError: why not.
         """
         self._check(request)
-        claim = self.claim = Claim(request)
+        await self.release(self.claim)
+        self._check(request)  # somebody else may have been faster
+        await self.vault.open(request.job_id)
+        await self.vault.pause()
+        claim = self.claim = Claim(request, self.vault)
         self._idle.clear()
         try:
             await claim.open(list(request.code))
@@ -131,8 +147,20 @@ class StageServer:
         if claim is not None and claim is self.claim:
             self.claim = None
             await claim.close()
+            asyncio.get_running_loop().call_later(KEEP_SECONDS, self._forget, claim)
             if self.claim is None:  # no new job has come meanwhile
                 self._idle.set()
+
+    async def end(self, job_id: str, generation: int) -> None:
+        """End a job for good: nobody will ask for its snapshots any more.
+
+        Raises:
+            BusyError: the server works for somebody else.
+        """
+        if self.claim is not None or self.vault.job_id != job_id:
+            await self.release(self.claimed_by(job_id, generation))
+        if self.claim is None:
+            await self.vault.clear()
 
     def claimed_by(self, job_id: str, generation: int) -> Claim:
         """The current claim, which must be that of the caller.
@@ -167,13 +195,16 @@ class StageServer:
     def describe(self) -> pb.DescribeResponse:
         """Who this server is and what it does."""
         answer = pb.DescribeResponse(
-            stage_index=self.stage_index,
+            stage_index=self.stage_index or 0,
+            spare=self.stage_index is None,
             replica=self.replica,
             state=State.SERVER_STATE_IDLE,
             draining=self.draining,
             versions=self._versions,
             supervisor_pid=os.getpid(),
-            machine=_machine(),
+            machine=machine(),
+            holdings_of=self.vault.job_id,
+            holdings=self.vault.holdings(),
         )
         if self._profiling:
             answer.state, answer.job = State.SERVER_STATE_PROFILING, self._profiling
@@ -190,11 +221,12 @@ class StageServer:
     def _check(self, request: pb.PrepareRequest) -> None:
         if self.draining:
             raise DrainingError("the server is being stopped")
-        if self.claim is not None:
+        if self.claim is not None and not self.claim.is_followed_by(request):
             raise BusyError(f"busy with job {self.claim.job!r}")
         if self._profiling:
             raise BusyError(f"busy profiling job {self._profiling!r}")
-        if (request.stage_index, request.replica) != (self.stage_index, self.replica):
+        place = (request.stage_index, request.replica)
+        if self.stage_index is not None and place != (self.stage_index, self.replica):
             raise ConfigError(
                 f"serves stage {self.stage_index} replica {self.replica}, not stage "
                 f"{request.stage_index} replica {request.replica}; check `addresses`"
@@ -207,6 +239,11 @@ class StageServer:
                 "install the model's package on the host and set ship_code = false"
             )
 
+    def _forget(self, claim: Claim) -> None:
+        """Let go of the snapshots of a driver that has not come back."""
+        if self.claim is None and self.vault.job_id == claim.job_id:
+            self._releasing = asyncio.ensure_future(self.vault.clear())
+
     def _release_unwatched(self, claim: Claim) -> None:
         if not claim.watched and claim is self.claim:
             self._releasing = asyncio.ensure_future(self.release(claim))
@@ -214,14 +251,6 @@ class StageServer:
     async def _set_health(self, status: health_pb2.HealthCheckResponse.ServingStatus) -> None:
         for service in SERVICES:
             await self._health.set(service, status)
-
-
-def _machine() -> str:
-    """The same for all servers that share a kernel, and with it processors and memory."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return platform.node()
 
 
 def _resident_bytes(pid: int) -> int:

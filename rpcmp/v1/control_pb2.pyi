@@ -125,6 +125,9 @@ class DescribeResponse(_message.Message):
     NUM_PARAMETERS_FIELD_NUMBER: _builtins.int
     WORKER_MEMORY_FIELD_NUMBER: _builtins.int
     MACHINE_FIELD_NUMBER: _builtins.int
+    SPARE_FIELD_NUMBER: _builtins.int
+    HOLDINGS_OF_FIELD_NUMBER: _builtins.int
+    HOLDINGS_FIELD_NUMBER: _builtins.int
     stage_index: _builtins.int
     replica: _builtins.int
     state: Global___ServerState.ValueType
@@ -142,8 +145,14 @@ class DescribeResponse(_message.Message):
     """resident bytes"""
     machine: _builtins.str
     """equal for servers that share processors"""
+    spare: _builtins.bool
+    """takes any stage; stage_index and replica mean nothing"""
+    holdings_of: _builtins.str
+    """job_id of the run whose snapshots it holds"""
     @_builtins.property
     def versions(self) -> Global___Versions: ...
+    @_builtins.property
+    def holdings(self) -> _containers.RepeatedCompositeFieldContainer[Global___Holding]: ...
     def __init__(
         self,
         *,
@@ -161,10 +170,13 @@ class DescribeResponse(_message.Message):
         num_parameters: _builtins.int = ...,
         worker_memory: _builtins.int = ...,
         machine: _builtins.str = ...,
+        spare: _builtins.bool = ...,
+        holdings_of: _builtins.str = ...,
+        holdings: _abc.Iterable[Global___Holding] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["versions", b"versions"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "generation", b"generation", "job", b"job", "machine", b"machine", "num_parameters", b"num_parameters", "replica", b"replica", "stage_index", b"stage_index", "stage_name", b"stage_name", "state", b"state", "step", b"step", "supervisor_pid", b"supervisor_pid", "versions", b"versions", "worker_memory", b"worker_memory", "worker_pid", b"worker_pid"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "generation", b"generation", "holdings", b"holdings", "holdings_of", b"holdings_of", "job", b"job", "machine", b"machine", "num_parameters", b"num_parameters", "replica", b"replica", "spare", b"spare", "stage_index", b"stage_index", "stage_name", b"stage_name", "state", b"state", "step", b"step", "supervisor_pid", b"supervisor_pid", "versions", b"versions", "worker_memory", b"worker_memory", "worker_pid", b"worker_pid"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -205,6 +217,7 @@ class PrepareRequest(_message.Message):
     REPLICA_FIELD_NUMBER: _builtins.int
     THREADS_FIELD_NUMBER: _builtins.int
     CODE_FIELD_NUMBER: _builtins.int
+    HEARTBEAT_TIMEOUT_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     """the name that people see"""
     job_id: _builtins.str
@@ -214,6 +227,8 @@ class PrepareRequest(_message.Message):
     replica: _builtins.int
     threads: _builtins.int
     """of the worker's compute, for OpenMP and MKL"""
+    heartbeat_timeout: _builtins.float
+    """seconds without a sign of life after which a worker is ended"""
     @_builtins.property
     def versions(self) -> Global___Versions: ...
     @_builtins.property
@@ -229,10 +244,11 @@ class PrepareRequest(_message.Message):
         replica: _builtins.int = ...,
         threads: _builtins.int = ...,
         code: _abc.Iterable[Global___CodeFile] | None = ...,
+        heartbeat_timeout: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["versions", b"versions"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["code", b"code", "generation", b"generation", "job", b"job", "job_id", b"job_id", "replica", b"replica", "stage_index", b"stage_index", "threads", b"threads", "versions", b"versions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["code", b"code", "generation", b"generation", "heartbeat_timeout", b"heartbeat_timeout", "job", b"job", "job_id", b"job_id", "replica", b"replica", "stage_index", b"stage_index", "threads", b"threads", "versions", b"versions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -244,21 +260,63 @@ class PrepareResponse(_message.Message):
 
     GENERATION_FIELD_NUMBER: _builtins.int
     WORKER_PID_FIELD_NUMBER: _builtins.int
+    HOLDINGS_FIELD_NUMBER: _builtins.int
+    MACHINE_FIELD_NUMBER: _builtins.int
+    SUPERVISOR_PID_FIELD_NUMBER: _builtins.int
+    SNAPSHOT_FDS_FIELD_NUMBER: _builtins.int
     generation: _builtins.int
     worker_pid: _builtins.int
+    machine: _builtins.str
+    supervisor_pid: _builtins.int
+    @_builtins.property
+    def holdings(self) -> _containers.RepeatedCompositeFieldContainer[Global___Holding]: ...
+    @_builtins.property
+    def snapshot_fds(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """of the supervisor, see rpcmp.snapshot.slots"""
+
     def __init__(
         self,
         *,
         generation: _builtins.int = ...,
         worker_pid: _builtins.int = ...,
+        holdings: _abc.Iterable[Global___Holding] | None = ...,
+        machine: _builtins.str = ...,
+        supervisor_pid: _builtins.int = ...,
+        snapshot_fds: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "worker_pid", b"worker_pid"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "holdings", b"holdings", "machine", b"machine", "snapshot_fds", b"snapshot_fds", "supervisor_pid", b"supervisor_pid", "worker_pid", b"worker_pid"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PrepareResponse: _TypeAlias = PrepareResponse  # noqa: Y015
+
+@_typing.final
+class Holding(_message.Message):
+    """The snapshots of one stage that a server holds, its own or a neighbour's."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STAGE_NAME_FIELD_NUMBER: _builtins.int
+    STEPS_FIELD_NUMBER: _builtins.int
+    stage_name: _builtins.str
+    """empty: that of the server itself"""
+    @_builtins.property
+    def steps(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        stage_name: _builtins.str = ...,
+        steps: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["stage_name", b"stage_name", "steps", b"steps"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Holding: _TypeAlias = Holding  # noqa: Y015
 
 @_typing.final
 class ProfileRequest(_message.Message):
@@ -321,6 +379,9 @@ class StartRequest(_message.Message):
     RENDEZVOUS_FIELD_NUMBER: _builtins.int
     RANK_FIELD_NUMBER: _builtins.int
     MEMBERS_FIELD_NUMBER: _builtins.int
+    RESTORE_FIELD_NUMBER: _builtins.int
+    IS_MIRRORED_FIELD_NUMBER: _builtins.int
+    CHECKPOINT_FOLDER_FIELD_NUMBER: _builtins.int
     job_id: _builtins.str
     generation: _builtins.int
     stage_name: _builtins.str
@@ -329,9 +390,17 @@ class StartRequest(_message.Message):
     rendezvous: _builtins.str
     """HOST:PORT of the server that serves Rendezvous for this job"""
     rank: _builtins.int
+    is_mirrored: _builtins.bool
+    """whether another host holds this stage's snapshots as well"""
+    checkpoint_folder: _builtins.str
+    """absolute; where snapshots that are to be saved go"""
     @_builtins.property
     def members(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """RPC names, by rank"""
+
+    @_builtins.property
+    def restore(self) -> Global___Restore:
+        """absent: the stage starts from the config"""
 
     def __init__(
         self,
@@ -343,14 +412,78 @@ class StartRequest(_message.Message):
         rendezvous: _builtins.str = ...,
         rank: _builtins.int = ...,
         members: _abc.Iterable[_builtins.str] | None = ...,
+        restore: Global___Restore | None = ...,
+        is_mirrored: _builtins.bool = ...,
+        checkpoint_folder: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["restore", b"restore"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["assignment", b"assignment", "generation", b"generation", "job_id", b"job_id", "members", b"members", "rank", b"rank", "rendezvous", b"rendezvous", "stage_name", b"stage_name"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["assignment", b"assignment", "checkpoint_folder", b"checkpoint_folder", "generation", b"generation", "is_mirrored", b"is_mirrored", "job_id", b"job_id", "members", b"members", "rank", b"rank", "rendezvous", b"rendezvous", "restore", b"restore", "stage_name", b"stage_name"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StartRequest: _TypeAlias = StartRequest  # noqa: Y015
+
+@_typing.final
+class Restore(_message.Message):
+    """The state that a fresh worker begins with: a snapshot, or files of a checkpoint."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STEP_FIELD_NUMBER: _builtins.int
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    FILES_FIELD_NUMBER: _builtins.int
+    step: _builtins.int
+    address: _builtins.str
+    """of the server to fetch the snapshot from; empty: it is here"""
+    @_builtins.property
+    def files(self) -> _containers.RepeatedCompositeFieldContainer[Global___CheckpointFile]:
+        """empty: a snapshot"""
+
+    def __init__(
+        self,
+        *,
+        step: _builtins.int = ...,
+        address: _builtins.str = ...,
+        files: _abc.Iterable[Global___CheckpointFile] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "files", b"files", "step", b"step"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Restore: _TypeAlias = Restore  # noqa: Y015
+
+@_typing.final
+class CheckpointFile(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PATH_FIELD_NUMBER: _builtins.int
+    SHA256_FIELD_NUMBER: _builtins.int
+    SIZE_FIELD_NUMBER: _builtins.int
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    path: _builtins.str
+    """absolute"""
+    sha256: _builtins.str
+    size: _builtins.int
+    address: _builtins.str
+    """of the server to fetch it from; empty: it is here"""
+    def __init__(
+        self,
+        *,
+        path: _builtins.str = ...,
+        sha256: _builtins.str = ...,
+        size: _builtins.int = ...,
+        address: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "path", b"path", "sha256", b"sha256", "size", b"size"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CheckpointFile: _TypeAlias = CheckpointFile  # noqa: Y015
 
 @_typing.final
 class StartResponse(_message.Message):
@@ -403,6 +536,7 @@ class WatchResponse(_message.Message):
     ERROR_FIELD_NUMBER: _builtins.int
     EXIT_CODE_FIELD_NUMBER: _builtins.int
     NUM_PARAMETERS_FIELD_NUMBER: _builtins.int
+    SAVED_FIELD_NUMBER: _builtins.int
     generation: _builtins.int
     state: Global___ServerState.ValueType
     draining: _builtins.bool
@@ -411,6 +545,10 @@ class WatchResponse(_message.Message):
     exit_code: _builtins.int
     """of the worker; -n: ended by signal n"""
     num_parameters: _builtins.int
+    @_builtins.property
+    def saved(self) -> _containers.RepeatedCompositeFieldContainer[Global___Saved]:
+        """the last few, oldest first"""
+
     def __init__(
         self,
         *,
@@ -420,14 +558,396 @@ class WatchResponse(_message.Message):
         error: _builtins.str = ...,
         exit_code: _builtins.int = ...,
         num_parameters: _builtins.int = ...,
+        saved: _abc.Iterable[Global___Saved] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "error", b"error", "exit_code", b"exit_code", "generation", b"generation", "num_parameters", b"num_parameters", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "error", b"error", "exit_code", b"exit_code", "generation", b"generation", "num_parameters", b"num_parameters", "saved", b"saved", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WatchResponse: _TypeAlias = WatchResponse  # noqa: Y015
+
+@_typing.final
+class Saved(_message.Message):
+    """What became of a snapshot that had to be written to a disk."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STEP_FIELD_NUMBER: _builtins.int
+    FILE_FIELD_NUMBER: _builtins.int
+    SHA256_FIELD_NUMBER: _builtins.int
+    SIZE_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    HOST_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    step: _builtins.int
+    file: _builtins.str
+    sha256: _builtins.str
+    size: _builtins.int
+    state: _builtins.str
+    """JSON: learning rates, scheduler"""
+    host: _builtins.str
+    error: _builtins.str
+    """empty: it is on the disk"""
+    def __init__(
+        self,
+        *,
+        step: _builtins.int = ...,
+        file: _builtins.str = ...,
+        sha256: _builtins.str = ...,
+        size: _builtins.int = ...,
+        state: _builtins.str = ...,
+        host: _builtins.str = ...,
+        error: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "file", b"file", "host", b"host", "sha256", b"sha256", "size", b"size", "state", b"state", "step", b"step"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Saved: _TypeAlias = Saved  # noqa: Y015
+
+@_typing.final
+class InspectRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_ID_FIELD_NUMBER: _builtins.int
+    GENERATION_FIELD_NUMBER: _builtins.int
+    STACKS_FIELD_NUMBER: _builtins.int
+    job_id: _builtins.str
+    generation: _builtins.int
+    stacks: _builtins.bool
+    def __init__(
+        self,
+        *,
+        job_id: _builtins.str = ...,
+        generation: _builtins.int = ...,
+        stacks: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "job_id", b"job_id", "stacks", b"stacks"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___InspectRequest: _TypeAlias = InspectRequest  # noqa: Y015
+
+@_typing.final
+class InspectResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GENERATION_FIELD_NUMBER: _builtins.int
+    HOST_FIELD_NUMBER: _builtins.int
+    DOING_FIELD_NUMBER: _builtins.int
+    STACKS_FIELD_NUMBER: _builtins.int
+    generation: _builtins.int
+    host: _builtins.str
+    stacks: _builtins.str
+    @_builtins.property
+    def doing(self) -> Global___Doing: ...
+    def __init__(
+        self,
+        *,
+        generation: _builtins.int = ...,
+        host: _builtins.str = ...,
+        doing: Global___Doing | None = ...,
+        stacks: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["doing", b"doing"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["doing", b"doing", "generation", b"generation", "host", b"host", "stacks", b"stacks"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___InspectResponse: _TypeAlias = InspectResponse  # noqa: Y015
+
+@_typing.final
+class Doing(_message.Message):
+    """What a worker was doing when it was last heard of."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PHASE_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    MICROBATCH_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
+    phase: _builtins.str
+    """empty: it waits for others"""
+    step: _builtins.int
+    microbatch: _builtins.int
+    """-1: none"""
+    seconds: _builtins.float
+    """in this phase, or waiting"""
+    def __init__(
+        self,
+        *,
+        phase: _builtins.str = ...,
+        step: _builtins.int = ...,
+        microbatch: _builtins.int = ...,
+        seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["microbatch", b"microbatch", "phase", b"phase", "seconds", b"seconds", "step", b"step"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Doing: _TypeAlias = Doing  # noqa: Y015
+
+@_typing.final
+class FetchRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_ID_FIELD_NUMBER: _builtins.int
+    STAGE_NAME_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    NEWER_FIELD_NUMBER: _builtins.int
+    PATH_FIELD_NUMBER: _builtins.int
+    job_id: _builtins.str
+    stage_name: _builtins.str
+    step: _builtins.int
+    """exactly this one"""
+    newer: _builtins.bool
+    """the next one after it"""
+    path: _builtins.str
+    """a file of a checkpoint instead"""
+    def __init__(
+        self,
+        *,
+        job_id: _builtins.str = ...,
+        stage_name: _builtins.str = ...,
+        step: _builtins.int = ...,
+        newer: _builtins.bool = ...,
+        path: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["job_id", b"job_id", "newer", b"newer", "path", b"path", "stage_name", b"stage_name", "step", b"step"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FetchRequest: _TypeAlias = FetchRequest  # noqa: Y015
+
+@_typing.final
+class FetchResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STEP_FIELD_NUMBER: _builtins.int
+    SIZE_FIELD_NUMBER: _builtins.int
+    IS_SAVED_FIELD_NUMBER: _builtins.int
+    DATA_FIELD_NUMBER: _builtins.int
+    step: _builtins.int
+    size: _builtins.int
+    is_saved: _builtins.bool
+    """whether it goes to a disk"""
+    data: _builtins.bytes
+    def __init__(
+        self,
+        *,
+        step: _builtins.int = ...,
+        size: _builtins.int = ...,
+        is_saved: _builtins.bool = ...,
+        data: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "is_saved", b"is_saved", "size", b"size", "step", b"step"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FetchResponse: _TypeAlias = FetchResponse  # noqa: Y015
+
+@_typing.final
+class SaveRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_ID_FIELD_NUMBER: _builtins.int
+    STAGE_NAME_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    FOLDER_FIELD_NUMBER: _builtins.int
+    job_id: _builtins.str
+    stage_name: _builtins.str
+    step: _builtins.int
+    folder: _builtins.str
+    def __init__(
+        self,
+        *,
+        job_id: _builtins.str = ...,
+        stage_name: _builtins.str = ...,
+        step: _builtins.int = ...,
+        folder: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["folder", b"folder", "job_id", b"job_id", "stage_name", b"stage_name", "step", b"step"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SaveRequest: _TypeAlias = SaveRequest  # noqa: Y015
+
+@_typing.final
+class SaveResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SAVED_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def saved(self) -> Global___Saved: ...
+    def __init__(
+        self,
+        *,
+        saved: Global___Saved | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["saved", b"saved"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["saved", b"saved"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SaveResponse: _TypeAlias = SaveResponse  # noqa: Y015
+
+@_typing.final
+class MirrorRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_ID_FIELD_NUMBER: _builtins.int
+    GENERATION_FIELD_NUMBER: _builtins.int
+    STAGE_NAME_FIELD_NUMBER: _builtins.int
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    MACHINE_FIELD_NUMBER: _builtins.int
+    SUPERVISOR_PID_FIELD_NUMBER: _builtins.int
+    SNAPSHOT_FDS_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    SAVES_FIELD_NUMBER: _builtins.int
+    job_id: _builtins.str
+    generation: _builtins.int
+    stage_name: _builtins.str
+    address: _builtins.str
+    machine: _builtins.str
+    supervisor_pid: _builtins.int
+    step: _builtins.int
+    """what it goes on from; later snapshots are of a time undone"""
+    saves: _builtins.bool
+    """whether what goes to its disk goes to this host's as well"""
+    @_builtins.property
+    def snapshot_fds(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        job_id: _builtins.str = ...,
+        generation: _builtins.int = ...,
+        stage_name: _builtins.str = ...,
+        address: _builtins.str = ...,
+        machine: _builtins.str = ...,
+        supervisor_pid: _builtins.int = ...,
+        snapshot_fds: _abc.Iterable[_builtins.int] | None = ...,
+        step: _builtins.int = ...,
+        saves: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "generation", b"generation", "job_id", b"job_id", "machine", b"machine", "saves", b"saves", "snapshot_fds", b"snapshot_fds", "stage_name", b"stage_name", "step", b"step", "supervisor_pid", b"supervisor_pid"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MirrorRequest: _TypeAlias = MirrorRequest  # noqa: Y015
+
+@_typing.final
+class MirrorResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GENERATION_FIELD_NUMBER: _builtins.int
+    generation: _builtins.int
+    def __init__(
+        self,
+        *,
+        generation: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MirrorResponse: _TypeAlias = MirrorResponse  # noqa: Y015
+
+@_typing.final
+class CheckRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FILES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def files(self) -> _containers.RepeatedCompositeFieldContainer[Global___CheckpointFile]: ...
+    def __init__(
+        self,
+        *,
+        files: _abc.Iterable[Global___CheckpointFile] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["files", b"files"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CheckRequest: _TypeAlias = CheckRequest  # noqa: Y015
+
+@_typing.final
+class CheckResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STATES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def states(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """"ok", "missing" or "damaged", of each file"""
+
+    def __init__(
+        self,
+        *,
+        states: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["states", b"states"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CheckResponse: _TypeAlias = CheckResponse  # noqa: Y015
+
+@_typing.final
+class RemoveRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FOLDER_FIELD_NUMBER: _builtins.int
+    folder: _builtins.str
+    """one checkpoint's, absolute"""
+    def __init__(
+        self,
+        *,
+        folder: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["folder", b"folder"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RemoveRequest: _TypeAlias = RemoveRequest  # noqa: Y015
+
+@_typing.final
+class RemoveResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RemoveResponse: _TypeAlias = RemoveResponse  # noqa: Y015
 
 @_typing.final
 class DrainRequest(_message.Message):

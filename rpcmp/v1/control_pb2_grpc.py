@@ -28,6 +28,8 @@ if _version_not_supported:
 class ControlStub:
     """One server, one stage. A server belongs to at most one job at a time: Prepare claims it, the
     Watch stream keeps the claim alive, and the end of that stream, for whatever reason, frees it.
+    A Prepare of the same job with a higher generation replaces the claim: its worker is ended and a
+    fresh one spawned, while the stage's snapshots stay.
     """
 
     def __init__(self, channel):
@@ -71,11 +73,18 @@ class ControlStub:
                 request_serializer=rpcmp_dot_v1_dot_control__pb2.StopRequest.SerializeToString,
                 response_deserializer=rpcmp_dot_v1_dot_control__pb2.StopResponse.FromString,
                 _registered_method=True)
+        self.Inspect = channel.unary_unary(
+                '/rpcmp.v1.Control/Inspect',
+                request_serializer=rpcmp_dot_v1_dot_control__pb2.InspectRequest.SerializeToString,
+                response_deserializer=rpcmp_dot_v1_dot_control__pb2.InspectResponse.FromString,
+                _registered_method=True)
 
 
 class ControlServicer:
     """One server, one stage. A server belongs to at most one job at a time: Prepare claims it, the
     Watch stream keeps the claim alive, and the end of that stream, for whatever reason, frees it.
+    A Prepare of the same job with a higher generation replaces the claim: its worker is ended and a
+    fresh one spawned, while the stage's snapshots stay.
     """
 
     def Describe(self, request, context):
@@ -123,7 +132,14 @@ class ControlServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Stop(self, request, context):
-        """Ends the job's worker and frees the server for the next job.
+        """Ends the job's worker and frees the server for the next job; its snapshots go.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Inspect(self, request, context):
+        """Says what the worker does at this moment, and where its Python code is.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -167,6 +183,11 @@ def add_ControlServicer_to_server(servicer, server):
                     request_deserializer=rpcmp_dot_v1_dot_control__pb2.StopRequest.FromString,
                     response_serializer=rpcmp_dot_v1_dot_control__pb2.StopResponse.SerializeToString,
             ),
+            'Inspect': grpc.unary_unary_rpc_method_handler(
+                    servicer.Inspect,
+                    request_deserializer=rpcmp_dot_v1_dot_control__pb2.InspectRequest.FromString,
+                    response_serializer=rpcmp_dot_v1_dot_control__pb2.InspectResponse.SerializeToString,
+            ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
             'rpcmp.v1.Control', rpc_method_handlers)
@@ -178,6 +199,8 @@ def add_ControlServicer_to_server(servicer, server):
 class Control:
     """One server, one stage. A server belongs to at most one job at a time: Prepare claims it, the
     Watch stream keeps the claim alive, and the end of that stream, for whatever reason, frees it.
+    A Prepare of the same job with a higher generation replaces the claim: its worker is ended and a
+    fresh one spawned, while the stage's snapshots stay.
     """
 
     @staticmethod
@@ -359,6 +382,289 @@ class Control:
             '/rpcmp.v1.Control/Stop',
             rpcmp_dot_v1_dot_control__pb2.StopRequest.SerializeToString,
             rpcmp_dot_v1_dot_control__pb2.StopResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Inspect(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rpcmp.v1.Control/Inspect',
+            rpcmp_dot_v1_dot_control__pb2.InspectRequest.SerializeToString,
+            rpcmp_dot_v1_dot_control__pb2.InspectResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+
+class SnapshotsStub:
+    """A stage's snapshots: what it was right after its last optimizer steps, held by its own server and
+    by a neighbour's. They outlive workers, and a lost connection to the driver.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.Fetch = channel.unary_stream(
+                '/rpcmp.v1.Snapshots/Fetch',
+                request_serializer=rpcmp_dot_v1_dot_control__pb2.FetchRequest.SerializeToString,
+                response_deserializer=rpcmp_dot_v1_dot_control__pb2.FetchResponse.FromString,
+                _registered_method=True)
+        self.Save = channel.unary_unary(
+                '/rpcmp.v1.Snapshots/Save',
+                request_serializer=rpcmp_dot_v1_dot_control__pb2.SaveRequest.SerializeToString,
+                response_deserializer=rpcmp_dot_v1_dot_control__pb2.SaveResponse.FromString,
+                _registered_method=True)
+        self.Mirror = channel.unary_unary(
+                '/rpcmp.v1.Snapshots/Mirror',
+                request_serializer=rpcmp_dot_v1_dot_control__pb2.MirrorRequest.SerializeToString,
+                response_deserializer=rpcmp_dot_v1_dot_control__pb2.MirrorResponse.FromString,
+                _registered_method=True)
+        self.Check = channel.unary_unary(
+                '/rpcmp.v1.Snapshots/Check',
+                request_serializer=rpcmp_dot_v1_dot_control__pb2.CheckRequest.SerializeToString,
+                response_deserializer=rpcmp_dot_v1_dot_control__pb2.CheckResponse.FromString,
+                _registered_method=True)
+        self.Remove = channel.unary_unary(
+                '/rpcmp.v1.Snapshots/Remove',
+                request_serializer=rpcmp_dot_v1_dot_control__pb2.RemoveRequest.SerializeToString,
+                response_deserializer=rpcmp_dot_v1_dot_control__pb2.RemoveResponse.FromString,
+                _registered_method=True)
+
+
+class SnapshotsServicer:
+    """A stage's snapshots: what it was right after its last optimizer steps, held by its own server and
+    by a neighbour's. They outlive workers, and a lost connection to the driver.
+    """
+
+    def Fetch(self, request, context):
+        """Streams one snapshot, or a file of a checkpoint: first what it is, then its bytes. A request
+        for what is newer than a step waits for that, and says that the step itself has arrived.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Save(self, request, context):
+        """Writes a snapshot that this server holds into a checkpoint on its disk.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Mirror(self, request, context):
+        """Holds the snapshots of another stage as well, from now on.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Check(self, request, context):
+        """Looks which of a checkpoint's files are on this host's disk, and whether they are whole.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Remove(self, request, context):
+        """Removes a checkpoint from this host's disk.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_SnapshotsServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'Fetch': grpc.unary_stream_rpc_method_handler(
+                    servicer.Fetch,
+                    request_deserializer=rpcmp_dot_v1_dot_control__pb2.FetchRequest.FromString,
+                    response_serializer=rpcmp_dot_v1_dot_control__pb2.FetchResponse.SerializeToString,
+            ),
+            'Save': grpc.unary_unary_rpc_method_handler(
+                    servicer.Save,
+                    request_deserializer=rpcmp_dot_v1_dot_control__pb2.SaveRequest.FromString,
+                    response_serializer=rpcmp_dot_v1_dot_control__pb2.SaveResponse.SerializeToString,
+            ),
+            'Mirror': grpc.unary_unary_rpc_method_handler(
+                    servicer.Mirror,
+                    request_deserializer=rpcmp_dot_v1_dot_control__pb2.MirrorRequest.FromString,
+                    response_serializer=rpcmp_dot_v1_dot_control__pb2.MirrorResponse.SerializeToString,
+            ),
+            'Check': grpc.unary_unary_rpc_method_handler(
+                    servicer.Check,
+                    request_deserializer=rpcmp_dot_v1_dot_control__pb2.CheckRequest.FromString,
+                    response_serializer=rpcmp_dot_v1_dot_control__pb2.CheckResponse.SerializeToString,
+            ),
+            'Remove': grpc.unary_unary_rpc_method_handler(
+                    servicer.Remove,
+                    request_deserializer=rpcmp_dot_v1_dot_control__pb2.RemoveRequest.FromString,
+                    response_serializer=rpcmp_dot_v1_dot_control__pb2.RemoveResponse.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'rpcmp.v1.Snapshots', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('rpcmp.v1.Snapshots', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class Snapshots:
+    """A stage's snapshots: what it was right after its last optimizer steps, held by its own server and
+    by a neighbour's. They outlive workers, and a lost connection to the driver.
+    """
+
+    @staticmethod
+    def Fetch(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/rpcmp.v1.Snapshots/Fetch',
+            rpcmp_dot_v1_dot_control__pb2.FetchRequest.SerializeToString,
+            rpcmp_dot_v1_dot_control__pb2.FetchResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Save(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rpcmp.v1.Snapshots/Save',
+            rpcmp_dot_v1_dot_control__pb2.SaveRequest.SerializeToString,
+            rpcmp_dot_v1_dot_control__pb2.SaveResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Mirror(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rpcmp.v1.Snapshots/Mirror',
+            rpcmp_dot_v1_dot_control__pb2.MirrorRequest.SerializeToString,
+            rpcmp_dot_v1_dot_control__pb2.MirrorResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Check(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rpcmp.v1.Snapshots/Check',
+            rpcmp_dot_v1_dot_control__pb2.CheckRequest.SerializeToString,
+            rpcmp_dot_v1_dot_control__pb2.CheckResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Remove(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rpcmp.v1.Snapshots/Remove',
+            rpcmp_dot_v1_dot_control__pb2.RemoveRequest.SerializeToString,
+            rpcmp_dot_v1_dot_control__pb2.RemoveResponse.FromString,
             options,
             channel_credentials,
             insecure,

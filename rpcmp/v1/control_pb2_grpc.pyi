@@ -35,6 +35,8 @@ GRPC_VERSION: str
 class ControlStub:
     """One server, one stage. A server belongs to at most one job at a time: Prepare claims it, the
     Watch stream keeps the claim alive, and the end of that stream, for whatever reason, frees it.
+    A Prepare of the same job with a higher generation replaces the claim: its worker is ended and a
+    fresh one spawned, while the stage's snapshots stay.
     """
 
     @_typing.overload
@@ -58,12 +60,16 @@ class ControlStub:
     the server exits.
     """
     Stop: _grpc.UnaryUnaryMultiCallable[_control_pb2.StopRequest, _control_pb2.StopResponse]
-    """Ends the job's worker and frees the server for the next job."""
+    """Ends the job's worker and frees the server for the next job; its snapshots go."""
+    Inspect: _grpc.UnaryUnaryMultiCallable[_control_pb2.InspectRequest, _control_pb2.InspectResponse]
+    """Says what the worker does at this moment, and where its Python code is."""
 
 @_typing.type_check_only
 class ControlAsyncStub(ControlStub):
     """One server, one stage. A server belongs to at most one job at a time: Prepare claims it, the
     Watch stream keeps the claim alive, and the end of that stream, for whatever reason, frees it.
+    A Prepare of the same job with a higher generation replaces the claim: its worker is ended and a
+    fresh one spawned, while the stage's snapshots stay.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
@@ -84,11 +90,15 @@ class ControlAsyncStub(ControlStub):
     the server exits.
     """
     Stop: _aio.UnaryUnaryMultiCallable[_control_pb2.StopRequest, _control_pb2.StopResponse]  # type: ignore[assignment]
-    """Ends the job's worker and frees the server for the next job."""
+    """Ends the job's worker and frees the server for the next job; its snapshots go."""
+    Inspect: _aio.UnaryUnaryMultiCallable[_control_pb2.InspectRequest, _control_pb2.InspectResponse]  # type: ignore[assignment]
+    """Says what the worker does at this moment, and where its Python code is."""
 
 class ControlServicer(metaclass=_abc_1.ABCMeta):
     """One server, one stage. A server belongs to at most one job at a time: Prepare claims it, the
     Watch stream keeps the claim alive, and the end of that stream, for whatever reason, frees it.
+    A Prepare of the same job with a higher generation replaces the claim: its worker is ended and a
+    fresh one spawned, while the stage's snapshots stay.
     """
 
     @_abc_1.abstractmethod
@@ -149,9 +159,108 @@ class ControlServicer(metaclass=_abc_1.ABCMeta):
         request: _control_pb2.StopRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_control_pb2.StopResponse, _abc.Awaitable[_control_pb2.StopResponse]]:
-        """Ends the job's worker and frees the server for the next job."""
+        """Ends the job's worker and frees the server for the next job; its snapshots go."""
+
+    @_abc_1.abstractmethod
+    def Inspect(
+        self,
+        request: _control_pb2.InspectRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_control_pb2.InspectResponse, _abc.Awaitable[_control_pb2.InspectResponse]]:
+        """Says what the worker does at this moment, and where its Python code is."""
 
 def add_ControlServicer_to_server(servicer: ControlServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
+
+class SnapshotsStub:
+    """A stage's snapshots: what it was right after its last optimizer steps, held by its own server and
+    by a neighbour's. They outlive workers, and a lost connection to the driver.
+    """
+
+    @_typing.overload
+    def __new__(cls, channel: _grpc.Channel) -> _Self: ...
+    @_typing.overload
+    def __new__(cls, channel: _aio.Channel) -> SnapshotsAsyncStub: ...
+    Fetch: _grpc.UnaryStreamMultiCallable[_control_pb2.FetchRequest, _control_pb2.FetchResponse]
+    """Streams one snapshot, or a file of a checkpoint: first what it is, then its bytes. A request
+    for what is newer than a step waits for that, and says that the step itself has arrived.
+    """
+    Save: _grpc.UnaryUnaryMultiCallable[_control_pb2.SaveRequest, _control_pb2.SaveResponse]
+    """Writes a snapshot that this server holds into a checkpoint on its disk."""
+    Mirror: _grpc.UnaryUnaryMultiCallable[_control_pb2.MirrorRequest, _control_pb2.MirrorResponse]
+    """Holds the snapshots of another stage as well, from now on."""
+    Check: _grpc.UnaryUnaryMultiCallable[_control_pb2.CheckRequest, _control_pb2.CheckResponse]
+    """Looks which of a checkpoint's files are on this host's disk, and whether they are whole."""
+    Remove: _grpc.UnaryUnaryMultiCallable[_control_pb2.RemoveRequest, _control_pb2.RemoveResponse]
+    """Removes a checkpoint from this host's disk."""
+
+@_typing.type_check_only
+class SnapshotsAsyncStub(SnapshotsStub):
+    """A stage's snapshots: what it was right after its last optimizer steps, held by its own server and
+    by a neighbour's. They outlive workers, and a lost connection to the driver.
+    """
+
+    def __init__(self, channel: _aio.Channel) -> None: ...
+    Fetch: _aio.UnaryStreamMultiCallable[_control_pb2.FetchRequest, _control_pb2.FetchResponse]  # type: ignore[assignment]
+    """Streams one snapshot, or a file of a checkpoint: first what it is, then its bytes. A request
+    for what is newer than a step waits for that, and says that the step itself has arrived.
+    """
+    Save: _aio.UnaryUnaryMultiCallable[_control_pb2.SaveRequest, _control_pb2.SaveResponse]  # type: ignore[assignment]
+    """Writes a snapshot that this server holds into a checkpoint on its disk."""
+    Mirror: _aio.UnaryUnaryMultiCallable[_control_pb2.MirrorRequest, _control_pb2.MirrorResponse]  # type: ignore[assignment]
+    """Holds the snapshots of another stage as well, from now on."""
+    Check: _aio.UnaryUnaryMultiCallable[_control_pb2.CheckRequest, _control_pb2.CheckResponse]  # type: ignore[assignment]
+    """Looks which of a checkpoint's files are on this host's disk, and whether they are whole."""
+    Remove: _aio.UnaryUnaryMultiCallable[_control_pb2.RemoveRequest, _control_pb2.RemoveResponse]  # type: ignore[assignment]
+    """Removes a checkpoint from this host's disk."""
+
+class SnapshotsServicer(metaclass=_abc_1.ABCMeta):
+    """A stage's snapshots: what it was right after its last optimizer steps, held by its own server and
+    by a neighbour's. They outlive workers, and a lost connection to the driver.
+    """
+
+    @_abc_1.abstractmethod
+    def Fetch(
+        self,
+        request: _control_pb2.FetchRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_control_pb2.FetchResponse], _abc.AsyncIterator[_control_pb2.FetchResponse]]:
+        """Streams one snapshot, or a file of a checkpoint: first what it is, then its bytes. A request
+        for what is newer than a step waits for that, and says that the step itself has arrived.
+        """
+
+    @_abc_1.abstractmethod
+    def Save(
+        self,
+        request: _control_pb2.SaveRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_control_pb2.SaveResponse, _abc.Awaitable[_control_pb2.SaveResponse]]:
+        """Writes a snapshot that this server holds into a checkpoint on its disk."""
+
+    @_abc_1.abstractmethod
+    def Mirror(
+        self,
+        request: _control_pb2.MirrorRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_control_pb2.MirrorResponse, _abc.Awaitable[_control_pb2.MirrorResponse]]:
+        """Holds the snapshots of another stage as well, from now on."""
+
+    @_abc_1.abstractmethod
+    def Check(
+        self,
+        request: _control_pb2.CheckRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_control_pb2.CheckResponse, _abc.Awaitable[_control_pb2.CheckResponse]]:
+        """Looks which of a checkpoint's files are on this host's disk, and whether they are whole."""
+
+    @_abc_1.abstractmethod
+    def Remove(
+        self,
+        request: _control_pb2.RemoveRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_control_pb2.RemoveResponse, _abc.Awaitable[_control_pb2.RemoveResponse]]:
+        """Removes a checkpoint from this host's disk."""
+
+def add_SnapshotsServicer_to_server(servicer: SnapshotsServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
 
 class RendezvousStub:
     """The key-value store at which one generation's workers exchange their addresses: the five

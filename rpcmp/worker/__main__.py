@@ -7,7 +7,7 @@ supervisor that dies meanwhile must not leave a process behind.
 from rpcmp.process.channel import begin_child
 
 if __name__ == "__main__":
-    channel = begin_child()
+    bond = begin_child()
     from rpcmp.worker.process import run
 
-    run(channel)
+    run(bond)

@@ -21,6 +21,7 @@ from typing import Any
 
 from torch.futures import Future
 
+from rpcmp.process.activity import Activity
 from rpcmp.schedule import Action, Policy
 from rpcmp.transport import attempt
 from rpcmp.worker.recorder import Recorder
@@ -32,14 +33,17 @@ class ComputeThread:
 
     Args:
         policy: the schedule.
+        activity: told what the thread does.
 
     Attributes:
         policy: as given; may change between two rounds.
+        activity: as given.
         recorder: told of every action.
     """
 
-    def __init__(self, policy: Policy) -> None:
+    def __init__(self, policy: Policy, activity: Activity | None = None) -> None:
         self.policy = policy
+        self.activity = activity or Activity()
         self._changed = threading.Condition()
         self._rounds = Rounds()
         self._calls: deque[Callable[[], None]] = deque()
@@ -123,8 +127,10 @@ class ComputeThread:
 
         def run() -> None:
             for microbatch, part in enumerate(task.parts, task.first):
+                self.activity.begin(action.name.lower(), current.step, microbatch)
                 started = time.perf_counter_ns()
                 part()
                 self.recorder.add(action, current.step, microbatch, task.ready_ns, started)
+            self.activity.end()
 
         return run

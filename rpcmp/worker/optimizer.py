@@ -19,6 +19,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from rpcmp import factory
 from rpcmp.errors import ConfigError, RpcmpError, StageError, one_line
 from rpcmp.plan import Assignment
+from rpcmp.snapshot.state import StageState
 from rpcmp.trace.spans import NO_MICROBATCH, Kind
 from rpcmp.work import StepReport
 from rpcmp.worker.compute import ComputeThread
@@ -39,6 +40,7 @@ class StageOptimizer:
     Attributes:
         steps: how many it has done.
         report: of the last one.
+        names: of the parameters that it has.
     """
 
     def __init__(
@@ -51,7 +53,7 @@ class StageOptimizer:
         config = assignment.config
         self._steps_scheduler = config.steps_scheduler("step") and not config.holds_steps
         source = config.optimizer_of(assignment.stage_index)
-        self._names = [name for name, value in model.named_parameters() if value.requires_grad]
+        self.names = [name for name, value in model.named_parameters() if value.requires_grad]
         self._parameters = [value for _, value in model.named_parameters() if value.requires_grad]
         self._optimizer: torch.optim.Optimizer | None = None
         self._scheduler: Any = None
@@ -92,7 +94,7 @@ class StageOptimizer:
         return self._run(
             lambda: {
                 name: torch.linalg.vector_norm(parameter.grad, norm_type).cpu()
-                for name, parameter in zip(self._names, self._parameters, strict=True)
+                for name, parameter in zip(self.names, self._parameters, strict=True)
                 if parameter.grad is not None
             }
         )
@@ -104,6 +106,23 @@ class StageOptimizer:
     def step_scheduler(self, loss: float) -> Future[Any]:
         """Let the scheduler step; `loss` is for those that watch one."""
         return self._run(lambda: self._step_scheduler(loss))
+
+    def parts(self) -> tuple[dict[str, Any], Any, Any]:
+        """State by parameter, options, the scheduler's state; not copied, on the compute thread."""
+        state = self._state_dict()
+        groups, scheduler = state["param_groups"], state["scheduler"]
+        return state["state"], groups.get(self.stage), scheduler.get(self.stage)
+
+    def restore(self, state: StageState) -> None:
+        """Go on where `state` was, before the group begins."""
+        self.steps = state.step
+        self._load_state_dict(
+            {
+                "state": state.state,
+                "param_groups": {self.stage: state.groups},
+                "scheduler": {self.stage: state.scheduler},
+            }
+        )
 
     def state_dict(self) -> Future[Any]:
         """The state by parameter name, the group's options and the scheduler's state."""
@@ -119,7 +138,8 @@ class StageOptimizer:
     def _guard(self, function: Callable[[], Any]) -> Any:
         """What `function` returns; what the user's optimizer raises names the stage."""
         try:
-            return function()
+            with self._compute.activity.doing("optimizer", self.steps + 1):
+                return function()
         except RpcmpError:
             raise
         except BaseException as error:
@@ -168,7 +188,7 @@ class StageOptimizer:
             return {"state": {}, "param_groups": {}, "scheduler": {}}
         state = self._optimizer.state_dict()
         return {
-            "state": {self._names[index]: value for index, value in state["state"].items()},
+            "state": {self.names[index]: value for index, value in state["state"].items()},
             "param_groups": {
                 self.stage: [
                     {key: value for key, value in group.items() if key != "params"}
@@ -182,15 +202,17 @@ class StageOptimizer:
         if self._optimizer is None:
             return
         own = self._optimizer.state_dict()
-        try:
-            groups = state["param_groups"][self.stage]
-        except KeyError as error:
-            raise ConfigError(f"the optimizer state knows no stage {self.stage!r}") from error
+        groups = state["param_groups"].get(self.stage)
+        if groups is None or len(groups) != len(own["param_groups"]):
+            raise ConfigError(
+                f"the optimizer state knows no stage {self.stage!r}, or one with another number of "
+                "parameter groups"
+            )
         self._optimizer.load_state_dict(
             {
                 "state": {
                     index: state["state"][name]
-                    for index, name in enumerate(self._names)
+                    for index, name in enumerate(self.names)
                     if name in state["state"]
                 },
                 "param_groups": [
@@ -199,5 +221,6 @@ class StageOptimizer:
                 ],
             }
         )
-        if self._scheduler is not None:
-            self._scheduler.load_state_dict(state["scheduler"][self.stage])
+        scheduler = state["scheduler"].get(self.stage)
+        if self._scheduler is not None and scheduler is not None:
+            self._scheduler.load_state_dict(scheduler)

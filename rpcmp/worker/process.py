@@ -1,7 +1,8 @@
 """A worker's life: build the stage, join the group, serve it, leave.
 
-    supervisor ──start──> worker                       worker ──ready, built, joined──> supervisor
-                                                              ──progress──>
+    supervisor ──start──> worker                 worker ──ready, built, joined──> supervisor
+               ──mirrored, saved──>                     ──beat──> every half second
+                                                        ──snapshot──> after a step
 
 A worker joins one group once and never again: torch RPC cannot form a second group inside a living
 process, so every generation has fresh ones.
@@ -18,62 +19,109 @@ from rpcmp.control.store import GrpcStore
 from rpcmp.errors import JobError, RpcmpError, StageError, one_line, to_wire
 from rpcmp.factory import explain
 from rpcmp.plan import Assignment
-from rpcmp.process.channel import Channel, Message
+from rpcmp.process import heartbeat
+from rpcmp.process.channel import Bond, Message
+from rpcmp.snapshot.slots import Slots
+from rpcmp.worker.snapshots import StageSnapshots, restore
 from rpcmp.worker.stage import Stage
 
 LEAVE_SECONDS = 10.0
 """How long a worker waits for the others when the group ends."""
 
-PROGRESS_SECONDS = 0.5
-"""Between reports of the step to the supervisor, for `rpcmp status`."""
 
+def run(bond: Bond) -> None:
+    """Run one worker; the process ends here.
 
-def run(channel: Channel) -> None:
-    """Run one worker; the process ends here."""
+    Args:
+        bond: its arguments are the descriptors of the memory where the stage's snapshots lie.
+    """
+    channel = bond.channel
     channel.send({"event": "ready"})
     start = channel.receive()
     if start is not None:
-        _serve(channel, start)
+        try:
+            WorkerProcess(bond, start).run()
+        except Exception as error:
+            known = error if isinstance(error, RpcmpError) else JobError(explain(error))
+            channel.send({"event": "failed", "error": to_wire(known)})
     os._exit(1)
 
 
-def _serve(channel: Channel, start: Message) -> None:
-    if start["code_folder"]:
-        sys.path.insert(0, start["code_folder"])
-    assignment = Assignment.model_validate_json(start["assignment"])
-    transport.reserve_threads(assignment.in_flight)
-    if any(limits.splits for limits in assignment.all_limits):
-        split.install()
-    threading.Thread(target=_exit_with_supervisor, args=[channel], daemon=True).start()
-    try:
-        stage = _build(assignment)
+class WorkerProcess:
+    """One worker of one generation.
+
+    Args:
+        bond: to the supervisor.
+        start: what it is told to be.
+    """
+
+    def __init__(self, bond: Bond, start: Message) -> None:
+        self._channel = bond.channel
+        self._activity = bond.activity
+        self._slots = Slots(list(map(int, bond.arguments)))
+        self._start = start
+        self._snapshots: StageSnapshots | None = None
+
+    def run(self) -> None:
+        """From the build to the end of the group; the process ends here."""
+        if self._start["code_folder"]:
+            sys.path.insert(0, self._start["code_folder"])
+        assignment = Assignment.model_validate_json(self._start["assignment"])
+        transport.reserve_threads(assignment.in_flight)
+        if any(limits.splits for limits in assignment.all_limits):
+            split.install()
+        threading.Thread(target=self._listen, daemon=True).start()
+        heartbeat.begin(self._channel)
+        with self._activity.doing("build"):
+            stage = self._build(assignment)
+            if self._start["restore"]:
+                restore(self._start["restore"], stage.name, stage.model, stage.optimizer)
+        with self._activity.doing("join"):
+            self._join(stage)
+        self._channel.send({"event": "joined"})
+        stage.finished.wait()
+        transport.leave(LEAVE_SECONDS)
+        self._channel.send({"event": "left"})
+        os._exit(0)  # no destructors: RPC threads may still be about
+
+    def _build(self, assignment: Assignment) -> Stage:
+        try:
+            stage = Stage(assignment, self._activity)
+            if assignment.config.takes_snapshots:
+                self._snapshots = stage.snapshots = self._snapshots_of(stage, assignment)
+        except Exception as error:
+            text = str(error) if isinstance(error, RpcmpError) else explain(error)
+            first, _, rest = text.partition("\n")
+            cause = first if isinstance(error, RpcmpError) else one_line(error)
+            raise StageError(assignment.stage_name, "build", cause, rest) from error
         sizes = [parameter.numel() for _, parameter in stage.model.named_parameters()]
-        channel.send({"event": "built", "num_parameters": sum(sizes)})
+        self._channel.send({"event": "built", "num_parameters": sum(sizes)})
+        return stage
+
+    def _snapshots_of(self, stage: Stage, assignment: Assignment) -> StageSnapshots:
+        return StageSnapshots(
+            stage.name,
+            self._slots,
+            stage.model,
+            stage.optimizer,
+            self._activity,
+            assignment.config.snapshot_every_steps,
+            self._start["is_mirrored"],
+            self._channel.send,
+        )
+
+    def _join(self, stage: Stage) -> None:
+        start = self._start
         store = GrpcStore(start["rendezvous"], start["job_id"], start["generation"])
         transport.join(start["members"], start["rank"], store, stage)
-    except Exception as error:
-        known = error if isinstance(error, RpcmpError) else JobError(explain(error))
-        channel.send({"event": "failed", "error": to_wire(known)})
+
+    def _listen(self) -> None:
+        """Hear from the supervisor, and end with it."""
+        while (message := self._channel.receive()) is not None:
+            if self._snapshots is not None:
+                match message["op"]:
+                    case "mirrored":
+                        self._snapshots.note_mirrored(message["step"])
+                    case "saved":
+                        self._snapshots.note_saved()
         os._exit(1)
-    channel.send({"event": "joined"})
-    while not stage.finished.wait(PROGRESS_SECONDS):
-        channel.send({"event": "progress", "step": stage.optimizer.steps})
-    transport.leave(LEAVE_SECONDS)
-    channel.send({"event": "left"})
-    os._exit(0)  # no destructors: RPC threads may still be about
-
-
-def _build(assignment: Assignment) -> Stage:
-    try:
-        return Stage(assignment)
-    except Exception as error:
-        text = str(error) if isinstance(error, RpcmpError) else explain(error)
-        first, _, rest = text.partition("\n")
-        cause = first if isinstance(error, RpcmpError) else one_line(error)
-        raise StageError(assignment.stage_name, "build", cause, rest) from error
-
-
-def _exit_with_supervisor(channel: Channel) -> None:
-    while channel.receive() is not None:
-        pass
-    os._exit(1)

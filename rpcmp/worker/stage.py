@@ -19,6 +19,7 @@ import functools
 import platform
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,10 +27,11 @@ from torch import Tensor
 from torch.futures import Future
 
 from rpcmp import digest, host, transport
-from rpcmp.errors import StageError
+from rpcmp.errors import StageError, one_line
 from rpcmp.graph import Port
 from rpcmp.members import DRIVER, member
 from rpcmp.plan import Assignment
+from rpcmp.process.activity import Activity
 from rpcmp.schedule import Limits, policy
 from rpcmp.transport import Raised
 from rpcmp.work import Bundle, End, Mode, StepReport, Work
@@ -44,6 +46,7 @@ from rpcmp.worker.memory import Meter
 from rpcmp.worker.model import StageModel
 from rpcmp.worker.optimizer import StageOptimizer
 from rpcmp.worker.rounds import Round
+from rpcmp.worker.snapshots import StageSnapshots
 
 DRIVER_PORT = 0
 """The sink's only port: its reader wants the loss (the conductor) or the outputs (the driver)."""
@@ -56,19 +59,25 @@ class Stage:
 
     Args:
         assignment: which stage of which job.
+        activity: told what it does.
 
     Raises:
         RpcmpError: the user's factories fail; see StageModel.
+
+    Attributes:
+        snapshots: taken after its steps; None: none are.
+        finished: set when the worker has to leave the group.
     """
 
-    def __init__(self, assignment: Assignment) -> None:
+    def __init__(self, assignment: Assignment, activity: Activity | None = None) -> None:
         self.name = assignment.stage_name
+        self.snapshots: StageSnapshots | None = None
         graph = assignment.config.graph()
         ports = graph.ports(self.name) or (Port(DRIVER, 0, ()),)
         self.model = StageModel(assignment)
         self.finished = threading.Event()
         self._limits = assignment.limits
-        self._compute = ComputeThread(policy(assignment.config.schedule))
+        self._compute = ComputeThread(policy(assignment.config.schedule), activity)
         self._inputs = Inputs(graph, self.name, Stage.forward)
         self._failures = Failures()
         self._backwards = Backwards(
@@ -146,6 +155,10 @@ class Stage:
             return self.optimizer.report
 
         return self._compute.future(report)
+
+    def save(self, step: int) -> Future[Any]:
+        """Have what this stage was right after `step`, the last one, written to its disk."""
+        return self._compute.future(lambda: self._guard_saving(step, lambda s: s.save(step)))
 
     def reschedule(self, schedule: str, limits: dict[str, Limits]) -> Future[Any]:
         """Go on under another schedule; between two rounds.
@@ -230,21 +243,41 @@ class Stage:
             num_bundles=bundle.num_bundles,
             limits=self._limits if training else everything,
             training=training,
-            finish=functools.partial(self._finish, bundle.round, bundle.end),
+            finish=functools.partial(self._finish, bundle.works[0]),
             is_held=bundle.end is End.HOLD,
         )
 
-    def _finish(self, round_number: int, end: End) -> None:
+    def _finish(self, work: Work) -> None:
         """What this stage does by itself after its last action of a round.
 
         No step where a backward failed: it counts as done, but the gradient lacks its part.
+
+        Args:
+            work: any of the round's.
         """
-        is_good = self._failures.broken is None and not self._failures.has_any(round_number)
-        if end is End.STEP and is_good:
-            try:
+        if self._failures.broken is not None or self._failures.has_any(work.round):
+            return
+        try:
+            if work.end is End.STEP:
                 self.optimizer.step_now()
-            except StageError as error:
-                self._failures.broken = error
+            if work.end is not End.NOTHING:
+                self._guard_saving(work.step, lambda s: s.after_step(work.step, work.save))
+        except StageError as error:
+            self._failures.broken = error
+
+    def _guard_saving(self, step: int, save: Callable[[StageSnapshots], None]) -> None:
+        """Call `save`, where this stage keeps anything.
+
+        Raises:
+            StageError: what it is cannot be stored.
+        """
+        if self.snapshots is None:
+            return
+        try:
+            save(self.snapshots)
+        except Exception as error:
+            cause = f"{one_line(error)} (with recovery.enabled = false nothing is stored)"
+            raise StageError(self.name, "saving", cause, step=step) from error
 
     def _take_missing(self, work: Work) -> dict[int, list[int]]:
         with self._lock:

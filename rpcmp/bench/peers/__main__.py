@@ -3,7 +3,7 @@
 from rpcmp.process.channel import begin_child
 
 if __name__ == "__main__":
-    channel = begin_child()
+    channel = begin_child().channel
     from rpcmp.bench.peers.process import run
 
     run(channel)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
-from rpcmp.config import Config, Strict
+from rpcmp.config import Config
+from rpcmp.sections import Strict
 
 WHOLE_BATCH = "whole batch"
 

@@ -1,0 +1,171 @@
+"""A checkpoint's model as one file that plain torch loads, without rpcmp.
+
+The tensors' bytes are copied from the stages' files as they are: the model may be larger than
+memory, and nothing here needs torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from rpcmp.checkpoint import ranges
+from rpcmp.checkpoint.files import check, write_durably
+from rpcmp.checkpoint.folder import MANIFEST, CheckpointFolder, Found, look, step_of
+from rpcmp.checkpoint.manifest import Manifest, StageFile
+from rpcmp.checkpoint.ranges import TensorRange
+from rpcmp.errors import CheckpointError, ConfigError
+
+MODEL = "model."
+"""What the names of the model's tensors begin with in a stage's file."""
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What `export` wrote.
+
+    Attributes:
+        step: of the checkpoint.
+        num_tensors: parameters and buffers.
+        num_elements: numbers in them.
+        size: bytes of the file.
+        manifest: of the checkpoint.
+        skipped: what is wrong with newer checkpoints.
+    """
+
+    step: int
+    num_tensors: int
+    num_elements: int
+    size: int
+    manifest: Manifest
+    skipped: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class _Source:
+    """A tensor, and the open file that it lies in."""
+
+    stage: str
+    path: Path
+    file: BinaryIO
+    tensor: TensorRange
+
+
+def export(source: Path, target: Path) -> Exported:
+    """Write the model of a checkpoint to `target`, all or nothing.
+
+    Args:
+        source: a checkpoint folder, of which the newest checkpoint is taken that is whole and whose
+            files are all here; or one step folder.
+        target: the safetensors file to write.
+
+    Raises:
+        CheckpointError: there is no such checkpoint; says what is wrong with those that there are.
+        ConfigError: `target` cannot be written.
+    """
+    _require_place(target)
+    skipped: list[str] = []
+    for found in _candidates(source):
+        problems = [found.problem] if found.manifest is None else verify(found.path, found.manifest)
+        if found.manifest and not problems:
+            return _export(found.path, found.manifest, target, tuple(skipped))
+        skipped += problems
+    raise CheckpointError("\n  ".join([f"no checkpoint in {source} can be exported:", *skipped]))
+
+
+def verify(step_folder: Path, manifest: Manifest) -> list[str]:
+    """What is wrong with the files of a checkpoint, a line each; reads all of them.
+
+    Raises:
+        CheckpointError: a file cannot be read.
+    """
+    return [line for stage in manifest.stages if (line := _verify(step_folder / stage.file, stage))]
+
+
+def _verify(path: Path, stage: StageFile) -> str:
+    try:
+        state = check(path, stage.sha256, stage.size)
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
+    if state == "missing":
+        return (
+            f"{path} is missing: stage {stage.name!r} wrote it on host {stage.host}; copy it here "
+            "first"
+        )
+    return f"{path} of stage {stage.name!r} is damaged" if state == "damaged" else ""
+
+
+def _require_place(target: Path) -> None:
+    """Fail before all is read and hashed, not after."""
+    if not target.parent.is_dir():
+        raise ConfigError(f"cannot write {target}: there is no folder {target.parent}")
+    if target.is_dir():
+        raise ConfigError(f"cannot write {target}: it is a folder")
+    if (target.parent / MANIFEST).exists():
+        raise ConfigError(f"cannot write {target}: {target.parent} is a checkpoint; leave it whole")
+
+
+def _candidates(source: Path) -> list[Found]:
+    """The checkpoints to try, in this order."""
+    if not source.is_dir():
+        raise CheckpointError(f"there is no folder {source}")
+    # A copy of a step folder may have any name.
+    found = look(source)
+    if found is None and step_of(source.resolve()) is not None:
+        raise CheckpointError(f"{source} has no {MANIFEST}: the checkpoint was never completed")
+    every = [found] if found else CheckpointFolder(source).found()
+    if not every:
+        raise CheckpointError(f"{source} holds no checkpoint")
+    return every
+
+
+def _export(
+    step_folder: Path, manifest: Manifest, target: Path, skipped: tuple[str, ...]
+) -> Exported:
+    with contextlib.ExitStack() as stack:
+        sources: dict[str, _Source] = {}
+        for stage in manifest.stages:
+            for name, tensor in _tensors(step_folder / stage.file, stage.name, stack):
+                if name in sources:
+                    names = f"{sources[name].stage!r} and {stage.name!r}"
+                    raise CheckpointError(f"{step_folder}: stages {names} both have {name!r}")
+                sources[name] = tensor
+        ordered = ranges.aligned({name: source.tensor for name, source in sources.items()})
+        metadata = {"format": "pt", "step": str(manifest.step)}
+        chunks = _chunks(ranges.header(ordered, metadata), [sources[name] for name in ordered])
+        try:
+            written = write_durably(target, chunks)
+        except OSError as error:
+            raise ConfigError(f"cannot write {target}: {error.strerror}") from error
+    return Exported(
+        step=manifest.step,
+        num_tensors=len(ordered),
+        num_elements=sum(tensor.num_elements for tensor in ordered.values()),
+        size=written.size,
+        manifest=manifest,
+        skipped=skipped,
+    )
+
+
+def _tensors(path: Path, stage: str, stack: contextlib.ExitStack) -> Iterator[tuple[str, _Source]]:
+    """The model's tensors in a stage's file, which stays open as long as `stack`.
+
+    An open file can be read to its end even where the run that goes on removes the checkpoint.
+    """
+    try:
+        file = stack.enter_context(path.open("rb"))
+        tensors = ranges.read(file, path)
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
+    for name, tensor in tensors.items():
+        if name.startswith(MODEL):
+            yield name.removeprefix(MODEL), _Source(stage, path, file, tensor)
+
+
+def _chunks(header: bytes, sources: list[_Source]) -> Iterator[bytes]:
+    yield header
+    for source in sources:
+        yield from ranges.blocks(source.file, source.tensor, source.path)

@@ -1,0 +1,174 @@
+"""The folder that a run's checkpoints lie in: which there are, whose they are, which may go.
+
+    <dir>/step-00000120/manifest.json       on the driver's host, written last
+    <dir>/step-00000120/<stage>.safetensors on the stage's host
+
+A step folder without a manifest is no checkpoint: its stages are still writing, or never finished.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from rpcmp.checkpoint.files import sync_folder, write_durably
+from rpcmp.checkpoint.manifest import Manifest, dumps, loads
+from rpcmp.errors import CheckpointError, ConfigError
+
+MANIFEST = "manifest.json"
+
+
+@dataclass(frozen=True)
+class Found:
+    """A step folder with a manifest: what it says, or what is wrong with it."""
+
+    path: Path
+    manifest: Manifest | None
+    problem: str = ""
+
+
+class CheckpointFolder:
+    """The checkpoints in the folder `path`, which need not exist yet."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def path_of(self, step: int) -> Path:
+        """The folder of the checkpoint after `step` steps."""
+        return self.path / f"step-{step:08d}"
+
+    def commit(self, manifest: Manifest) -> None:
+        """Make a checkpoint of the stages' files: from now on, it exists.
+
+        Raises:
+            CheckpointError: the manifest cannot be written.
+        """
+        path = self.path_of(manifest.step) / MANIFEST
+        try:
+            write_durably(path, [dumps(manifest).encode()])
+        except OSError as error:
+            raise CheckpointError(f"cannot write {path}: {error.strerror}") from error
+
+    def found(self) -> list[Found]:
+        """All checkpoints, damaged ones too, that of the highest step first.
+
+        Raises:
+            CheckpointError: the folder cannot be read.
+        """
+        return [found for path in self._step_folders() if (found := look(path))]
+
+    def valid(self) -> list[Manifest]:
+        """The manifests that are whole, that of the highest step first. Files are not checked.
+
+        Raises:
+            CheckpointError: the folder cannot be read.
+        """
+        return [found.manifest for found in self.found() if found.manifest]
+
+    def require_run(self, run: str | None) -> None:
+        """Fail when there are checkpoints of another run, which this one would mix with and prune.
+
+        A damaged manifest does not say whose it is: it is taken for the run's own only beside a
+        valid one of that run.
+
+        Args:
+            run: the run that goes on; None for a new one.
+
+        Raises:
+            ConfigError: there are some; or the folder cannot be read.
+        """
+        found = self.found()
+        runs = {one.manifest.run for one in found if one.manifest}
+        for one in found:
+            if (manifest := one.manifest) and manifest.run != run:
+                raise ConfigError(
+                    f"{self.path} holds checkpoints of another run: job {manifest.job!r}, step "
+                    f"{manifest.step}, written {manifest.written}; go on with --resume, or choose "
+                    "another [checkpoint] dir"
+                )
+        if run not in runs and found:
+            raise ConfigError(
+                f"{self.path} holds a damaged checkpoint: {found[0].problem}; remove "
+                f"{found[0].path}, or choose another [checkpoint] dir"
+            )
+
+    def surplus(self, keep: int) -> list[Path]:
+        """Step folders that are not needed besides the newest `keep` valid checkpoints.
+
+        The newest valid one always stays, and what is newer: its stages may be writing it.
+
+        Raises:
+            CheckpointError: the folder cannot be read.
+        """
+        valid = [self.path_of(manifest.step) for manifest in self.valid()]
+        kept = valid[:keep]
+        if not valid:
+            return []
+        older = [path for path in self._step_folders() if _step(path) < _step(valid[0])]
+        return [path for path in older if path not in kept]
+
+    def remove(self, step_folder: Path) -> None:
+        """Remove a step folder, or what is left of it.
+
+        The manifest goes first: a checkpoint that was half removed does not exist.
+
+        Raises:
+            CheckpointError: it cannot be removed.
+        """
+        if step_of(step_folder) is None:
+            raise ValueError(f"{step_folder} is no step folder")
+        try:
+            _remove(step_folder)
+        except FileNotFoundError:
+            return  # by another host, where they share the folder
+        except OSError as error:
+            raise CheckpointError(f"cannot remove {step_folder}: {error.strerror}") from error
+
+    def _step_folders(self) -> list[Path]:
+        """Step folders, with or without a manifest, that of the highest step first."""
+        try:
+            paths = [path for path in self.path.iterdir() if step_of(path) is not None]
+            return sorted((path for path in paths if path.is_dir()), key=_step, reverse=True)
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise CheckpointError(f"cannot read {self.path}: {error.strerror}") from error
+
+
+def look(step_folder: Path) -> Found | None:
+    """The checkpoint in a step folder; None where it has no manifest, so that there is none.
+
+    The folder may have any name, as a copy has.
+    """
+    path = step_folder / MANIFEST
+    try:
+        manifest = loads(path.read_bytes(), path)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        return Found(step_folder, None, f"cannot read {path}: {error.strerror}")
+    except CheckpointError as error:
+        return Found(step_folder, None, str(error))
+    if step_of(step_folder) not in (None, manifest.step):
+        return Found(step_folder, None, f"{path} is the manifest of step {manifest.step}")
+    return Found(step_folder, manifest)
+
+
+def step_of(path: Path) -> int | None:
+    """The step that a folder is named after; None for other names."""
+    match = re.fullmatch(r"step-([0-9]{8}|[1-9][0-9]{8,})", path.name)
+    return int(match[1]) if match else None
+
+
+def _step(path: Path) -> int:
+    return step_of(path) or 0
+
+
+def _remove(step_folder: Path) -> None:
+    """Unlink the manifest, durably, then all else; subfolders are not ours and an error."""
+    (step_folder / MANIFEST).unlink(missing_ok=True)
+    sync_folder(step_folder)
+    for path in step_folder.iterdir():
+        path.unlink(missing_ok=True)
+    step_folder.rmdir()

@@ -1,0 +1,193 @@
+"""The manifest of a checkpoint: what makes the files of its stages one checkpoint.
+
+It is written last, so where it is, everything that it lists was written. It holds a hash of itself
+besides those of the files: whatever a disk or a copy did to a checkpoint is seen before it is used.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal, Self
+
+from pydantic import Field, JsonValue, ValidationError, model_validator
+from pydantic_core import ErrorDetails
+
+from rpcmp.errors import CheckpointError
+from rpcmp.sections import Strict
+
+FORMAT: Final = 1
+"""The only format that there has been."""
+
+NAMED = 5
+"""Layers that a message names."""
+
+Count = Annotated[int, Field(ge=0)]
+Ordinal = Annotated[int, Field(ge=1)]
+
+
+class Cursor(Strict):
+    """Where in the data the job was: `batch` mini-batches of epoch `epoch` are done."""
+
+    epoch: Ordinal
+    batch: Count
+
+
+class StageFile(Strict):
+    """One stage's part of a checkpoint.
+
+    Attributes:
+        name: the stage's.
+        layers: of the model, in order.
+        file: its name in the step folder; a bare name, so that no manifest leads elsewhere.
+        sha256: of the file.
+        size: of the file, in bytes.
+        host: where the stage wrote it.
+        state: learning rates and scheduler, JSON as the stage wrote it.
+    """
+
+    name: str
+    layers: list[str]
+    file: str = Field(pattern=r"^[A-Za-z0-9_-]+\.safetensors$")
+    sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
+    size: Count
+    host: str
+    state: str
+
+
+class Manifest(Strict):
+    """A whole checkpoint.
+
+    Attributes:
+        format: of the manifest and of all that it lists.
+        job: the job's name.
+        run: of which run it is; a run keeps its name when it is resumed.
+        step: optimizer steps done.
+        generation: counts the starts of the run's processes, from 1.
+        cursor: where in the data.
+        driver: the driver's own state.
+        rng: the states of its random generators.
+        versions: of rpcmp, torch and Python.
+        config: the job's.
+        written: when.
+        stages: in the order of the pipeline.
+    """
+
+    format: Literal[1] = FORMAT
+    job: str
+    run: str
+    step: Count
+    generation: Ordinal
+    cursor: Cursor
+    driver: dict[str, JsonValue]
+    rng: dict[str, JsonValue]
+    versions: dict[str, str]
+    config: dict[str, JsonValue]
+    written: str
+    stages: list[StageFile]
+
+    @property
+    def layers(self) -> list[str]:
+        """All layers of the model, in the order of the stages."""
+        return [layer for stage in self.stages for layer in stage.layers]
+
+    @property
+    def files(self) -> list[str]:
+        """Names of the stages' files, in the order of the stages."""
+        return [stage.file for stage in self.stages]
+
+    @model_validator(mode="after")
+    def _check_stages(self) -> Self:
+        for values in ([stage.name for stage in self.stages], self.files):
+            if twice := {value for value in values if values.count(value) > 1}:
+                raise ValueError(f"two stages have {sorted(twice)[0]!r}")
+        return self
+
+
+def dumps(manifest: Manifest) -> str:
+    """`manifest` as JSON for people to read, with a hash of itself."""
+    data = manifest.model_dump()
+    return json.dumps({**data, "sha256": _digest(data)}, indent=2) + "\n"
+
+
+def loads(text: str | bytes, source: str | Path) -> Manifest:
+    """The manifest that `dumps` wrote.
+
+    Args:
+        text: the file's content.
+        source: its place, for messages.
+
+    Raises:
+        CheckpointError: it is damaged or of another format.
+    """
+    data = _parse(text, source)
+    # The format comes first: another one may well have another hash.
+    if data.get("format") != FORMAT:
+        found = data.get("format")
+        raise CheckpointError(f"{source} has format {found!r}; this rpcmp reads format {FORMAT}")
+    if data.pop("sha256", None) != _digest(data):
+        raise CheckpointError(f"{source} is damaged: its content does not match its sha256")
+    try:
+        return Manifest.model_validate(data)
+    except ValidationError as error:
+        problems = "; ".join(map(_explain, error.errors()))
+        raise CheckpointError(f"{source} is no manifest of this rpcmp: {problems}") from error
+
+
+def check_model(manifest: Manifest, layers: Sequence[str]) -> None:
+    """Fail when a checkpoint is not of the model with these layers, in this order.
+
+    Raises:
+        CheckpointError: it is not; says where they differ.
+    """
+    theirs = manifest.layers
+    common = set(theirs) & set(layers)
+    differences = [
+        *_named("it has no", [name for name in layers if name not in common]),
+        *_named("the model has no", [name for name in theirs if name not in common]),
+    ]
+    if not differences:
+        pairs = enumerate(itertools.zip_longest(theirs, layers), start=1)
+        differences = [
+            f"its layer {number} is {one!r}, the model's is {other!r}"
+            for number, (one, other) in pairs
+            if one != other
+        ][:1]
+    if differences:
+        raise CheckpointError(
+            f"the checkpoint of step {manifest.step} of job {manifest.job!r} is of another model: "
+            + "; ".join(differences)
+        )
+
+
+def _parse(text: str | bytes, source: str | Path) -> dict[str, Any]:
+    try:
+        data = json.loads(text if isinstance(text, str) else text.decode())
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{source} is damaged or cut off, not JSON: {error}") from error
+    if not isinstance(data, dict):
+        raise CheckpointError(f"{source} is damaged: not a JSON object")
+    return data
+
+
+def _explain(details: ErrorDetails) -> str:
+    place = ".".join(map(str, details["loc"]))
+    is_unknown = details["type"] == "extra_forbidden"
+    what = "unknown key" if is_unknown else details["msg"].removeprefix("Value error, ")
+    return f"{place}: {what}" if place else what
+
+
+def _digest(data: dict[str, Any]) -> str:
+    """SHA-256 of canonical JSON: sorted keys, no spaces, ASCII."""
+    text = json.dumps(data, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _named(what: str, layers: Sequence[str]) -> list[str]:
+    """A part of a message that names the first few of `layers`, if there are any."""
+    names = ", ".join(map(repr, layers[:NAMED]))
+    more = f" and {len(layers) - NAMED} more" if len(layers) > NAMED else ""
+    return [f"{what} {names}{more}"] if layers else []

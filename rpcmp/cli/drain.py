@@ -1,0 +1,28 @@
+"""`rpcmp drain`: stop a stage server without losing anything."""
+
+from __future__ import annotations
+
+import asyncio
+
+import click
+
+
+@click.command()
+@click.argument("address")
+@click.option("--wait/--no-wait", default=True, help="Return when the server has ended.")
+def drain(address: str, wait: bool) -> None:
+    """Stop the stage server at ADDRESS once its job's running step is done and saved.
+
+    It takes no new job from now on. A job that runs goes on when the server, or a spare, is there.
+
+    \b
+    Example:
+      rpcmp drain 127.0.0.1:50051
+    """
+    from rpcmp.addresses import parse, require_loopback
+    from rpcmp.job.drain import drain as run
+
+    parse(address)
+    require_loopback([address])
+    job = asyncio.run(run(address, wait))
+    click.echo(f"{address} is draining job {job!r}" if job and not wait else f"{address} has ended")

@@ -1,0 +1,33 @@
+"""`rpcmp export`: a checkpoint's model as one file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+
+@click.command()
+@click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
+@click.argument("file", type=click.Path(path_type=Path))
+def export(folder: Path, file: Path) -> None:
+    """Write the model of a checkpoint to one safetensors FILE, which plain torch loads.
+
+    DIR is a checkpoint folder, of which the newest whole checkpoint is taken, or one step folder in
+    it. The files of stages that ran on other hosts must have been copied there. Everything is
+    checked before it is used.
+
+    \b
+    Example:
+      rpcmp export checkpoints model.safetensors
+    """
+    from rpcmp import sizes
+    from rpcmp.checkpoint.export import export as run
+
+    result = run(folder, file)
+    for problem in result.skipped:
+        click.echo(f"skipped: {problem}", err=True)
+    click.echo(
+        f"step {result.step}: {result.num_tensors} tensors, {sizes.show(result.size)} written to "
+        f"{file}"
+    )

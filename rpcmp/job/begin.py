@@ -1,0 +1,82 @@
+"""Where each generation of a run begins: in memory, on a disk, or from the config."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from rpcmp.config import Config
+from rpcmp.job.checkpoints import Checkpoints
+from rpcmp.job.fleet import Fleet
+from rpcmp.job.restore import Holdings, InMemory, newest_common
+from rpcmp.job.resume import Checkpointed
+from rpcmp.job.session import Begin
+from rpcmp.process.channel import Message
+from rpcmp.v1 import control_pb2 as pb
+
+
+class Beginning:
+    """Chooses for one generation after the other.
+
+    Args:
+        config: the job.
+        fleet: its servers.
+        checkpoints: of this run.
+        report: told of what cannot be used ("warning") and of a run that is resumed ("resumed").
+        resume: whether the first generation goes on from a checkpoint, of whatever run.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        fleet: Fleet,
+        checkpoints: Checkpoints,
+        report: Callable[[Message], None],
+        resume: bool,
+    ) -> None:
+        self._stages = config.stage_names
+        self._fleet = fleet
+        self._checkpoints = checkpoints
+        self._report = report
+        self._on_disk = Checkpointed(config, fleet, report)
+        self._resumes = resume
+        self._is_first = True
+
+    async def choose(self, assignments: list[str], holdings: dict[str, Holdings]) -> Begin:
+        """The newest step that all stages can be brought to.
+
+        Raises:
+            CheckpointError: the run has to be resumed, and no checkpoint can be used.
+        """
+        self._checkpoints.note_assignments(assignments)
+        is_first, self._is_first = self._is_first, False
+        if is_first:
+            return await self._from_disk(assignments, run=None) if self._resumes else Begin()
+        in_memory = newest_common(self._stages, holdings, self._checkpoints.known())
+        if in_memory is not None and in_memory.step >= self._checkpoints.saved:
+            return self._from_memory(in_memory)
+        if self._checkpoints.saved:
+            return await self._from_disk(assignments, run=self._checkpoints.run)
+        return Begin()
+
+    def _from_memory(self, found: InMemory) -> Begin:
+        addresses = dict(zip(self._stages, self._fleet.addresses, strict=True))
+        return Begin(
+            found.step,
+            {
+                stage: pb.Restore(
+                    step=found.step, address="" if holder == stage else addresses[holder]
+                )
+                for stage, holder in found.holders.items()
+            },
+        )
+
+    async def _from_disk(self, assignments: list[str], run: str | None) -> Begin:
+        found = await self._on_disk.newest(assignments, run)
+        if found is None:
+            self._report({"event": "resumed", "step": 0, "changed": []})
+            return Begin()
+        begin, manifest = found
+        changed = self._checkpoints.take_over(manifest)
+        if run is None:
+            self._report({"event": "resumed", "step": begin.step, "changed": changed})
+        return begin

@@ -1,0 +1,38 @@
+"""Calls to all stage servers at once, and the rule for how many there must be."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Iterable, Sequence
+from typing import TypeVar, cast
+
+from rpcmp import addresses as address_rules
+from rpcmp.config import Config
+from rpcmp.errors import ConfigError, UnreachableError
+
+Result = TypeVar("Result")
+
+
+def require_one_each(config: Config, addresses: Sequence[str]) -> None:
+    """Check the addresses of running servers, where there are any.
+
+    Raises:
+        ConfigError: not one address a stage, or one that is not on loopback.
+    """
+    address_rules.require_loopback(addresses)
+    if addresses and len(addresses) != config.num_stages:
+        raise ConfigError(
+            f"{config.num_stages} stages need as many addresses, not {len(addresses)}: "
+            f"{', '.join(addresses)}"
+        )
+
+
+async def all_of(awaitables: Iterable[Awaitable[Result]]) -> list[Result]:
+    """Run all together; let all end, then raise the first error, or all unreachable ones."""
+    results = await asyncio.gather(*awaitables, return_exceptions=True)
+    errors = [result for result in results if isinstance(result, BaseException)]
+    if errors and all(isinstance(error, UnreachableError) for error in errors):
+        raise UnreachableError("; ".join(map(str, errors)))
+    for error in errors:
+        raise error
+    return cast(list[Result], results)

@@ -1,0 +1,232 @@
+"""A run's checkpoints as its driver sees them: the stages write files, then it the manifest.
+
+    stages ──saved: file, hash──┐
+    driver ──progress of a step─┴──> manifest, last ──> older checkpoints are removed
+
+The files of one step arrive in any order, while later steps are computed. A checkpoint that a stage
+could not write is given up with a warning; the run and the checkpoints before it are as they were.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from rpcmp.checkpoint.folder import CheckpointFolder
+from rpcmp.checkpoint.manifest import Cursor, Manifest, StageFile
+from rpcmp.config import Config
+from rpcmp.control.client import StageClient
+from rpcmp.control.options import versions
+from rpcmp.errors import CheckpointError, RpcmpError
+from rpcmp.job.fleet import Fleet
+from rpcmp.job.restore import InMemory, newest_common
+from rpcmp.process.channel import Message
+from rpcmp.v1 import control_pb2 as pb
+
+DRIVERS_OWN = {
+    "step",
+    "epoch",
+    "batch",
+    "loss",
+    "epoch_loss",
+    "metrics",
+    "has_ended_epoch",
+}
+"""What of a progress event is the driver's state: rpcmp.driver.progress.Progress."""
+
+RNG = {"derivation": 1}
+"""No generator has a state: all numbers are drawn from the seed by the rules of `rpcmp.seeds`."""
+
+
+class Checkpoints:
+    """Makes checkpoints of what the stages have written.
+
+    Args:
+        config: the job.
+        fleet: its servers.
+        report: told of each that is there ("checkpoint") or could not be made ("warning").
+
+    Attributes:
+        layers: of each stage, once they are known.
+        generation: of the group that runs.
+        run: what the checkpoints are of; the same when it is resumed.
+        saved: the newest step that has one.
+    """
+
+    def __init__(self, config: Config, fleet: Fleet, report: Callable[[Message], None]) -> None:
+        self._config = config
+        self._fleet = fleet
+        self._report = report
+        self._folder = CheckpointFolder(config.checkpoint_folder)
+        self._parts: dict[int, dict[str, pb.Saved]] = {}
+        self._progress: dict[int, Message] = {}
+        self.layers: dict[str, list[str]] = {}
+        self.generation = 1
+        self.run = fleet.job_id
+        self.saved = 0
+
+    def note_assignments(self, assignments: Sequence[str]) -> None:
+        """Hear which layers each stage has."""
+        found = [json.loads(assignment)["layers"] for assignment in assignments]
+        self.layers = dict(zip(self._config.stage_names, found, strict=True))
+
+    def forget_parts(self) -> None:
+        """What was under way is not any more: the generation has ended."""
+        self._parts.clear()
+
+    async def note_progress(self, progress: Message) -> int | None:
+        """Hear what the driver was right after a step; a step whose checkpoint ends by it."""
+        step = progress["step"]
+        self._progress[step] = progress
+        # Two steps are under way at most, and a lost host takes the last snapshot along.
+        window = 3 * max(1, self._config.snapshot_every_steps) + 4
+        for old in [old for old in self._progress if old <= step - window]:
+            if not self._progress[old]["is_saved"]:
+                del self._progress[old]
+        return await self._end(step)
+
+    async def note_saved(self, stage: str, saved: pb.Saved) -> int | None:
+        """Hear what became of a stage's part; the step, if its checkpoint ends by it."""
+        self._parts.setdefault(saved.step, {})[stage] = saved
+        return await self._end(saved.step)
+
+    def known(self) -> list[int]:
+        """The steps of which the driver knows what it was."""
+        return list(self._progress)
+
+    def progress_of(self, step: int) -> Message | None:
+        """What the driver was right after a step; None before the first."""
+        return self._progress.get(step)
+
+    def told_up_to(self, step: int) -> list[Message]:
+        """What the driver knew to tell of each step, up to `step`."""
+        found = [self._progress[known]["told"] for known in sorted(self._progress) if known <= step]
+        return [told for told in found if told is not None]
+
+    def take_over(self, manifest: Manifest) -> list[str]:
+        """Go on from a checkpoint; the keys of the config that have changed since."""
+        self.run, self.saved = manifest.run, manifest.step
+        self.generation = max(self.generation, manifest.generation + 1)
+        self._progress[manifest.step] = {**manifest.driver, "told": None, "is_saved": False}
+        return differences(manifest.config, self._config.model_dump(mode="json"))
+
+    async def leave(self) -> None:
+        """Make a checkpoint of what the servers still hold.
+
+        Where that cannot be done a warning says so: the run ends for a reason of its own, which is
+        what its user has to hear.
+        """
+        holdings = await self._fleet.holdings()
+        found = newest_common(self._config.stage_names, holdings, self.known())
+        if found is None or found.step <= self.saved:
+            return
+        answers = await asyncio.gather(
+            *(self._save(stage, found) for stage in self._config.stage_names)
+        )
+        for stage, saved in zip(self._config.stage_names, answers, strict=True):
+            await self.note_saved(stage, saved)
+
+    async def _end(self, step: int) -> int | None:
+        parts, progress = self._parts.get(step, {}), self._progress.get(step)
+        if progress is None or set(parts) != set(self._config.stage_names):
+            return None
+        del self._parts[step]
+        self._progress[step] = {**progress, "is_saved": False}
+        failed = {stage: part.error for stage, part in parts.items() if part.error}
+        try:
+            if failed:
+                raise CheckpointError("; ".join(f"stage {s!r}: {e}" for s, e in failed.items()))
+            manifest = self._manifest(progress, parts)
+            await asyncio.to_thread(self._folder.commit, manifest)
+        except RpcmpError as error:
+            text = f"no checkpoint of step {step}: {error}; the run goes on"
+            self._report({"event": "warning", "text": text})
+            return step
+        self.saved = step
+        path = self._folder.path_of(step)
+        self._report({"event": "checkpoint", "step": step, "path": str(path)})
+        await self._remove_surplus()
+        return step
+
+    def _manifest(self, progress: Message, parts: dict[str, pb.Saved]) -> Manifest:
+        software = versions()
+        return Manifest(
+            job=self._config.name,
+            run=self.run,
+            step=progress["step"],
+            generation=self.generation,
+            cursor=Cursor(epoch=progress["epoch"], batch=progress["batch"]),
+            driver={key: value for key, value in progress.items() if key in DRIVERS_OWN},
+            rng={"seed": self._config.seed, **RNG},
+            versions={
+                "rpcmp": software.rpcmp,
+                "torch": software.torch,
+                "python": software.python,
+            },
+            config=self._config.model_dump(mode="json"),
+            written=datetime.now(UTC).isoformat(timespec="seconds"),
+            stages=[
+                StageFile(
+                    name=stage,
+                    layers=self.layers[stage],
+                    file=parts[stage].file,
+                    sha256=parts[stage].sha256,
+                    size=parts[stage].size,
+                    host=parts[stage].host,
+                    state=parts[stage].state,
+                )
+                for stage in self._config.stage_names
+            ],
+        )
+
+    async def _remove_surplus(self) -> None:
+        keep = self._config.checkpoint.keep if self._config.checkpoint is not None else 1
+        try:
+            for folder in await asyncio.to_thread(self._folder.surplus, keep):
+                await asyncio.to_thread(self._folder.remove, folder)
+                await asyncio.gather(*(self._remove_at(a, folder) for a in self._fleet.addresses))
+        except RpcmpError as error:
+            self._report({"event": "warning", "text": f"old checkpoints stay: {error}"})
+
+    async def _remove_at(self, address: str, folder: Path) -> None:
+        client = StageClient("", address)
+        try:
+            await client.remove(pb.RemoveRequest(folder=str(folder)))
+        finally:
+            await client.close()
+
+    async def _save(self, stage: str, found: InMemory) -> pb.Saved:
+        """Have a stage's snapshot written by whoever holds it."""
+        holder = self._config.stage_names.index(found.holders[stage])
+        client = StageClient(stage, self._fleet.addresses[holder])
+        try:
+            return await client.save(
+                pb.SaveRequest(
+                    job_id=self._fleet.job_id,
+                    stage_name=stage,
+                    step=found.step,
+                    folder=str(self._config.checkpoint_folder),
+                )
+            )
+        except RpcmpError as error:
+            return pb.Saved(step=found.step, error=str(error))
+        finally:
+            await client.close()
+
+
+def differences(before: Any, now: Any, place: str = "") -> list[str]:
+    """The dotted keys in which two configs differ, such as "optimizer.kwargs.lr"."""
+    if not isinstance(before, dict) or not isinstance(now, dict):
+        return [] if before == now else [place]
+    keys = [*before, *(key for key in now if key not in before)]
+    return [
+        name
+        for key in keys
+        for name in differences(
+            before.get(key), now.get(key), f"{place}.{key}" if place else str(key)
+        )
+    ]

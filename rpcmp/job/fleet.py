@@ -1,0 +1,162 @@
+"""The stage servers of a job, over all its generations: found or started, awaited, replaced, freed.
+
+A generation ends with whatever went wrong; the servers are the job's until it ends. One that is
+gone is started again where the job has started it, and else waited for: by hand or by systemd it
+comes back to the same address, or a spare takes its stage.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+import uuid
+from collections.abc import Callable, Iterable, Sequence
+
+from rpcmp import addresses as address_rules
+from rpcmp.config import Config
+from rpcmp.control.client import StageClient
+from rpcmp.errors import ExhaustedError, RpcmpError, UnreachableError
+from rpcmp.job.calls import require_one_each
+from rpcmp.job.localservers import LocalServers
+from rpcmp.job.restore import Holdings
+from rpcmp.process.channel import Message
+from rpcmp.v1 import control_pb2 as pb
+
+ANSWER_SECONDS = 2.0
+"""How long a server that may be gone has to say that it is not."""
+
+RETRY_SECONDS = 0.2
+
+
+class Fleet:
+    """The stage servers of one job.
+
+    Args:
+        config: the job.
+        connect: addresses of running servers, one a stage; None uses the config's or, where it has
+            none, starts servers on this machine.
+        job_id: unique for each run.
+        report: told of servers that are waited for or replaced.
+
+    Raises:
+        ConfigError: not one address a stage, or one that is not on loopback.
+
+    Attributes:
+        addresses: of the servers, by stage.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        connect: Sequence[str] | None = None,
+        job_id: str = "",
+        report: Callable[[Message], None] = lambda event: None,
+    ) -> None:
+        self.addresses = list(config.addresses if connect is None else connect)
+        require_one_each(config, self.addresses)
+        address_rules.require_loopback(config.recovery.spares)
+        self.job_id = job_id or uuid.uuid4().hex
+        self._config = config
+        self._report = report
+        self._spares = list(config.recovery.spares)
+        self._local = None if self.addresses else LocalServers()
+
+    async def open(self) -> None:
+        """Start servers on this machine, where the job has no others.
+
+        Raises:
+            JobError: one does not start.
+        """
+        if self._local is not None and not self.addresses:
+            self.addresses = await self._local.start(self._config.num_stages)
+
+    async def wait_until_ready(self) -> None:
+        """Return when every stage has a server that can take its next generation.
+
+        Raises:
+            ExhaustedError: one did not come back in time.
+        """
+        await asyncio.gather(*map(self._wait_for, range(len(self.addresses))))
+
+    async def holdings(self) -> dict[str, Holdings]:
+        """Which of the job's snapshots every stage's server holds; nothing where it is gone."""
+        names = self._config.stage_names
+        found = await asyncio.gather(*map(describe, names, self.addresses))
+        return {
+            name: holdings_of(answer.holdings)
+            if answer is not None and answer.holdings_of == self.job_id
+            else Holdings()
+            for name, answer in zip(names, found, strict=True)
+        }
+
+    async def free(self, generation: int) -> None:
+        """Free all servers; stop those that were started here."""
+        stop = pb.StopRequest(job_id=self.job_id, generation=generation)
+        await asyncio.gather(*(_try_stop(address, stop) for address in self.addresses))
+        if self._local is not None:
+            await self._local.stop()
+
+    async def _wait_for(self, index: int) -> None:
+        stage, lost = self._config.stage_names[index], time.monotonic()
+        told = False
+        while not await self._is_ready(index):
+            if self._local is not None:
+                self.addresses[index] = await self._local.restart(index)
+                continue
+            waited = time.monotonic() - lost
+            recovery = self._config.recovery
+            if waited >= recovery.replace_after and await self._replace(index):
+                continue
+            if waited >= recovery.give_up_after:
+                raise ExhaustedError(
+                    f"the server of stage {stage!r} at {self.addresses[index]} did not come back "
+                    f"within {recovery.give_up_after:.0f} s, and no spare can take its place"
+                )
+            if not told:
+                told = True
+                self._report({"event": "waiting", "stage": stage, "address": self.addresses[index]})
+            await asyncio.sleep(RETRY_SECONDS)
+
+    async def _is_ready(self, index: int) -> bool:
+        if self._local is not None and not self._local.is_running(index):
+            return False
+        found = await describe(self._config.stage_names[index], self.addresses[index])
+        return found is not None and not found.draining
+
+    async def _replace(self, index: int) -> bool:
+        """Let a spare that is free take over a stage."""
+        stage = self._config.stage_names[index]
+        for spare in self._spares:
+            found = await describe(stage, spare)
+            if found is not None and found.spare and not found.job and not found.draining:
+                self._spares.remove(spare)
+                lost, self.addresses[index] = self.addresses[index], spare
+                self._report({"event": "replaced", "stage": stage, "lost": lost, "address": spare})
+                return True
+        return False
+
+
+def holdings_of(said: Iterable[pb.Holding]) -> Holdings:
+    """What a server says that it holds."""
+    by_name = {holding.stage_name: list(holding.steps) for holding in said}
+    return Holdings(by_name.pop("", []), by_name)
+
+
+async def describe(stage: str, address: str) -> pb.DescribeResponse | None:
+    """Who the server at `address` says it is; None where nobody answers."""
+    client = StageClient(stage, address)
+    try:
+        return await client.connect(ANSWER_SECONDS)
+    except UnreachableError:
+        return None
+    finally:
+        await client.close()
+
+
+async def _try_stop(address: str, request: pb.StopRequest) -> None:
+    client = StageClient("", address)
+    with contextlib.suppress(RpcmpError):  # the server is gone, free already, or another job's
+        await client.connect(ANSWER_SECONDS)
+        await client.stop(request)
+    await client.close()

@@ -1,0 +1,108 @@
+"""What follows a fault: decided from the error and what has happened so far. Pure.
+
+a worker, a host or a link is gone           ──> go on, unless it helps nothing any more
+the user's code raised                       ──> go on once: a replay tells bad luck from a bug
+the same place raised again after a replay   ──> fail
+the config, a version, a factory is wrong    ──> fail
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rpcmp.errors import (
+    ConfigError,
+    ExhaustedError,
+    InterruptedJobError,
+    JobError,
+    NonFiniteLossError,
+    RpcmpError,
+    StageError,
+    UnavailableError,
+    WorkerDiedError,
+    WorkerHungError,
+)
+
+LONGEST_PAUSE = 10.0
+
+
+@dataclass(frozen=True)
+class History:
+    """What has gone wrong since the last step that was new.
+
+    Attributes:
+        restarts: how often the group was formed again without a new step.
+        raised: where the user's code raised before the last replay; None: it did not.
+    """
+
+    restarts: int = 0
+    raised: tuple[object, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What to do.
+
+    Attributes:
+        error: why the run ends; None: it goes on.
+        pause: seconds to wait before that.
+        history: from now on.
+    """
+
+    error: RpcmpError | None
+    pause: float
+    history: History
+
+
+def decide(error: RpcmpError, history: History, max_restarts: int, has_begun: bool) -> Decision:
+    """What to do after `error`.
+
+    Args:
+        error: what ended the generation.
+        history: so far.
+        max_restarts: how often to try without a new step in between.
+        has_begun: whether any group of this run has ever been formed.
+    """
+    if not is_recoverable(error, has_begun):
+        return Decision(error, 0.0, history)
+    raised = place(error)
+    if raised is not None and raised == history.raised:
+        return Decision(error, 0.0, history)
+    if history.restarts >= max_restarts:
+        tried = ExhaustedError(
+            f"gave up after {history.restarts} restarts without a new step; the last: {error}"
+        )
+        return Decision(tried, 0.0, history)
+    pause = min(2.0 ** (history.restarts - 1), LONGEST_PAUSE) if history.restarts else 0.0
+    return Decision(None, pause, History(history.restarts + 1, raised or history.raised))
+
+
+def is_recoverable(error: RpcmpError, has_begun: bool) -> bool:
+    """Whether another try may go better.
+
+    Before the first group was formed only what is plainly lost is tried again: a server that is
+    not there, or a model that cannot be built, is for the user to mend.
+    """
+    if isinstance(error, ConfigError | ExhaustedError | InterruptedJobError):
+        return False
+    if isinstance(error, WorkerDiedError | WorkerHungError):
+        return True
+    if isinstance(error, UnavailableError):
+        return has_begun
+    if isinstance(error, StageError):
+        return has_begun or error.phase != "build"
+    return isinstance(error, JobError)
+
+
+def place(error: RpcmpError) -> tuple[object, ...] | None:
+    """Where the user's code raised; None for faults that are not its own."""
+    match error:
+        case StageError():
+            return ("stage", error.stage, error.phase, error.step, error.microbatch)
+        case NonFiniteLossError():
+            return ("loss", error.step, error.microbatch)
+        case WorkerDiedError() | WorkerHungError():
+            return None
+        case JobError():
+            return ("driver", str(error).partition("\n")[0])
+    return None

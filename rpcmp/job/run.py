@@ -1,0 +1,218 @@
+"""One run of a job, over as many generations as it takes.
+
+    generation ──fault──> decide ──go on──> servers ready? ──> next generation, from the newest
+        │                    │                                  step that all stages still have
+        └──done──> summary   └──enough──> a checkpoint is left, the error raised
+
+What is told outside knows nothing of generations: every step and every evaluation is reported once.
+A replayed step must give the same loss as before, bit for bit, or a warning says so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+
+from rpcmp.balance.prediction import Prediction
+from rpcmp.checkpoint.folder import CheckpointFolder
+from rpcmp.config import Config
+from rpcmp.errors import DrainingError, InterruptedJobError, RpcmpError
+from rpcmp.job.balancing import balanced
+from rpcmp.job.begin import Beginning
+from rpcmp.job.checkpoints import Checkpoints
+from rpcmp.job.fleet import Fleet
+from rpcmp.job.log import EventLog
+from rpcmp.job.recovery import History, decide
+from rpcmp.job.session import Session
+from rpcmp.process.channel import Message
+
+
+class Run:
+    """One run, as far as it has come.
+
+    Args:
+        config: the job.
+        connect: addresses of running stage servers; see Fleet.
+        report: told of every event.
+        resume: go on from the newest checkpoint.
+
+    Attributes:
+        signals: those that have been received.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        connect: Sequence[str] | None,
+        report: Callable[[Message], None],
+        resume: bool = False,
+    ) -> None:
+        self._config, self._connect = config, connect
+        self._report = report
+        self._log = EventLog(report)
+        self._resume = resume
+        self._fleet: Fleet | None = None
+        self._checkpoints: Checkpoints | None = None
+        self._session: Session | None = None
+        self._training = False
+        self._has_begun = False
+        self._history = History()
+        self._steps_at_fault = 0
+        self.signals: list[int] = []
+
+    @property
+    def step(self) -> int:
+        """The last step that was reported."""
+        return self._log.step
+
+    async def train(self, order: Message) -> Message:
+        """The whole run; returns its summary.
+
+        Args:
+            order: what the driver process is told.
+
+        Raises:
+            RpcmpError: why it did not come to its end.
+        """
+        if self._config.checkpoint is not None and not self._resume:
+            CheckpointFolder(self._config.checkpoint_folder).require_run(None)
+        config, prediction = await balanced(self._config, self._connect)
+        if prediction is not None:
+            self._report({"event": "plan", **asdict(prediction)})
+        fleet = self._fleet = Fleet(config, self._connect, report=self._report)
+        checkpoints = self._checkpoints = Checkpoints(config, fleet, self._report)
+        beginning = Beginning(config, fleet, checkpoints, self._report, self._resume)
+        await fleet.open()
+        while True:
+            session = Session(config, fleet, checkpoints.generation, choose=beginning.choose)
+            self._session = session
+            try:
+                summary = await self._generation(session, checkpoints, order)
+            except RpcmpError as error:
+                await self._recover(error, session, fleet, checkpoints)
+                continue
+            if prediction is not None:
+                summary["plan"] = _compare(prediction, self._log.step_seconds)
+            self._report(summary)
+            return summary
+
+    def interrupt(self, signum: int, task: asyncio.Future[Message]) -> None:
+        """The first signal while training ends the run after its step, any other at once."""
+        self.signals.append(signum)
+        if len(self.signals) == 1 and self._session is not None and self._training:
+            saves = signum == signal.SIGTERM or self._config.checkpoint is not None
+            self._session.send({"op": "finish_step", "save": saves})
+        else:
+            task.cancel()
+
+    async def close(self) -> None:
+        """Free all servers."""
+        if self._session is not None:
+            await self._session.close()
+        if self._fleet is not None and self._checkpoints is not None:
+            await self._fleet.free(self._checkpoints.generation)
+
+    async def _generation(
+        self, session: Session, checkpoints: Checkpoints, order: Message
+    ) -> Message:
+        """One generation to the end of the run; its summary."""
+        started = time.monotonic()
+        await session.start()
+        step = session.begin.step
+        if self._has_begun:
+            self._report(
+                {
+                    "event": "recovered",
+                    "generation": session.generation,
+                    "step": step,
+                    "seconds": time.monotonic() - started,
+                }
+            )
+            for told in checkpoints.told_up_to(step):
+                self._log.tell(told)
+        else:
+            self._log.step = step
+        self._has_begun = True
+        session.send({**order, "progress": checkpoints.progress_of(step)})
+        self._training = True
+        summary: Message = {}
+        try:
+            while (event := await session.next_event())["event"] != "done":
+                if event["event"] == "summary":
+                    summary = event
+                else:
+                    await self._handle(event, session, checkpoints)
+        finally:
+            self._training = False
+        await session.wait_for_end()
+        if self.signals:
+            raise InterruptedJobError(self.signals[0], self.step)
+        if session.draining and summary["steps"] < self._log.total:
+            raise DrainingError(
+                f"the server of stage {session.draining!r} is being stopped; the job has paused "
+                f"after step {self.step}"
+            )
+        return summary
+
+    async def _handle(self, event: Message, session: Session, checkpoints: Checkpoints) -> None:
+        saved = None
+        match event["event"]:
+            case "progress":
+                saved = await checkpoints.note_progress(event)
+            case "saved":
+                saved = await checkpoints.note_saved(event["stage"], event["saved"])
+            case "draining":
+                session.send({"op": "finish_step", "save": True})
+            case _:
+                self._log.tell(event)
+        if saved is not None:
+            session.send({"op": "saved", "step": saved})
+
+    async def _recover(
+        self, error: RpcmpError, session: Session, fleet: Fleet, checkpoints: Checkpoints
+    ) -> None:
+        """Get ready for the next generation.
+
+        Raises:
+            RpcmpError: there will be none.
+        """
+        await session.close()
+        checkpoints.forget_parts()
+        recovery = self._config.recovery
+        if self.step > self._steps_at_fault:
+            self._history = replace(self._history, restarts=0)
+        self._steps_at_fault = self.step
+        decision = decide(error, self._history, recovery.max_restarts, self._has_begun)
+        self._history = decision.history
+        try:
+            if self.signals or not recovery.enabled or decision.error is not None:
+                raise decision.error or error
+            self._report(
+                {
+                    "event": "fault",
+                    "generation": checkpoints.generation,
+                    "step": self.step,
+                    "error": str(error),
+                    "kind": type(error).__name__,
+                }
+            )
+            await asyncio.sleep(decision.pause)
+            await fleet.wait_until_ready()
+        except RpcmpError:
+            await checkpoints.leave()
+            raise
+        checkpoints.generation += 1
+
+
+def _compare(prediction: Prediction, step_seconds: Sequence[float]) -> Message:
+    """The median leaves out the first step, which warms up."""
+    counted = step_seconds[1:] or step_seconds
+    return {
+        "balance": prediction.balance,
+        "predicted_step_s": prediction.step_s,
+        "measured_step_s": statistics.median(counted) if counted else None,
+    }

@@ -1,0 +1,74 @@
+"""What a child is doing at this moment, for whoever wonders whether it hangs, or where it died.
+
+In memory that child and supervisor share, so it can be read at any time and afterwards: a process
+that is stopped, or dead, cannot be asked any more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import struct
+import time
+from collections.abc import Iterator
+from typing import NamedTuple
+
+NO_MICROBATCH = -1
+
+_RECORD = struct.Struct("<16sqqd")
+
+
+class Doing(NamedTuple):
+    """One thing that takes time.
+
+    Attributes:
+        phase: "build", "join", "forward", "backward", "weight", "optimizer", "saving"; of the
+            driver "plan", "join", "data", "step", "evaluation", "report"; empty: it waits.
+        step, microbatch: of which; NO_MICROBATCH: of none.
+        seconds: so far.
+    """
+
+    phase: str
+    step: int
+    microbatch: int
+    seconds: float
+
+
+class Activity:
+    """Written by the thread that works; a record of 40 bytes, so nobody waits for a lock.
+
+    Args:
+        fd: of the memory; not owned. None: of this process alone.
+    """
+
+    def __init__(self, fd: int | None = None) -> None:
+        if fd is not None and os.fstat(fd).st_size == 0:
+            os.ftruncate(fd, mmap.PAGESIZE)
+        self._memory = mmap.mmap(-1 if fd is None else fd, mmap.PAGESIZE)
+        self._step = 0
+
+    def begin(self, phase: str, step: int = 0, microbatch: int = NO_MICROBATCH) -> None:
+        """Note what begins now."""
+        self._step = step
+        record = phase.encode(), step, microbatch, time.monotonic()
+        _RECORD.pack_into(self._memory, 0, *record)
+
+    def end(self) -> None:
+        """Note that it waits now."""
+        self.begin("", self._step)
+
+    @contextlib.contextmanager
+    def doing(self, phase: str, step: int = 0) -> Iterator[None]:
+        """Note what is done within the block."""
+        self.begin(phase, step)
+        try:
+            yield
+        finally:
+            self.end()
+
+    def read(self) -> Doing:
+        """What is done now, or was when the process ended; on the same machine."""
+        phase, step, microbatch, since = _RECORD.unpack_from(self._memory)
+        seconds = max(0.0, time.monotonic() - since) if since else 0.0
+        return Doing(phase.rstrip(b"\0").decode(), step, microbatch, seconds)

@@ -1,0 +1,59 @@
+"""Connections to hosts that may vanish.
+
+TensorPipe opens a connection when it first needs it and never asks again whether anybody is there:
+when a cable is pulled, both sides would wait for ever. The kernel can ask, and it is the other
+host's kernel that answers, so nothing is cut off that is merely slow.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import sys
+
+SILENT_SECONDS = 6
+"""After which a connection to a host that does not answer is broken."""
+
+_OPTIONS = (
+    (socket.TCP_KEEPIDLE, 2),
+    (socket.TCP_KEEPINTVL, 1),
+    (socket.TCP_KEEPCNT, SILENT_SECONDS - 2),
+    (socket.TCP_USER_TIMEOUT, SILENT_SECONDS * 1000),
+)
+
+
+class Links:
+    """The TCP connections of this process, whoever has opened them."""
+
+    def __init__(self) -> None:
+        self._known: set[tuple[str, int]] = set()
+
+    def watch(self) -> None:
+        """Have the kernel ask on all connections that are new; call it now and then."""
+        present = set(_sockets())
+        for _, fd in present - self._known:
+            with contextlib.suppress(OSError):  # it was closed meanwhile
+                _keep_alive(fd)
+        self._known = present
+
+
+def _sockets() -> list[tuple[str, int]]:
+    """This process's sockets by their identity in the kernel."""
+    if sys.platform != "linux":
+        return []
+    found = []
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            link = os.readlink(f"/proc/self/fd/{name}")
+            if link.startswith("socket:"):
+                found.append((link, int(name)))
+    return found
+
+
+def _keep_alive(fd: int) -> None:
+    with socket.socket(fileno=os.dup(fd)) as connection:
+        if connection.family in (socket.AF_INET, socket.AF_INET6):
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            for option, value in _OPTIONS:
+                connection.setsockopt(socket.IPPROTO_TCP, option, value)

@@ -1,0 +1,40 @@
+"""Where a child's threads are in its code: written by its `faulthandler`, read by its supervisor.
+
+In memory that both share, because a child that crashes, or that holds the interpreter's lock for
+ever, cannot say anything any more.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+
+MAX_BYTES = 64 * 1024
+
+
+class Stacks:
+    """What a child has written down about itself."""
+
+    def __init__(self) -> None:
+        self.fd = os.memfd_create("rpcmp-stacks")
+
+    @property
+    def size(self) -> int:
+        """Bytes so far."""
+        return os.fstat(self.fd).st_size
+
+    def read(self) -> str:
+        """The last of it, the threads that are in the middle of something first."""
+        start = max(0, self.size - MAX_BYTES)
+        text = os.pread(self.fd, MAX_BYTES, start).decode(errors="replace")
+        threads = re.split(r"\n(?=(?:Current thread|Thread) 0x)", text)
+        return "\n".join(sorted(threads, key=_waits)).strip()
+
+    def __del__(self) -> None:
+        os.close(self.fd)
+
+
+def _waits(thread: str) -> bool:
+    """Whether a thread is at rest: its innermost frame is one of Python's own libraries'."""
+    innermost = next((line for line in thread.splitlines() if line.startswith("  File")), "")
+    return bool(re.search(r"/(threading|selectors|socket|queue|thread)\.py\"", innermost))

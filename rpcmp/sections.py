@@ -1,0 +1,229 @@
+"""The sections of a configuration, as strict models; `rpcmp.config` puts them together.
+
+Unknown keys are refused, so that a typo cannot silently fall back to a default.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    JsonValue,
+    Tag,
+    TypeAdapter,
+    field_validator,
+)
+
+from rpcmp import addresses, sizes
+from rpcmp.errors import ConfigError
+
+_PLAIN: TypeAdapter[dict[str, JsonValue]] = TypeAdapter(dict[str, JsonValue])
+
+
+def _plain(arguments: dict[str, Any]) -> dict[str, Any]:
+    return _PLAIN.validate_python(_without_tuples(arguments))
+
+
+def _without_tuples(value: Any) -> Any:
+    """Tuples as lists: `betas=(0.9, 0.99)` is usual in code, and JSON has no other form for it."""
+    if isinstance(value, dict):
+        return {key: _without_tuples(item) for key, item in value.items()}
+    if isinstance(value, tuple | list):
+        return [_without_tuples(item) for item in value]
+    return value
+
+
+Arguments = Annotated[dict[str, Any], AfterValidator(_plain)]
+"""Keyword arguments: plain values only, since they travel to other hosts as JSON."""
+
+NAME = r"^[A-Za-z0-9_-]+$"
+
+
+class Strict(BaseModel):
+    """Base of all sections: unknown keys and wrong types are errors."""
+
+    model_config = ConfigDict(
+        extra="forbid", strict=True, frozen=True, ser_json_inf_nan="constants"
+    )
+
+
+class Factory(Strict):
+    """Something the job builds: a callable and its keyword arguments."""
+
+    callable: str = Field(
+        pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$", description='"module:callable"'
+    )
+    kwargs: Arguments = Field(default_factory=dict, description="its keyword arguments")
+
+
+def _expand(value: Any) -> Any:
+    return {"callable": value} if isinstance(value, str) else value
+
+
+FactoryOrName = Annotated[Factory, BeforeValidator(_expand)]
+"""A Factory; a bare "module:callable" stands for one without arguments."""
+
+Positive = Annotated[int, Field(ge=1)]
+
+Schedule = Literal["gpipe", "1f1b", "zero-bubble"]
+"""The names of rpcmp.schedule's policies."""
+
+Balance = Annotated[
+    Annotated[list[Positive], Tag("<list>")] | Annotated[Literal["auto"], Tag("<auto>")],
+    Discriminator(lambda value: "<auto>" if isinstance(value, str) else "<list>"),
+]
+"""Layers of each stage, or "auto". Tags in brackets are no keys: errors leave them out."""
+
+
+def _size(text: str) -> str:
+    try:
+        sizes.parse(text)
+    except ConfigError as error:
+        raise ValueError(str(error)) from error
+    return text
+
+
+Size = Annotated[str, AfterValidator(_size)]
+"""A size such as "8 GiB"; see `rpcmp.sizes`."""
+
+
+class ModelConfig(Strict):
+    """A model given as a list of layers."""
+
+    layers: str = Field(
+        pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$",
+        description='"module:callable" that returns (name, zero-argument factory) pairs, a dict '
+        "of them, or an nn.Sequential",
+    )
+    kwargs: Arguments = Field(default_factory=dict, description="arguments of `layers`")
+    balance: Balance | None = Field(
+        default=None,
+        description='layers of each stage; "auto": measured on the hosts; by parameter count when '
+        "omitted",
+    )
+    num_stages: Positive | None = Field(
+        default=None, description="how many stages, where no balance says it"
+    )
+
+
+class StageConfig(Strict):
+    """One stage. With `[model]`, tables go by position and only place and tune the stages."""
+
+    name: str | None = Field(
+        default=None, pattern=NAME, description='name; "stage<index>" when omitted'
+    )
+    module: str | None = Field(
+        default=None,
+        pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$",
+        description='"module:callable" that returns the stage\'s nn.Module (without `[model]`)',
+    )
+    kwargs: Arguments = Field(default_factory=dict, description="arguments of `module`")
+    inputs: list[str] | None = Field(
+        default=None,
+        description='what it reads: stages, "input", "target" or a part such as "input.image"; '
+        "the stage before when omitted",
+    )
+    addresses: list[str] = Field(
+        default_factory=list,
+        max_length=1,
+        description="HOST:PORT of its stage server; started on localhost when omitted",
+    )
+    device: str = Field(default="cpu", description='torch device of the stage, such as "cuda:0"')
+    threads: Positive = Field(default=1, description="compute threads (OpenMP, MKL)")
+    memory: Size | None = Field(
+        default=None,
+        description='memory limit for `balance = "auto"`, such as "8 GiB"; the host\'s share when '
+        "omitted",
+    )
+    optimizer: Arguments = Field(
+        default_factory=dict, description="arguments that override `[optimizer]`'s for this stage"
+    )
+    frozen: bool = Field(default=False, description="parameters are not trained")
+    recompute: bool = Field(
+        default=False,
+        description="compute activations again in the backward instead of keeping them",
+    )
+
+    @property
+    def memory_bytes(self) -> int | None:
+        """The memory limit, where the config gives one."""
+        return None if self.memory is None else sizes.parse(self.memory)
+
+
+class DataConfig(Strict):
+    """Where samples come from: map-style datasets of (input, target) pairs, on the driver."""
+
+    train: FactoryOrName = Field(description="the training dataset")
+    test: FactoryOrName | None = Field(default=None, description="the evaluation dataset")
+    batch_size: Positive = Field(default=32, description="samples a mini-batch (optimizer step)")
+    shuffle: bool = Field(default=True, description="a new seeded order in every epoch")
+    drop_last: bool = Field(default=False, description="leave out an incomplete mini-batch")
+    num_workers: int = Field(default=0, ge=0, description="processes that load samples")
+
+
+class CheckpointConfig(Strict):
+    """Checkpoints on disks."""
+
+    dir: str = Field(description="folder of the checkpoints; relative to the config's")
+    every_steps: Positive | None = Field(default=None, description="steps between checkpoints")
+    every_seconds: float | None = Field(
+        default=None,
+        gt=0,
+        description="seconds between checkpoints; 300 where neither is given",
+    )
+    keep: Positive = Field(default=3, description="how many are kept; older ones are removed")
+    shared: bool = Field(
+        default=False,
+        description="`dir` is one folder that all hosts see; else each stage has its files on its "
+        "own host, and on its neighbour's",
+    )
+
+
+class RecoveryConfig(Strict):
+    """What happens when something is lost."""
+
+    enabled: bool = Field(default=True, description="go on by itself after a fault")
+    mirror_every_steps: int = Field(
+        default=1,
+        ge=0,
+        description="steps between snapshots that another stage's server holds as well: the most "
+        "that a lost host costs; 0: each host holds only its own, after every step",
+    )
+    max_restarts: int = Field(
+        default=5, ge=0, description="restarts without a new step after which a run gives up"
+    )
+    heartbeat_timeout: float = Field(
+        default=6.0,
+        ge=1,
+        description="seconds without a sign of life after which a worker is ended",
+    )
+    watchdog: float = Field(
+        default=600.0,
+        ge=0,
+        description="seconds without any progress that count as a hang; 0: none",
+    )
+    replace_after: float = Field(
+        default=60.0, ge=0, description="seconds after which a spare replaces a lost host"
+    )
+    give_up_after: float = Field(
+        default=600.0, ge=0, description="seconds after which a run without a lost host ends"
+    )
+    spares: list[str] = Field(
+        default_factory=list, description="HOST:PORT of servers that can take any stage"
+    )
+
+    @field_validator("spares")
+    @classmethod
+    def _check(cls, spares: list[str]) -> list[str]:
+        for address in spares:
+            try:
+                addresses.parse(address)
+            except ConfigError as error:
+                raise ValueError(str(error)) from error
+        return spares

@@ -1,0 +1,108 @@
+"""A neighbour's snapshots, so that they outlive its host, or at least its server.
+
+On the same machine the neighbour's memory is opened, which costs nothing and keeps it alive when
+the neighbour is gone. From another machine they are copied one after the other; to ask for the next
+one tells the neighbour that this one has arrived.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import Awaitable, Callable
+
+from rpcmp.control.client import StageClient
+from rpcmp.control.options import machine
+from rpcmp.errors import RpcmpError
+from rpcmp.server.stream import receive
+from rpcmp.snapshot.slots import Slots, Snapshot
+from rpcmp.v1 import control_pb2 as pb
+
+RETRY_SECONDS = 1.0
+
+Arrived = Callable[["Mirror", Snapshot], Awaitable[None]]
+
+
+class Mirror:
+    """The snapshots of one neighbour.
+
+    Args:
+        request: which neighbour.
+        arrived: told of each snapshot that has been copied.
+        kept: copies that there are already; owned from now on.
+
+    Attributes:
+        stage_name: the neighbour's stage.
+        slots: its snapshots.
+        is_copy: whether they are on this machine because of us.
+    """
+
+    def __init__(
+        self, request: pb.MirrorRequest, arrived: Arrived, kept: Slots | None = None
+    ) -> None:
+        self.stage_name = request.stage_name
+        self._request = request
+        self._arrived = arrived
+        opened = _open(request) if request.machine == machine() else None
+        self.is_copy = opened is None
+        self.slots = opened or kept or Slots.create()
+        if opened is not None and kept is not None:
+            kept.close()
+        self.slots.truncate_after(request.step)
+        self._copying = asyncio.create_task(self._copy()) if self.is_copy else None
+
+    def take_copies(self) -> Slots | None:
+        """Hand over the copies, where these are copies; nothing is left here."""
+        if not self.is_copy:
+            return None
+        copies, self.slots = self.slots, Slots.create()
+        return copies
+
+    async def pause(self) -> None:
+        """Copy nothing more."""
+        if self._copying is not None:
+            self._copying.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._copying
+
+    async def close(self) -> None:
+        """Let go of them."""
+        await self.pause()
+        self.slots.close()
+
+    async def _copy(self) -> None:
+        """Copy every snapshot until told to stop; a neighbour may be away for a while."""
+        client = StageClient(self.stage_name, self._request.address)
+        snapshots = self.slots.all()
+        have = snapshots[-1].step if snapshots else 0
+        try:
+            while True:
+                try:
+                    have = await self._copy_next(client, have)
+                except RpcmpError:  # gone, or between two generations: the driver sees to it
+                    await asyncio.sleep(RETRY_SECONDS)
+        finally:
+            await client.close()
+
+    async def _copy_next(self, client: StageClient, have: int) -> int:
+        request = pb.FetchRequest(
+            job_id=self._request.job_id, stage_name=self.stage_name, step=have, newer=True
+        )
+        step = await receive(client.fetch(request), self.slots)
+        if (found := self.slots.get(step)) is not None:
+            await self._arrived(self, found)
+        return step
+
+
+def _open(request: pb.MirrorRequest) -> Slots | None:
+    """The memory of a server on this machine; None where this process may not, as in containers."""
+    fds: list[int] = []
+    try:
+        for fd in request.snapshot_fds:
+            fds.append(os.open(f"/proc/{request.supervisor_pid}/fd/{fd}", os.O_RDWR))
+        return Slots(fds)
+    except OSError:
+        for fd in fds:
+            os.close(fd)
+        return None

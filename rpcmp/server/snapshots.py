@@ -1,0 +1,75 @@
+"""The Snapshots service: what a server holds in memory and on its disk, for others to have."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import grpc
+
+from rpcmp.checkpoint import files
+from rpcmp.checkpoint.folder import CheckpointFolder
+from rpcmp.errors import BusyError, RpcmpError, to_wire
+from rpcmp.server.control import answers_errors
+from rpcmp.v1 import control_pb2 as pb
+from rpcmp.v1 import control_pb2_grpc
+
+if TYPE_CHECKING:
+    from rpcmp.server.server import StageServer
+    from rpcmp.server.vault import Vault
+
+    GrpcContext = grpc.aio.ServicerContext[Any, Any]
+
+
+class SnapshotsServicer(control_pb2_grpc.SnapshotsServicer):
+    """See protos/rpcmp/v1/control.proto."""
+
+    def __init__(self, server: StageServer) -> None:
+        self._server = server
+
+    async def Fetch(
+        self, request: pb.FetchRequest, grpc_context: GrpcContext
+    ) -> AsyncIterator[pb.FetchResponse]:
+        try:
+            async for part in self._vault_of(request.job_id).stream(request):
+                yield part
+        except RpcmpError as error:
+            await grpc_context.abort(grpc.StatusCode.FAILED_PRECONDITION, to_wire(error))
+
+    @answers_errors
+    async def Save(self, request: pb.SaveRequest, grpc_context: GrpcContext) -> pb.SaveResponse:
+        vault = self._vault_of(request.job_id)
+        saved = await vault.save(request.stage_name, request.step, request.folder)
+        return pb.SaveResponse(saved=saved)
+
+    @answers_errors
+    async def Mirror(
+        self, request: pb.MirrorRequest, grpc_context: GrpcContext
+    ) -> pb.MirrorResponse:
+        claim = self._server.claimed_by(request.job_id, request.generation)
+        await self._server.vault.hold(request)
+        return pb.MirrorResponse(generation=claim.generation)
+
+    @answers_errors
+    async def Check(self, request: pb.CheckRequest, grpc_context: GrpcContext) -> pb.CheckResponse:
+        states = [
+            await asyncio.to_thread(files.check, Path(file.path), file.sha256, file.size)
+            for file in request.files
+        ]
+        return pb.CheckResponse(states=states)
+
+    @answers_errors
+    async def Remove(
+        self, request: pb.RemoveRequest, grpc_context: GrpcContext
+    ) -> pb.RemoveResponse:
+        folder = Path(request.folder)
+        await asyncio.to_thread(CheckpointFolder(folder.parent).remove, folder)
+        return pb.RemoveResponse()
+
+    def _vault_of(self, job_id: str) -> Vault:
+        """The vault, which must hold what is the caller's."""
+        if self._server.vault.job_id != job_id:
+            raise BusyError("this server holds nothing of the job")
+        return self._server.vault

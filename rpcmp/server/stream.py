@@ -1,0 +1,42 @@
+"""Snapshots and files as streams of messages: read from memory or a disk, written to memory."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+
+from rpcmp.errors import UnreachableError
+from rpcmp.snapshot.slots import Slots
+from rpcmp.v1 import control_pb2 as pb
+
+BLOCK = 2**20
+"""Bytes of a message that carries a part."""
+
+
+async def blocks(fd: int, length: int) -> AsyncIterator[pb.FetchResponse]:
+    """The first `length` bytes of a file or of memory."""
+    for offset in range(0, length, BLOCK):
+        data = await asyncio.to_thread(os.pread, fd, min(BLOCK, length - offset), offset)
+        yield pb.FetchResponse(data=data)
+
+
+async def receive(stream: AsyncIterator[pb.FetchResponse], slots: Slots) -> int:
+    """Write the snapshot that `stream` brings into `slots`; returns its step.
+
+    Raises:
+        UnreachableError: the other end was gone before all had arrived.
+    """
+    head = await anext(stream)
+    slot = slots.begin()
+    if slot is None:
+        raise AssertionError("a mirror pins nothing for longer than a save takes")
+    fd = slots.fd(slot)
+    os.ftruncate(fd, head.size)
+    offset = 0
+    async for part in stream:
+        offset += os.pwrite(fd, part.data, offset)
+    if offset != head.size:
+        raise UnreachableError(f"only {offset} of {head.size} bytes of a snapshot have arrived")
+    slots.commit(slot, head.step, head.size, pin=head.is_saved)
+    return head.step

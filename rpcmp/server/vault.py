@@ -1,0 +1,259 @@
+"""What must outlive a worker: its stage's snapshots, and those of a neighbour.
+
+    worker ──copies──> own slots ──fetched by──> a neighbour's vault on another machine
+                                 ──opened by───> a neighbour's vault on this machine
+
+The vault belongs to the server and not to a claim: a claim ends with its worker, or with the
+connection to the driver, and the driver that comes back finds here what it has to go on from.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from rpcmp.checkpoint import files
+from rpcmp.control.client import StageClient
+from rpcmp.errors import CheckpointError, JobError
+from rpcmp.server.mirror import Mirror
+from rpcmp.server.saving import save
+from rpcmp.server.stream import blocks, receive
+from rpcmp.snapshot.slots import Slots, Snapshot
+from rpcmp.v1 import control_pb2 as pb
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Held:
+    """A snapshot that this server holds."""
+
+    slots: Slots
+    snapshot: Snapshot
+
+
+class Vault:
+    """The snapshots that one server holds for one job.
+
+    Attributes:
+        job_id: whose; empty: nobody's.
+        stage_name: of the server's own stage.
+        slots: of that stage.
+        mirror: of another stage; None: of none.
+    """
+
+    def __init__(self) -> None:
+        self.job_id = ""
+        self.stage_name = ""
+        self.slots = Slots.create()
+        self.mirror: Mirror | None = None
+        self._acknowledged: asyncio.Queue[int] = asyncio.Queue()
+        self._folder = ""
+        self._saves_mirror = False
+        self._saving = asyncio.Lock()
+        self._saves: set[asyncio.Task[None]] = set()
+        self._changed = asyncio.Condition()
+
+    async def open(self, job_id: str) -> None:
+        """Hold snapshots of this job from now on, and none of any other."""
+        if job_id != self.job_id:
+            await self.clear()
+            self.job_id = job_id
+
+    async def clear(self) -> None:
+        """Let go of everything."""
+        if self.mirror is not None:
+            await self.mirror.close()
+        self.mirror = None
+        self.job_id = self.stage_name = ""
+        self.slots.clear()
+        await self.notify()
+
+    async def pause(self) -> None:
+        """Copy nothing more from the neighbour, whose group has ended; what is here stays."""
+        if self.mirror is not None:
+            await self.mirror.pause()
+
+    async def notify(self) -> None:
+        """Wake up all who wait for a newer snapshot."""
+        async with self._changed:
+            self._changed.notify_all()
+
+    def holdings(self) -> list[pb.Holding]:
+        """Which steps of which stages there are."""
+        own = pb.Holding(stage_name="", steps=[found.step for found in self.slots.all()])
+        if self.mirror is None:
+            return [own]
+        steps = [found.step for found in self.mirror.slots.all()]
+        return [own, pb.Holding(stage_name=self.mirror.stage_name, steps=steps)]
+
+    async def hold(self, request: pb.MirrorRequest) -> None:
+        """Hold the snapshots of another stage as well."""
+        before = self.mirror
+        kept = before.take_copies() if before and before.stage_name == request.stage_name else None
+        self.mirror = Mirror(request, self._arrived, kept)
+        self._saves_mirror = request.saves
+        if before is not None:
+            await before.close()
+
+    async def prepare(self, stage_name: str, folder: str, restore: pb.Restore | None) -> list[str]:
+        """Get ready what a fresh worker begins with; names the files that it finds it in.
+
+        Args:
+            folder: of checkpoints.
+
+        Raises:
+            CheckpointError: it is not to be had.
+            UnavailableError: the server that has it does not answer.
+        """
+        self.stage_name, self._folder = stage_name, folder
+        while not self._acknowledged.empty():  # of a time that was undone
+            self._acknowledged.get_nowait()
+        if restore is None:
+            self.slots.clear()
+            return []
+        if restore.files:
+            self.slots.clear()
+            return [await self._file(file) for file in restore.files]
+        if restore.address:
+            await self._fetch(restore)
+        self.slots.truncate_after(restore.step)
+        return [self.slots.path(self._require(stage_name, restore.step).snapshot.slot)]
+
+    async def stream(self, request: pb.FetchRequest) -> AsyncIterator[pb.FetchResponse]:
+        """A snapshot, or a file of a checkpoint: what it is, then its bytes.
+
+        Raises:
+            CheckpointError: it is not here.
+        """
+        if request.path:
+            async for part in self._file_blocks(request.path):
+                yield part
+            return
+        held = await self._wanted(request)
+        snapshot = held.snapshot
+        yield pb.FetchResponse(
+            step=snapshot.step, size=snapshot.length, is_saved=snapshot.is_pinned
+        )
+        async for part in blocks(held.slots.fd(snapshot.slot), snapshot.length):
+            yield part
+
+    async def acknowledgements(self) -> AsyncIterator[int]:
+        """The steps that a neighbour says to hold, one after the other."""
+        while True:
+            yield await self._acknowledged.get()
+
+    def find(self, stage_name: str, step: int) -> Held | None:
+        """A snapshot, where this server holds it."""
+        every = [(self.stage_name, self.slots)]
+        if self.mirror is not None:
+            every.append((self.mirror.stage_name, self.mirror.slots))
+        for name, slots in every:
+            if name == stage_name and (found := slots.get(step)) is not None:
+                return Held(slots, found)
+        return None
+
+    def save_if_pinned(self, step: int, done: Callable[[pb.Saved], Awaitable[None]]) -> None:
+        """Write a snapshot that has to be saved into the checkpoint of its step.
+
+        One after the other, and to the end even when the claim ends meanwhile: two writers of one
+        file would spoil it.
+
+        Args:
+            step: of the own stage's snapshot.
+            done: told what became of it.
+        """
+        held = self.find(self.stage_name, step)
+        if held is not None and held.snapshot.is_pinned:
+            task = asyncio.create_task(self._save(held, done))
+            self._saves.add(task)
+            task.add_done_callback(self._saves.discard)
+
+    async def _save(self, held: Held, done: Callable[[pb.Saved], Awaitable[None]]) -> None:
+        async with self._saving:
+            saved = await save(held.slots, held.snapshot, self.stage_name, self._folder)
+        await done(saved)
+
+    async def save(self, stage_name: str, step: int, folder: str) -> pb.Saved:
+        """Write a snapshot that this server holds into the checkpoint of its step.
+
+        Raises:
+            CheckpointError: it is not here.
+        """
+        held = self._require(stage_name, step)
+        async with self._saving:
+            return await save(held.slots, held.snapshot, stage_name, folder)
+
+    async def _arrived(self, mirror: Mirror, snapshot: Snapshot) -> None:
+        """A neighbour's snapshot is here; it goes to the disk where its own does."""
+        if snapshot.is_pinned and self._saves_mirror:
+            saved = await save(mirror.slots, snapshot, mirror.stage_name, self._folder)
+            if saved.error:
+                log.warning("%s; stage %r has it on its own disk", saved.error, mirror.stage_name)
+        mirror.slots.unpin(snapshot.slot)
+
+    @staticmethod
+    async def _file_blocks(path: str) -> AsyncIterator[pb.FetchResponse]:
+        try:
+            fd = os.open(path, os.O_RDONLY)
+        except OSError as error:
+            raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
+        try:
+            async for part in blocks(fd, os.fstat(fd).st_size):
+                yield part
+        finally:
+            os.close(fd)
+
+    def _require(self, stage_name: str, step: int) -> Held:
+        found = self.find(stage_name, step)
+        if found is None:
+            raise CheckpointError(f"holds no snapshot of stage {stage_name!r} at step {step}")
+        return found
+
+    async def _wanted(self, request: pb.FetchRequest) -> Held:
+        if not request.newer:
+            return self._require(request.stage_name, request.step)
+        self._acknowledged.put_nowait(request.step)
+        async with self._changed:
+            await self._changed.wait_for(
+                lambda: self.job_id != request.job_id or self._newer(request.step) is not None
+            )
+        newer = self._newer(request.step)
+        if newer is None:
+            raise JobError("the job has ended")
+        return Held(self.slots, newer)
+
+    def _newer(self, step: int) -> Snapshot | None:
+        """The oldest snapshot after `step`: a neighbour gets all, one after the other."""
+        return next((found for found in self.slots.all() if found.step > step), None)
+
+    async def _fetch(self, restore: pb.Restore) -> None:
+        """Copy a snapshot of this stage that another server holds."""
+        client = StageClient(self.stage_name, restore.address)
+        try:
+            request = pb.FetchRequest(
+                job_id=self.job_id, stage_name=self.stage_name, step=restore.step
+            )
+            await receive(client.fetch(request), self.slots)
+        finally:
+            await client.close()
+
+    async def _file(self, file: pb.CheckpointFile) -> str:
+        """A file of a checkpoint, on this host's disk from now on."""
+        path = Path(file.path)
+        if file.address:
+            client = StageClient(self.stage_name, file.address)
+            try:
+                request = pb.FetchRequest(job_id=self.job_id, path=file.path)
+                parts = [part.data async for part in client.fetch(request)]
+            finally:
+                await client.close()
+            await asyncio.to_thread(files.write_durably, path, parts)
+        state = await asyncio.to_thread(files.check, path, file.sha256, file.size)
+        if state != "ok":
+            raise CheckpointError(f"{path} is {state}")
+        return str(path)

@@ -1,0 +1,155 @@
+"""A stage's training state as named tensors and a line of JSON, and back.
+
+    model.<name>                     parameters and buffers, by their names in the unsplit model
+    optimizer.<parameter>.<key>      what the optimizer keeps of a parameter
+    metadata "rpcmp"                 step, stage, options, scheduler, and what is no tensor
+
+Names are those of layers, so a stage with other cuts finds what it needs in the files of several.
+No random state: every random number is drawn from the seed and what it is for (`rpcmp.seeds`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from safetensors import safe_open
+from torch import Tensor
+
+from rpcmp import treespec
+from rpcmp.errors import CheckpointError
+
+
+@dataclass(frozen=True)
+class StageState:
+    """What a stage is right after an optimizer step.
+
+    Attributes:
+        step: how many it has done.
+        stage: its name.
+        model: parameters and buffers, by name.
+        state: of the optimizer, by parameter.
+        groups: the optimizer's options; None without an optimizer.
+        scheduler: its state; None without one.
+    """
+
+    step: int
+    stage: str
+    model: dict[str, Tensor]
+    state: dict[str, Any]
+    groups: Any
+    scheduler: Any
+
+
+def pack(state: StageState) -> tuple[dict[str, Tensor], str]:
+    """The tensors by name, and the metadata.
+
+    Raises:
+        TypeError: the optimizer or the scheduler keeps something that is no tensor and not plain.
+    """
+    tensors = {f"model.{name}": tensor for name, tensor in state.model.items()}
+    about = {
+        "step": state.step,
+        "stage": state.stage,
+        "groups": treespec.encode(state.groups, tensors, "optimizer"),
+        "scheduler": treespec.encode(state.scheduler, tensors, "scheduler"),
+        "state": {
+            name: treespec.encode(value, tensors, f"optimizer.{name}")
+            for name, value in state.state.items()
+        },
+    }
+    return tensors, json.dumps(about)
+
+
+def unpack(
+    paths: Sequence[str], stage: str, model: Collection[str], trained: Collection[str]
+) -> StageState:
+    """A stage's state from files, of which each may hold a part, and more than is needed.
+
+    Args:
+        paths: of safetensors files.
+        stage: whose state it will be.
+        model: names of its parameters and buffers.
+        trained: those that its optimizer has.
+
+    Raises:
+        CheckpointError: something is missing, or the parts do not agree.
+    """
+    parts = [_read(path, set(model), set(trained)) for path in paths]
+    merged: dict[str, Tensor] = {}
+    optimizer: dict[str, Any] = {}
+    for part in parts:
+        merged |= part.model
+        optimizer |= part.state
+    if missing := sorted(set(model) - set(merged)):
+        raise CheckpointError(f"stage {stage!r} misses {', '.join(missing)} in {', '.join(paths)}")
+    training = [part for part in parts if part.groups is not None]
+    _require_agreement(training, stage)
+    first = training[0] if training else None
+    return StageState(
+        step=parts[0].step,
+        stage=stage,
+        model=merged,
+        state=optimizer,
+        groups=first.groups if first else None,
+        scheduler=first.scheduler if first else None,
+    )
+
+
+def _read(path: str, model: set[str], trained: set[str]) -> StageState:
+    try:
+        with safe_open(path, "pt") as file:
+            about = json.loads((file.metadata() or {})["rpcmp"])
+            tensors = _Tensors(file)
+            return StageState(
+                step=about["step"],
+                stage=about["stage"],
+                model={
+                    name: tensors[f"model.{name}"]
+                    for name in sorted(model)
+                    if f"model.{name}" in tensors
+                },
+                state={
+                    name: treespec.decode(spec, tensors)
+                    for name, spec in about["state"].items()
+                    if name in trained
+                },
+                groups=treespec.decode(about["groups"], tensors),
+                scheduler=treespec.decode(about["scheduler"], tensors),
+            )
+    except Exception as error:  # the library raises its own, and KeyError is ours
+        raise CheckpointError(f"{path} is no stage's state: {error}") from error
+
+
+def _require_agreement(parts: Sequence[StageState], stage: str) -> None:
+    """One optimizer has one set of options: what it takes over must not differ."""
+    for part in parts[1:]:
+        first = parts[0]
+        if (part.step, part.groups, part.scheduler) != (first.step, first.groups, first.scheduler):
+            raise CheckpointError(
+                f"stage {stage!r} takes layers over from {first.stage!r} and {part.stage!r}, whose "
+                "optimizers or schedulers have other options; keep the cut between them"
+            )
+
+
+class _Tensors(Mapping[str, Tensor]):
+    """The tensors of an open file, each a copy: the file may be memory that changes."""
+
+    def __init__(self, file: Any) -> None:
+        self._file = file
+        self._names = set(file.keys())
+
+    def __getitem__(self, name: str) -> Tensor:
+        tensor: Tensor = self._file.get_tensor(name)
+        return tensor.clone()
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)

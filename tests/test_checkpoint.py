@@ -1,0 +1,470 @@
+"""Checkpoints on disk: what is written whole, what is found to be damaged, and what may go."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rpcmp.checkpoint import files
+from rpcmp.checkpoint.files import Written, check, sha256_of, write_durably
+from rpcmp.checkpoint.folder import CheckpointFolder, look, step_of
+from rpcmp.checkpoint.manifest import (
+    Cursor,
+    Manifest,
+    StageFile,
+    check_model,
+    dumps,
+    loads,
+)
+from rpcmp.errors import CheckpointError, ConfigError
+
+SHA = hashlib.sha256(b"abc").hexdigest()
+
+
+def stage(name: str = "stage0", layers: tuple[str, ...] = ("embed", "hidden")) -> StageFile:
+    """One stage's part, of a file that holds b"abc"."""
+    return StageFile(
+        name=name,
+        layers=list(layers),
+        file=f"{name}.safetensors",
+        sha256=SHA,
+        size=3,
+        host="h1",
+        state='{"lr": [0.1]}',
+    )
+
+
+def manifest(step: int = 120, **fields: Any) -> Manifest:
+    """A checkpoint of two stages."""
+    defaults: dict[str, Any] = {
+        "job": "digits",
+        "run": "r1",
+        "step": step,
+        "generation": 1,
+        "cursor": Cursor(epoch=2, batch=7),
+        "driver": {"loss": 0.1, "best": None},
+        "rng": {"python": [3, [1, 2], None]},
+        "versions": {"rpcmp": "0.1.0", "torch": "2.13.0"},
+        "config": {"name": "digits", "epochs": 3},
+        "written": "2025-01-02T03:04:05+00:00",
+        "stages": [stage(), stage("stage1", ("head",))],
+    }
+    return Manifest(**{**defaults, **fields})
+
+
+def resealed(**changes: Any) -> str:
+    """A manifest with other content, and the hash that belongs to that."""
+    data = {**json.loads(dumps(manifest())), **changes}
+    del data["sha256"]
+    canonical = json.dumps(data, sort_keys=True, separators=(",", ":"))
+    return json.dumps({**data, "sha256": hashlib.sha256(canonical.encode()).hexdigest()})
+
+
+# The manifest
+
+
+def test_a_manifest_is_read_as_it_was_written() -> None:
+    written = manifest()
+    assert loads(dumps(written), "m") == written
+    assert loads(dumps(written).encode(), "m") == written
+    assert written.layers == ["embed", "hidden", "head"]
+    assert written.files == ["stage0.safetensors", "stage1.safetensors"]
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    max_leaves=10,
+)
+
+
+@given(st.dictionaries(st.text(), JSON), st.text())
+def test_any_state_comes_back(state: dict[str, Any], text: str) -> None:
+    written = manifest(driver=state, config=state, job=text)
+    assert loads(dumps(written), "m") == written
+
+
+def test_a_state_that_is_not_a_number_comes_back() -> None:
+    read = loads(dumps(manifest(driver={"loss": math.nan, "best": math.inf})), "m")
+    assert math.isnan(read.driver["loss"])  # type: ignore[arg-type]
+    assert read.driver["best"] == math.inf
+
+
+def test_the_hash_is_that_of_the_canonical_rest() -> None:
+    assert resealed() == json.dumps(json.loads(dumps(manifest())))
+
+
+TEXT = dumps(manifest()).encode()
+
+
+@given(st.integers(0, len(TEXT) * 8 - 1))
+def test_a_flipped_bit_is_seen(bit: int) -> None:
+    damaged = bytearray(TEXT)
+    damaged[bit // 8] ^= 1 << bit % 8
+    with pytest.raises(CheckpointError, match=r"^m "):
+        loads(bytes(damaged), "m")
+
+
+@given(st.integers(0, len(TEXT) - 2))
+def test_a_cut_off_manifest_is_seen(length: int) -> None:
+    with pytest.raises(CheckpointError, match=r"^m is damaged or cut off, not JSON: "):
+        loads(TEXT[:length], "m")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[1]", "m is damaged: not a JSON object"),
+        ("[" * 100_000, "m is damaged or cut off, not JSON"),
+        ("{}", "m has format None; this rpcmp reads format 1"),
+        (resealed(format=2), "m has format 2; this rpcmp reads format 1"),
+        (resealed(surprise=1), "m is no manifest of this rpcmp: surprise: unknown key"),
+        (resealed(step="1"), "step: Input should be a valid integer"),
+        (resealed(cursor={"epoch": 0, "batch": 0}), r"cursor\.epoch: Input should be greater"),
+        (resealed(stages=[stage().model_dump()] * 2), "two stages have 'stage0'"),
+        (
+            resealed(stages=[{**stage().model_dump(), "file": "../../etc/x.safetensors"}]),
+            r"stages\.0\.file: ",
+        ),
+        (
+            resealed(stages=[{**stage().model_dump(), "sha256": SHA.upper()}]),
+            r"stages\.0\.sha256: ",
+        ),
+    ],
+)
+def test_what_is_wrong_with_a_manifest_is_said(text: str, message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        loads(text, "m")
+
+
+def test_the_model_must_be_the_same() -> None:
+    written = manifest()
+    check_model(written, ["embed", "hidden", "head"])
+    for layers, message in [
+        (["embed", "head"], "the model has no 'hidden'$"),
+        (["embed", "new", "hidden", "head"], "it has no 'new'$"),
+        (["embed", "new", "head"], "it has no 'new'; the model has no 'hidden'$"),
+        (["hidden", "embed", "head"], "its layer 1 is 'embed', the model's is 'hidden'$"),
+        (["embed", "hidden", "head", "head"], "its layer 4 is None, the model's is 'head'$"),
+        ([f"l{i}" for i in range(9)], "it has no 'l0', 'l1', 'l2', 'l3', 'l4' and 4 more; "),
+    ]:
+        with pytest.raises(CheckpointError, match=f"of step 120 of job 'digits' .*{message}"):
+            check_model(written, layers)
+
+
+# Files
+
+
+@given(chunks=st.lists(st.binary(max_size=50)))
+def test_a_file_holds_what_was_written(
+    tmp_path_factory: pytest.TempPathFactory, chunks: list[bytes]
+) -> None:
+    path = tmp_path_factory.mktemp("files") / "new" / "folder" / "file"
+    written = write_durably(path, iter(chunks))
+    whole = b"".join(chunks)
+    assert path.read_bytes() == whole
+    assert written == Written(hashlib.sha256(whole).hexdigest(), len(whole))
+    assert sha256_of(path) == written.sha256
+    assert check(path, written.sha256, written.size) == "ok"
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_memory_of_any_type_is_written(tmp_path: Path) -> None:
+    wide = memoryview(b"01234567").cast("I")
+    assert write_durably(tmp_path / "file", [wide, memoryview(b"89")]).size == 10
+    assert (tmp_path / "file").read_bytes() == b"0123456789"
+
+
+def test_a_file_that_is_longer_than_a_block_is_hashed_whole(tmp_path: Path) -> None:
+    data = os.urandom(files.BLOCK * 2 + 5)
+    written = write_durably(tmp_path / "file", [data])
+    assert written.sha256 == sha256_of(tmp_path / "file") == hashlib.sha256(data).hexdigest()
+
+
+def fails(*_: Any, **__: Any) -> None:
+    """Stands for a system call."""
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize("call", ["fsync", "replace"])
+@pytest.mark.parametrize("before", [None, b"as it was"])
+def test_a_write_that_fails_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, before: bytes | None
+) -> None:
+    path = tmp_path / "file"
+    if before is not None:
+        path.write_bytes(before)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, call, fails)
+        with pytest.raises(OSError, match="No space left"):
+            write_durably(path, [b"abc"])
+    found = {one.name: one.read_bytes() for one in tmp_path.iterdir()}
+    assert found == ({} if before is None else {"file": before})
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_chunks_that_end_in_an_error_leave_nothing(
+    tmp_path: Path, error: type[BaseException]
+) -> None:
+    def chunks() -> Iterator[bytes]:
+        yield b"abc"
+        assert [path.name for path in tmp_path.iterdir()] == [f"file.{os.getpid()}.tmp"]
+        raise error
+
+    with pytest.raises(error):
+        write_durably(tmp_path / "file", chunks())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_all_that_is_new_is_synced_before_the_write_returns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[str] = []
+    monkeypatch.setattr(os, "fsync", lambda fd: synced.append(os.readlink(f"/proc/self/fd/{fd}")))
+    write_durably(tmp_path / "a" / "b" / "file", [b"abc"])
+    folders = [str(tmp_path / "a"), str(tmp_path)]
+    assert synced[:2] == folders
+    assert synced[2:] == [
+        str(tmp_path / "a" / "b" / f"file.{os.getpid()}.tmp"),
+        str(tmp_path / "a" / "b"),
+    ]
+
+
+def test_a_file_system_that_cannot_sync_folders_will_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_: int) -> None:
+        raise OSError(errno.EINVAL, "Invalid argument")
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    files.sync_folder(tmp_path)
+    monkeypatch.setattr(os, "fsync", fails)
+    with pytest.raises(OSError, match="No space"):
+        files.sync_folder(tmp_path)
+
+
+def test_damage_to_a_file_is_seen(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    assert check(path, SHA, 3) == "missing"
+    assert check(tmp_path / "nowhere" / "file", SHA, 3) == "missing"
+    path.write_bytes(b"abc")
+    assert check(path, SHA, 3) == "ok"
+    assert check(path / "below", SHA, 3) == "missing"
+    for content in (b"abb", b"ab", b"abc\0", b""):
+        path.write_bytes(content)
+        assert check(path, SHA, 3) == "damaged"
+    assert check(tmp_path, SHA, 3) == "damaged"
+
+
+def test_the_size_is_compared_before_anything_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_bytes(b"ab")
+    monkeypatch.setattr(files, "_hash", fails)
+    assert check(tmp_path / "file", SHA, 3) == "damaged"
+
+
+def test_a_disk_that_cannot_read_a_file_has_damaged_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unreadable(_: object) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    (tmp_path / "file").write_bytes(b"abc")
+    monkeypatch.setattr(files, "_hash", unreadable)
+    assert check(tmp_path / "file", SHA, 3) == "damaged"
+    monkeypatch.setattr(files, "_hash", fails)
+    with pytest.raises(OSError, match="No space"):
+        check(tmp_path / "file", SHA, 3)
+
+
+# The folder
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> CheckpointFolder:
+    """An empty one, which is not there yet."""
+    return CheckpointFolder(tmp_path / "checkpoints")
+
+
+def damage(folder: CheckpointFolder, step: int) -> None:
+    """Flip a bit in a manifest."""
+    path = folder.path_of(step) / "manifest.json"
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def steps(paths: list[Path]) -> list[int | None]:
+    """Which step folders these are."""
+    return [step_of(path) for path in paths]
+
+
+def test_a_step_folder_is_named_after_its_step(folder: CheckpointFolder) -> None:
+    assert folder.path_of(120).name == "step-00000120"
+    for step in (0, 120, 99_999_999, 100_000_000, 12_345_678_901):
+        assert step_of(folder.path_of(step)) == step
+    for name in ("step-120", "step-000000120", "step-00000120.old", "step-0000012x", "manifest"):
+        assert step_of(folder.path / name) is None
+
+
+def test_a_committed_checkpoint_is_found(folder: CheckpointFolder) -> None:
+    assert folder.found() == []
+    for step in (20, 100_000_000, 3):
+        folder.commit(manifest(step))
+    assert [found.step for found in folder.valid()] == [100_000_000, 20, 3]
+    newest = folder.found()[0]
+    assert (newest.path, newest.problem) == (folder.path_of(100_000_000), "")
+    assert newest.manifest == manifest(100_000_000)
+
+
+def test_what_is_no_checkpoint_is_passed_over(folder: CheckpointFolder) -> None:
+    folder.path_of(9).mkdir(parents=True)
+    (folder.path_of(9) / "stage0.safetensors").write_bytes(b"abc")
+    folder.path_of(8).write_bytes(b"a file")
+    (folder.path / "notes").mkdir()
+    folder.commit(manifest(7))
+    assert [found.path for found in folder.found()] == [folder.path_of(7)]
+    assert look(folder.path_of(8)) is None
+
+
+def test_a_damaged_manifest_is_listed_with_its_problem(folder: CheckpointFolder) -> None:
+    for step in (1, 2, 3, 4, 5):
+        folder.commit(manifest(step))
+    damage(folder, 5)
+    whole = (folder.path_of(4) / "manifest.json").read_bytes()
+    (folder.path_of(4) / "manifest.json").write_bytes(whole[:-20])
+    folder.path_of(3).rename(folder.path_of(6))
+    (folder.path_of(2) / "manifest.json").unlink()
+    (folder.path_of(2) / "manifest.json").mkdir()
+    found = folder.found()
+    assert steps([one.path for one in found]) == [6, 5, 4, 2, 1]
+    problems = ["is the manifest of step 3", "is damaged", "is damaged or cut off", "Is a dir", ""]
+    for one, problem in zip(found, problems, strict=True):
+        assert problem in one.problem
+        assert (one.manifest is None) == bool(problem)
+        assert not problem or str(one.path) in one.problem
+    assert folder.valid() == [manifest(1)]
+
+
+def test_a_folder_that_cannot_be_read_or_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    folder = CheckpointFolder(tmp_path / "file")
+    with pytest.raises(CheckpointError, match=r"cannot read .*/file: Not a directory"):
+        folder.found()
+    with pytest.raises(CheckpointError, match=r"cannot write .*/manifest.json: Not a directory"):
+        folder.commit(manifest())
+
+
+def test_a_run_goes_on_only_in_its_own_folder(folder: CheckpointFolder) -> None:
+    folder.require_run(None)
+    folder.require_run("r1")
+    folder.path_of(130).mkdir(parents=True)
+    folder.require_run(None)  # nothing was completed there
+    folder.commit(manifest())
+    folder.require_run("r1")
+    for other in (None, "r2"):
+        with pytest.raises(ConfigError, match="another run: job 'digits', step 120, ") as caught:
+            folder.require_run(other)
+        for part in (str(folder.path), "2025-01-02T03:04:05", "--resume", "[checkpoint] dir"):
+            assert part in str(caught.value)
+
+
+def test_a_damaged_manifest_belongs_to_another_run_where_it_is_alone(
+    folder: CheckpointFolder,
+) -> None:
+    folder.commit(manifest(120))
+    folder.commit(manifest(110))
+    damage(folder, 120)
+    folder.require_run("r1")
+    with pytest.raises(ConfigError, match=r"step 110, .*--resume"):
+        folder.require_run(None)
+    folder.remove(folder.path_of(110))
+    for run in (None, "r1"):
+        with pytest.raises(ConfigError, match=r"holds a damaged checkpoint: .*; remove .*00120, "):
+            folder.require_run(run)
+
+
+def test_the_newest_valid_checkpoints_are_kept(folder: CheckpointFolder) -> None:
+    for step in (10, 20, 30, 40, 50):
+        folder.commit(manifest(step))
+    damage(folder, 50)  # newer than all that is valid: it may be looked at, and be overwritten
+    damage(folder, 30)
+    for step in (5, 35, 60):  # never completed; the last is being written
+        folder.path_of(step).mkdir()
+    assert steps(folder.surplus(1)) == [35, 30, 20, 10, 5]
+    assert steps(folder.surplus(2)) == [35, 30, 10, 5]
+    assert steps(folder.surplus(9)) == [35, 30, 5]
+    assert steps(folder.surplus(0)) == steps(folder.surplus(1))
+
+
+def test_nothing_is_surplus_where_nothing_is_valid(folder: CheckpointFolder) -> None:
+    assert folder.surplus(1) == []
+    folder.path_of(1).mkdir(parents=True)
+    folder.commit(manifest(2))
+    damage(folder, 2)
+    assert folder.surplus(1) == []
+
+
+@given(
+    valid=st.sets(st.integers(0, 30)),
+    unfinished=st.sets(st.integers(0, 30)),
+    keep=st.integers(1, 4),
+)
+def test_pruning_leaves_the_newest(
+    tmp_path_factory: pytest.TempPathFactory, valid: set[int], unfinished: set[int], keep: int
+) -> None:
+    folder = CheckpointFolder(tmp_path_factory.mktemp("prune"))
+    for step in valid:
+        folder.commit(manifest(step))
+    for step in unfinished - valid:
+        folder.path_of(step).mkdir()
+    for path in folder.surplus(keep):
+        folder.remove(path)
+    left = sorted(valid)[-keep:]
+    assert sorted(found.step for found in folder.valid()) == left
+    newer = {step for step in unfinished - valid if not left or step > left[-1]}
+    assert {step_of(path) for path in folder.path.iterdir()} == newer | set(left)
+
+
+def test_a_checkpoint_is_removed_whole(folder: CheckpointFolder) -> None:
+    folder.commit(manifest())
+    path = folder.path_of(120)
+    (path / "stage0.safetensors").write_bytes(b"abc")
+    (path / "stage1.safetensors.77.tmp").write_bytes(b"a")
+    folder.remove(path)
+    assert not path.exists()
+    folder.remove(path)
+
+
+def test_a_half_removed_checkpoint_does_not_exist(
+    folder: CheckpointFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder.commit(manifest())
+    path = folder.path_of(120)
+    (path / "stage0.safetensors").write_bytes(b"abc")
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "iterdir", fails)
+        with pytest.raises(CheckpointError, match=r"cannot remove .*00120: No space left"):
+            folder.remove(path)
+    assert path.exists()
+    assert folder.found() == []
+    folder.remove(path)
+    assert not path.exists()
+
+
+def test_only_step_folders_are_removed(folder: CheckpointFolder) -> None:
+    folder.commit(manifest())
+    with pytest.raises(ValueError, match="no step folder"):
+        folder.remove(folder.path)
+    assert folder.valid() == [manifest()]

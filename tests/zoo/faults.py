@@ -1,0 +1,183 @@
+"""Faults, injected into a worker from the inside; shipped to the stage servers beside a config.
+
+    layers = "faults:layers"
+    kwargs = { at = { stage = 1, step = 3, phase = "backward", how = "SIGKILL", marker = "..." } }
+
+Each strikes once: it leaves a marker that says which process it was, and in which phase, and a
+worker of a later generation finds the marker and goes on unharmed. Several faults may be planted.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import zoo  # type: ignore[import-not-found]
+from torch import Tensor, nn
+
+from rpcmp import transport
+from rpcmp.snapshot import writer
+
+
+class Planted:
+    """The faults of one worker; told of every phase that begins.
+
+    Args:
+        faults: all that are planted in the job.
+        stage: this worker's.
+    """
+
+    def __init__(self, faults: list[dict[str, Any]], stage: int) -> None:
+        self._faults = [fault for fault in faults if fault["stage"] == stage]
+        self._stage = stage
+
+    def begin(self, phase: str, step: int) -> None:
+        """Strike, if a fault is planted here and has not struck yet."""
+        for fault in self._faults:
+            is_here = (phase, step) == (fault["phase"], fault.get("step", 0))
+            if is_here and _mark(Path(fault["marker"]), self._stage, phase, step, fault["how"]):
+                _strike(fault["how"])
+
+
+def _mark(marker: Path, stage: int, phase: str, step: int, how: str) -> bool:
+    """Whether this is the first time."""
+    said = {"pid": os.getpid(), "stage": stage, "phase": phase, "step": step, "how": how}
+    said["time"] = time.time()
+    temporary = marker.with_suffix(f".{os.getpid()}")
+    temporary.write_text(json.dumps(said))
+    try:
+        os.link(temporary, marker)
+    except FileExistsError:
+        return False
+    finally:
+        temporary.unlink()
+    return True
+
+
+def _strike(how: str) -> None:
+    match how:
+        case "SIGKILL" | "SIGSTOP":
+            os.kill(os.getpid(), getattr(signal, how))
+        case "SIGSEGV":
+            ctypes.string_at(0)
+        case "exception":
+            raise RuntimeError("planted: größer als erlaubt")
+        case "deadlock":
+            ctypes.PyDLL(None).pause()  # never returns, and never lets go of Python's lock
+        case "cut":
+            cut_links()
+        case _:
+            raise ValueError(f"no such fault: {how}")
+
+
+def cut_links() -> None:
+    """Have all packets from and to this process vanish; in a network namespace of the test's own.
+
+    A rule by port: fresh processes have other ports, so they are not concerned.
+    """
+    listed = subprocess.run(["ss", "-tanpH"], capture_output=True, text=True, check=True).stdout
+    own = [line.split()[3] for line in listed.splitlines() if f"pid={os.getpid()}," in line]
+    for port in sorted({address.rpartition(":")[2] for address in own}):
+        for side in ("sport", "dport"):
+            rule = ["ip", "rule", "add", "pref", "5", "ipproto", "tcp", side, port, "blackhole"]
+            subprocess.run(rule, check=True)
+
+
+def layers(
+    at: list[dict[str, Any]], num_microbatches: int = 4, stages: int = 3, milliseconds: float = 0.0
+) -> list[tuple[str, Callable[[], nn.Module]]]:
+    """`zoo.mlp` with one block a stage, the last with the head, and faults in it."""
+
+    def make(stage: int) -> Callable[[], nn.Module]:
+        def build() -> nn.Module:
+            inner = zoo.Block(zoo.FEATURES)
+            layer = (
+                nn.Sequential(inner, nn.Linear(zoo.FEATURES, 1)) if stage + 1 == stages else inner
+            )
+            planted = Planted(at, stage)
+            _watch_process(planted)
+            return Watched(layer, planted, num_microbatches, milliseconds)
+
+        return build
+
+    return [(f"block{stage}", make(stage)) for stage in range(stages)]
+
+
+class Watched(nn.Module):
+    """A layer that knows which step it is in."""
+
+    def __init__(
+        self, layer: nn.Module, planted: Planted, num_microbatches: int, milliseconds: float
+    ) -> None:
+        super().__init__()
+        self.layer = layer
+        self._planted = planted
+        self._num_microbatches = num_microbatches
+        self._milliseconds = milliseconds
+        self.forwards = nn.Buffer(torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        time.sleep(self._milliseconds / 1e3)
+        if not self.training:
+            return self.layer(x)  # type: ignore[no-any-return]
+        step = int(self.forwards) // self._num_microbatches + 1
+        self.forwards.add_(1)
+        self._planted.begin("forward", step)
+        output: Tensor = WatchBackward.apply(self.layer(x), self._planted, step)  # type: ignore[no-untyped-call]
+        return output
+
+
+class WatchBackward(torch.autograd.Function):
+    """The identity, told when it is differentiated."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, planted: Planted, step: int) -> Tensor:
+        ctx.planted, ctx.step = planted, step
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        ctx.planted.begin("backward", ctx.step)
+        return grad, None, None
+
+
+class WatchedSGD(torch.optim.SGD):
+    """Momentum, so that there is a state to lose; told when it steps."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["steps"] = group.get("steps", 0) + 1
+        if _planted:
+            _planted[0].begin("optimizer", self.param_groups[0]["steps"])
+        return super().step(closure)
+
+
+_planted: list[Planted] = []
+"""Those of this process; it is one stage's."""
+
+
+def _watch_process(planted: Planted) -> None:
+    """Have this worker tell when it joins and when it saves."""
+    if _planted:
+        return
+    _planted.append(planted)
+    join, write = transport.join, writer.SnapshotWriter.write
+
+    def watched_join(*args: Any) -> None:
+        planted.begin("joining", 0)
+        join(*args)
+
+    def watched_write(self: Any, slot: int, step: int, *args: Any, **kwargs: Any) -> Any:
+        planted.begin("saving", step)
+        return write(self, slot, step, *args, **kwargs)
+
+    transport.join = watched_join  # type: ignore[assignment]
+    writer.SnapshotWriter.write = watched_write  # type: ignore[method-assign]
