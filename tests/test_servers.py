@@ -92,7 +92,8 @@ def test_drain_ends_the_job_after_its_step_and_then_the_server(
     job: JobFolder, servers: list[Server]
 ) -> None:
     config = job.config(LONG_JOB)
-    with running("drive", config, "--connect", connect(servers), "--json") as run:
+    at_once = ("--set", "recovery.give_up_after=0.0")
+    with running("drive", config, "--connect", connect(servers), "--json", *at_once) as run:
         run.wait_for_line('"step"')
         with grpc.insecure_channel(servers[0].address) as channel:
             answer = ControlStub(channel).Drain(pb.DrainRequest(), timeout=5)

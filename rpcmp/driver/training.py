@@ -160,7 +160,7 @@ class Training:
     def save(self) -> None:
         """Have all stages save what they are now, unless they do so already; waits for no disk."""
         step, every = self.progress.step, self._config.snapshot_every_steps
-        if step == 0 or self.saves.includes(step):
+        if step == 0 or self.saves.includes(step) or not self._config.takes_snapshots:
             return
         self.saves.begin(step)
         if self._epoch_ended_after == step and (every == 0 or step % every):

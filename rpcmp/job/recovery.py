@@ -25,6 +25,9 @@ from rpcmp.errors import (
 
 LONGEST_PAUSE = 10.0
 
+Place = tuple[object, ...]
+"""Where the user's code raised."""
+
 
 @dataclass(frozen=True)
 class History:
@@ -32,11 +35,11 @@ class History:
 
     Attributes:
         restarts: how often the group was formed again without a new step.
-        raised: where the user's code raised before the last replay; None: it did not.
+        raised: where the user's code has raised and was replayed.
     """
 
     restarts: int = 0
-    raised: tuple[object, ...] | None = None
+    raised: frozenset[Place] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -65,8 +68,8 @@ def decide(error: RpcmpError, history: History, max_restarts: int, has_begun: bo
     """
     if not is_recoverable(error, has_begun):
         return Decision(error, 0.0, history)
-    raised = place(error)
-    if raised is not None and raised == history.raised:
+    found = place(error)
+    if found in history.raised:
         return Decision(error, 0.0, history)
     if history.restarts >= max_restarts:
         tried = ExhaustedError(
@@ -74,7 +77,8 @@ def decide(error: RpcmpError, history: History, max_restarts: int, has_begun: bo
         )
         return Decision(tried, 0.0, history)
     pause = min(2.0 ** (history.restarts - 1), LONGEST_PAUSE) if history.restarts else 0.0
-    return Decision(None, pause, History(history.restarts + 1, raised or history.raised))
+    raised = history.raised if found is None else history.raised | {found}
+    return Decision(None, pause, History(history.restarts + 1, raised))
 
 
 def is_recoverable(error: RpcmpError, has_begun: bool) -> bool:
@@ -94,7 +98,7 @@ def is_recoverable(error: RpcmpError, has_begun: bool) -> bool:
     return isinstance(error, JobError)
 
 
-def place(error: RpcmpError) -> tuple[object, ...] | None:
+def place(error: RpcmpError) -> Place | None:
     """Where the user's code raised; None for faults that are not its own."""
     match error:
         case StageError():

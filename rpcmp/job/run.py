@@ -150,6 +150,7 @@ class Run:
             self._training = False
         await session.wait_for_end()
         if self.signals:
+            self._report(summary)
             raise InterruptedJobError(self.signals[0], self.step)
         if session.draining and summary["steps"] < self._log.total:
             raise DrainingError(

@@ -64,7 +64,7 @@ class Claim:
         self._folder: Path | None = None
         self._child: Child | None = None
         self._start: Message | None = None
-        self._ready = False
+        self._ready = self._started = False
         self._tasks: list[asyncio.Task[None]] = []
 
     @property
@@ -196,7 +196,7 @@ class Claim:
     def _start_if_ready(self) -> None:
         if self._ready and self._start is not None and self._child is not None:
             self._child.send(self._start)
-            self._start = None
+            self._start, self._started = None, True
             self._tasks.append(asyncio.create_task(self._end_if_silent(self._child)))
 
     async def _end_if_silent(self, child: Child) -> None:
@@ -235,7 +235,8 @@ class Claim:
             self._tell({"op": "mirrored", "step": step})
 
     def _tell(self, message: Message) -> None:
-        if self._child is not None:
+        """Tell the worker something; one that has not been started has nothing to wait for."""
+        if self._child is not None and self._started:
             self._child.send(message)
 
     def _obituary(self, child: Child) -> str:

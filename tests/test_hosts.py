@@ -1,0 +1,212 @@
+"""Hosts that go, with all that they held, and come back or do not: the run goes on all the same."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from rpcmp.checkpoint.folder import CheckpointFolder
+from tests.faults import Faults, committed
+from tests.processes import JobFolder, Result, Running, Server, connect, rpcmp, running, with_token
+
+STEPS = "steps = 30"
+SLOW = 10.0
+"""Milliseconds that a forward takes, so that there is time to lose something."""
+
+Committed = tuple[list[tuple[int, str]], str]
+
+
+def slow_config(job: JobFolder, stages: int = 2) -> Path:
+    return Faults(job).config(STEPS, stages, SLOW)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Committed:
+    """What a run commits that loses nothing."""
+    config = slow_config(JobFolder(tmp_path_factory.mktemp("undisturbed") / "job"))
+    return committed(rpcmp("drive", config, "--json"))
+
+
+@contextlib.contextmanager
+def server(
+    stage: int | None, address: str = "127.0.0.1:0", under: tuple[str, ...] = ()
+) -> Iterator[Server]:
+    """A stage server, or a spare."""
+    which = ["--spare"] if stage is None else ["--stage", str(stage)]
+    with running("serve", *which, "--listen", address, under=under) as run:
+        yield Server(run, run.wait_for_line(r"SERVING on (\S+)")[1])
+
+
+@contextlib.contextmanager
+def driving(config: Path, servers: list[Server], *options: str) -> Iterator[Running]:
+    """A run that has done a few steps."""
+    with running("drive", config, "--connect", connect(servers), "--json", *options) as run:
+        run.wait_for_line('"event": "step", "step": 5')
+        yield run
+
+
+def faults_of(result: Result) -> list[str]:
+    return [event["error"] for event in result.events if event["event"] == "fault"]
+
+
+def assert_went_on(result: Result, undisturbed: Committed) -> None:
+    """One generation more, from memory, and the same bits."""
+    assert committed(result) == undisturbed
+    (recovered,) = [event for event in result.events if event["event"] == "recovered"]
+    (fault,) = [event for event in result.events if event["event"] == "fault"]
+    assert recovered["generation"] == 2
+    assert fault["step"] - recovered["step"] <= 1
+
+
+@pytest.mark.parametrize("lost", [1, pytest.param(0, marks=pytest.mark.long)])
+def test_a_server_that_was_killed_is_taken_back(
+    job: JobFolder, undisturbed: Committed, lost: int
+) -> None:
+    with server(0) as first, server(1) as second:
+        servers = [first, second]
+        with driving(slow_config(job), servers) as run:
+            servers[lost].run.process.kill()
+            servers[lost].run.process.wait()
+            run.wait_for_line('"waiting"')
+            with server(lost, servers[lost].address):
+                assert_went_on(run.wait(), undisturbed)
+
+
+def test_a_server_that_the_job_started_is_started_again(
+    job: JobFolder, undisturbed: Committed, token: str
+) -> None:
+    with running("drive", slow_config(job), "--json") as run:
+        run.wait_for_line('"event": "step", "step": 5')
+        [victim] = [
+            p for p in with_token(token) if p.cmdline()[-8:-6] == ["--stage", "1"] or _serves(p, 1)
+        ]
+        victim.kill()
+        assert_went_on(run.wait(), undisturbed)
+
+
+def _serves(process: psutil.Process, stage: int) -> bool:
+    line = process.cmdline()
+    return "serve" in line and line[line.index("--stage") + 1] == str(stage)
+
+
+def test_a_spare_takes_the_stage_of_a_host_that_stays_away(
+    job: JobFolder, undisturbed: Committed
+) -> None:
+    with server(0) as first, server(1) as second, server(None) as spare:
+        options = [f"recovery.spares=['{spare.address}']", "recovery.replace_after=0.5"]
+        settings = [part for option in options for part in ("--set", option)]
+        with driving(slow_config(job), [first, second], *settings) as run:
+            second.run.process.kill()
+            result = run.wait()
+    assert_went_on(result, undisturbed)
+    replaced = result.event("replaced")
+    assert (replaced["lost"], replaced["address"]) == (second.address, spare.address)
+
+
+def test_a_host_that_stays_away_ends_the_run_with_a_checkpoint(
+    job: JobFolder, undisturbed: Committed
+) -> None:
+    config = slow_config(job)
+    at_once = ("--set", "recovery.give_up_after=0.5")
+    with (
+        server(0) as first,
+        server(1) as second,
+        driving(config, [first, second], *at_once) as run,
+    ):
+        second.run.process.kill()
+        result = run.wait()
+    assert result.code == 75
+    assert f"stage 'stage1' at {second.address} did not come back" in result.err
+    left = CheckpointFolder(job.folder / "rpcmp-job").valid()[0]
+    last = result.event("step")["step"]
+    assert last - left.step <= 1
+    resumed = rpcmp("drive", config, "--resume", "--json")
+    steps, parameters = committed(resumed)
+    assert (steps, parameters) == (undisturbed[0][left.step :], undisturbed[1])
+
+
+@pytest.mark.parametrize("how", ["SIGTERM", "rpcmp drain"])
+def test_a_server_that_is_drained_hands_its_state_over(
+    job: JobFolder, undisturbed: Committed, how: str
+) -> None:
+    with (
+        server(0) as first,
+        server(1) as second,
+        driving(slow_config(job), [first, second]) as run,
+    ):
+        if how == "SIGTERM":
+            second.run.process.terminate()
+        else:
+            assert rpcmp("drain", second.address).code == 0
+        assert second.run.wait().code == 0
+        run.wait_for_line('"waiting"')
+        with server(1, second.address):
+            result = run.wait()
+    assert_went_on(result, undisturbed)
+    assert "the server of stage 'stage1' is being stopped" in faults_of(result)[0]
+
+
+def test_a_driver_that_was_killed_leaves_idle_servers_and_can_be_resumed(
+    job: JobFolder, undisturbed: Committed
+) -> None:
+    config = slow_config(job)
+    saves = ("--set", "checkpoint.dir=saved", "--set", "checkpoint.every_steps=2")
+    with server(0) as first, server(1) as second:
+        with driving(config, [first, second], *saves) as run:
+            run.wait_for_line('"checkpoint"')
+            run.process.send_signal(signal.SIGKILL)
+            run.wait()
+        where = ("--connect", connect([first, second]))
+        result = rpcmp("drive", config, "--resume", "--json", *saves, *where)
+    begin = result.event("resumed")["step"]
+    assert begin >= 2
+    assert committed(result) == (undisturbed[0][begin:], undisturbed[1])
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path, job: JobFolder) -> tuple[str, ...]:
+    """A command that runs another as if on another machine, with a boot and a disk of its own."""
+    boot, disk = tmp_path / "boot_id", job.folder / "saved"
+    boot.write_text("another-machine\n")
+    disk.mkdir()
+    script = (
+        f"mount --bind {boot} /proc/sys/kernel/random/boot_id && "
+        f'mount -t tmpfs rpcmp {disk} && exec "$@"'
+    )
+    return ("unshare", "--mount", "sh", "-c", script, "sh")
+
+
+def test_a_lost_machine_costs_one_step_at_most(
+    job: JobFolder, undisturbed: Committed, elsewhere: tuple[str, ...]
+) -> None:
+    """The machines do not share memory: snapshots travel from one to the other."""
+    with (
+        server(0) as here,
+        server(1, under=elsewhere) as there,
+        driving(slow_config(job), [here, there]) as run,
+    ):
+        psutil.Process(there.pid).kill()
+        run.wait_for_line('"waiting"')
+        with server(1, there.address, under=elsewhere):
+            assert_went_on(run.wait(), undisturbed)
+
+
+def test_a_machine_with_an_empty_disk_fetches_its_files(
+    job: JobFolder, undisturbed: Committed, elsewhere: tuple[str, ...]
+) -> None:
+    config = slow_config(job)
+    saves = ("--set", "checkpoint.dir=saved", "--set", "checkpoint.every_steps=10")
+    with server(0) as here:
+        with server(1, under=elsewhere) as there:
+            where = ("--connect", connect([here, there]))
+            first = rpcmp("drive", config, "--json", "--steps", "10", *saves, *where)
+            assert first.event("checkpoint")["step"] == 10
+        with server(1, under=elsewhere) as fresh:
+            where = ("--connect", connect([here, fresh]))
+            result = rpcmp("drive", config, "--resume", "--json", *saves, *where)
+    assert committed(result) == (undisturbed[0][10:], undisturbed[1])
