@@ -10,14 +10,17 @@ import contextlib
 import errno
 import hashlib
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
 from typing import Literal
 
 BLOCK = 1 << 22
-"""Bytes that are read at a time."""
+"""Bytes that are read or written at a time."""
+
+ALIGNMENT = 4096
+"""What offsets and lengths must be multiples of to pass the page cache by."""
 
 
 @dataclass(frozen=True)
@@ -36,10 +39,26 @@ def write_durably(path: Path, chunks: Iterable[bytes | memoryview]) -> Written:
     Raises:
         OSError: it cannot be written; no temporary file is left.
     """
+    return _durably(path, lambda temporary: _write(temporary, chunks))
+
+
+def write_memory_durably(path: Path, memory: memoryview) -> Written:
+    """Write `memory`, which begins at a page, as `write_durably` does.
+
+    Past the page cache, where the file system can: a checkpoint is not read again soon, and to copy
+    it there takes as long as to hash it, from a stage that computes on the same cores.
+
+    Raises:
+        OSError: it cannot be written; no temporary file is left.
+    """
+    return _durably(path, lambda temporary: _write_memory(temporary, memory))
+
+
+def _durably(path: Path, write: Callable[[Path], Written]) -> Written:
     _make_folder(path.parent)
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
-        written = _write(temporary, chunks)
+        written = write(temporary)
         os.replace(temporary, path)
     except BaseException:
         # What went wrong is the error to report, not that the rest could not be removed either.
@@ -107,6 +126,34 @@ def _write(path: Path, chunks: Iterable[bytes | memoryview]) -> Written:
         file.flush()
         os.fsync(file.fileno())
     return Written(digest.hexdigest(), size)
+
+
+def _write_memory(path: Path, memory: memoryview) -> Written:
+    whole_blocks = memory.nbytes // ALIGNMENT * ALIGNMENT
+    with _open_direct(path) as file:
+        for offset in range(0, whole_blocks, BLOCK):
+            _write_all(file, memory[offset : min(whole_blocks, offset + BLOCK)])
+    with path.open("ab", buffering=0) as file:
+        _write_all(file, memory[whole_blocks:])
+        os.fsync(file.fileno())
+    return Written(hashlib.sha256(memory).hexdigest(), memory.nbytes)
+
+
+def _open_direct(path: Path) -> FileIO:
+    """A new file, written without the page cache where that can be done."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+    try:
+        fd = os.open(path, flags | getattr(os, "O_DIRECT", 0))
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        fd = os.open(path, flags)
+    return FileIO(fd, "wb")
+
+
+def _write_all(file: FileIO, memory: memoryview) -> None:
+    while memory.nbytes:
+        memory = memory[file.write(memory) :]
 
 
 def _hash(file: FileIO) -> str:

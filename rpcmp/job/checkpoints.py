@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -55,6 +55,7 @@ class Checkpoints:
         generation: of the group that runs.
         run: what the checkpoints are of; the same when it is resumed.
         saved: the newest step that has one.
+        remove_elsewhere: removes a checkpoint from the disks of other machines.
     """
 
     def __init__(self, config: Config, fleet: Fleet, report: Callable[[Message], None]) -> None:
@@ -64,10 +65,12 @@ class Checkpoints:
         self._folder = CheckpointFolder(config.checkpoint_folder)
         self._parts: dict[int, dict[str, pb.Saved]] = {}
         self._progress: dict[int, Message] = {}
+        self._software = _software()
         self.layers: dict[str, list[str]] = {}
         self.generation = 1
         self.run = fleet.job_id
         self.saved = 0
+        self.remove_elsewhere: Callable[[Path], Awaitable[None]] = _nowhere
 
     def note_assignments(self, assignments: Sequence[str]) -> None:
         """Hear which layers each stage has."""
@@ -149,11 +152,9 @@ class Checkpoints:
         self.saved = step
         path = self._folder.path_of(step)
         self._report({"event": "checkpoint", "step": step, "path": str(path)})
-        await self._remove_surplus()
         return step
 
     def _manifest(self, progress: Message, parts: dict[str, pb.Saved]) -> Manifest:
-        software = versions()
         return Manifest(
             job=self._config.name,
             run=self.run,
@@ -162,11 +163,7 @@ class Checkpoints:
             cursor=Cursor(epoch=progress["epoch"], batch=progress["batch"]),
             driver={key: value for key, value in progress.items() if key in DRIVERS_OWN},
             rng={"seed": self._config.seed, **RNG},
-            versions={
-                "rpcmp": software.rpcmp,
-                "torch": software.torch,
-                "python": software.python,
-            },
+            versions=self._software,
             config=self._config.model_dump(mode="json"),
             written=datetime.now(UTC).isoformat(timespec="seconds"),
             stages=[
@@ -183,21 +180,15 @@ class Checkpoints:
             ],
         )
 
-    async def _remove_surplus(self) -> None:
+    async def remove_surplus(self) -> None:
+        """Remove the checkpoints that are not kept any more."""
         keep = self._config.checkpoint.keep if self._config.checkpoint is not None else 1
         try:
             for folder in await asyncio.to_thread(self._folder.surplus, keep):
                 await asyncio.to_thread(self._folder.remove, folder)
-                await asyncio.gather(*(self._remove_at(a, folder) for a in self._fleet.addresses))
+                await self.remove_elsewhere(folder)
         except RpcmpError as error:
             self._report({"event": "warning", "text": f"old checkpoints stay: {error}"})
-
-    async def _remove_at(self, address: str, folder: Path) -> None:
-        client = StageClient("", address)
-        try:
-            await client.remove(pb.RemoveRequest(folder=str(folder)))
-        finally:
-            await client.close()
 
     async def _save(self, stage: str, found: InMemory) -> pb.Saved:
         """Have a stage's snapshot written by whoever holds it."""
@@ -216,6 +207,15 @@ class Checkpoints:
             return pb.Saved(step=found.step, error=str(error))
         finally:
             await client.close()
+
+
+def _software() -> dict[str, str]:
+    found = versions()
+    return {"rpcmp": found.rpcmp, "torch": found.torch, "python": found.python}
+
+
+async def _nowhere(folder: Path) -> None:
+    pass
 
 
 def differences(before: Any, now: Any, place: str = "") -> list[str]:

@@ -137,6 +137,7 @@ class Run:
         else:
             self._log.step = step
         self._has_begun = True
+        checkpoints.remove_elsewhere = session.remove
         session.send({**order, "progress": checkpoints.progress_of(step)})
         self._training = True
         summary: Message = {}
@@ -172,6 +173,7 @@ class Run:
                 self._log.tell(event)
         if saved is not None:
             session.send({"op": "saved", "step": saved})
+            await checkpoints.remove_surplus()
 
     async def _recover(
         self, error: RpcmpError, session: Session, fleet: Fleet, checkpoints: Checkpoints

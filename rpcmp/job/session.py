@@ -16,6 +16,7 @@ import asyncio
 import platform
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from rpcmp.config import Config
 from rpcmp.errors import (
@@ -176,6 +177,14 @@ class Session:
         self._failure.ignore()
         if self._driver is not None:
             await self._driver.wait(LEAVE_SECONDS)
+
+    async def remove(self, folder: Path) -> None:
+        """Remove a checkpoint from the disks of other machines than this one.
+
+        Raises:
+            CheckpointError: one cannot.
+        """
+        await self._stages.remove(folder)
 
     async def close(self) -> None:
         """End whatever still runs; the servers end their workers when nobody watches."""

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from rpcmp.config import Config
 from rpcmp.control.client import StageClient
-from rpcmp.control.options import versions
+from rpcmp.control.options import machine, versions
 from rpcmp.errors import DrainingError, from_wire
 from rpcmp.job.calls import all_of
 from rpcmp.job.failure import FirstFailure
@@ -135,6 +136,17 @@ class Stages:
             for client, answer in zip(self._clients, found, strict=True)
             if isinstance(answer, pb.InspectResponse)
         }
+
+    async def remove(self, folder: Path) -> None:
+        """Remove a checkpoint from the disks of other machines than this one.
+
+        Raises:
+            CheckpointError: one cannot.
+        """
+        request, here = pb.RemoveRequest(folder=str(folder)), machine()
+        pairs = zip(self._clients, self._claims, strict=True)
+        away = {claim.machine: client for client, claim in pairs if claim.machine != here}
+        await asyncio.gather(*(client.remove(request) for client in away.values()))
 
     async def close(self) -> None:
         """Hang up; servers that are watched free themselves and keep what they hold."""

@@ -20,7 +20,7 @@ from rpcmp.checkpoint import files
 from rpcmp.control.client import StageClient
 from rpcmp.errors import CheckpointError, JobError
 from rpcmp.server.mirror import Mirror
-from rpcmp.server.saving import save
+from rpcmp.server.saving import Disk
 from rpcmp.server.stream import blocks, receive
 from rpcmp.snapshot.slots import Slots, Snapshot
 from rpcmp.v1 import control_pb2 as pb
@@ -54,7 +54,7 @@ class Vault:
         self._acknowledged: asyncio.Queue[int] = asyncio.Queue()
         self._folder = ""
         self._saves_mirror = False
-        self._saving = asyncio.Lock()
+        self._disk = Disk()
         self._saves: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Condition()
 
@@ -174,8 +174,7 @@ class Vault:
             task.add_done_callback(self._saves.discard)
 
     async def _save(self, held: Held, done: Callable[[pb.Saved], Awaitable[None]]) -> None:
-        async with self._saving:
-            saved = await save(held.slots, held.snapshot, self.stage_name, self._folder)
+        saved = await self._disk.save(held.slots, held.snapshot, self.stage_name, self._folder)
         await done(saved)
 
     async def save(self, stage_name: str, step: int, folder: str) -> pb.Saved:
@@ -185,13 +184,13 @@ class Vault:
             CheckpointError: it is not here.
         """
         held = self._require(stage_name, step)
-        async with self._saving:
-            return await save(held.slots, held.snapshot, stage_name, folder)
+        return await self._disk.save(held.slots, held.snapshot, stage_name, folder)
 
     async def _arrived(self, mirror: Mirror, snapshot: Snapshot) -> None:
         """A neighbour's snapshot is here; it goes to the disk where its own does."""
         if snapshot.is_pinned and self._saves_mirror:
-            saved = await save(mirror.slots, snapshot, mirror.stage_name, self._folder)
+            name = mirror.stage_name
+            saved = await self._disk.save(mirror.slots, snapshot, name, self._folder)
             if saved.error:
                 log.warning("%s; stage %r has it on its own disk", saved.error, mirror.stage_name)
         mirror.slots.unpin(snapshot.slot)
