@@ -2,7 +2,8 @@
 
 `launch` never joins RPC in the calling process. A background thread supervises a driver process,
 as `rpcmp drive` does, and every call is handed to that process, its tensors through shared memory.
-So it works in a notebook, many times over, and after faults.
+So it works in a notebook, many times over, and after faults: a group that was lost is formed again
+from what all stages still have, and the calls that it does not know of are repeated.
 """
 
 from __future__ import annotations
@@ -18,15 +19,23 @@ from torch import Tensor
 
 from rpcmp.config import Config
 from rpcmp.driver.evaluation import Evaluation
-from rpcmp.errors import DrainingError, JobError, RpcmpError, WorkerDiedError, from_wire
+from rpcmp.errors import (
+    DrainingError,
+    JobError,
+    RpcmpError,
+    UnavailableError,
+    WorkerDiedError,
+    WorkerHungError,
+    from_wire,
+)
 from rpcmp.handoff import Handoff
 from rpcmp.job.background import BackgroundLoop
 from rpcmp.job.balancing import balanced
-from rpcmp.job.fleet import Fleet
-from rpcmp.job.session import Session
+from rpcmp.job.callhistory import Call, CallHistory
+from rpcmp.job.service import Service
 
-EXPLAIN_SECONDS = 5.0
-"""A driver process that is gone says nothing; how long to wait for the reason."""
+LOST = (WorkerDiedError, WorkerHungError, UnavailableError)
+"""What another group may mend."""
 
 
 def launch(config: Config, connect: Sequence[str] | None = None) -> Pipeline:
@@ -48,9 +57,10 @@ def launch(config: Config, connect: Sequence[str] | None = None) -> Pipeline:
 class Pipeline:
     """A model whose stages live in other processes; made by `launch`.
 
-    Thread-safe; calls run one after the other. After an error in the user's model the gradients
-    are cleared and the pipeline can be used on; after a lost process it cannot, nor after an error
-    in an optimizer, when some stages have stepped and some have not: launch again.
+    Thread-safe; calls run one after the other. A lost process or host is replaced, and the call
+    takes longer; what it returns does not change. After an error in the user's model the gradients
+    are cleared and the pipeline can be used on; not so after an error in an optimizer, when some
+    stages have stepped and some have not: launch again.
 
     Attributes:
         optimizer: the optimizers of all stages as one.
@@ -58,13 +68,15 @@ class Pipeline:
 
     def __init__(self, config: Config, connect: Sequence[str] | None = None) -> None:
         self.optimizer = PipelineOptimizer(self)
+        self._recovers = config.recovery.enabled
+        self._history = CallHistory()
         self._caller = concurrent.futures.ThreadPoolExecutor(1, "rpcmp-calls")
         self._background = BackgroundLoop()
         ours, theirs = socket.socketpair()
         self._handoff = Handoff(ours)
         try:
             with theirs:
-                self._job = self._background.run(_start(config, connect, theirs))
+                self._service = self._background.run(_start(config, connect, theirs))
         except BaseException:
             self._handoff.close()
             self._close_threads()
@@ -83,7 +95,8 @@ class Pipeline:
         Raises:
             StageError: the user's code raised at a stage.
             NonFiniteLossError: the loss is NaN or infinite.
-            WorkerDiedError, UnavailableError: a process or host is gone.
+            WorkerDiedError, UnavailableError: a process or host is gone, and recovery is off or has
+                not helped.
         """
         loss: float = self._call("train_step", inputs, targets)
         return loss
@@ -121,7 +134,7 @@ class Pipeline:
         self._handoff.close()  # the driver process sees the end of the calls, and leaves the group
         try:
             if self._background.alive:
-                self._background.run(self._job.end())
+                self._background.run(self._service.end())
         finally:
             self._close_threads()
 
@@ -144,30 +157,68 @@ class Pipeline:
     def _call(self, name: str, *arguments: Any) -> Any:
         if self._closed:
             raise JobError("the pipeline is closed; launch again")
-        if self._job.draining:
-            raise DrainingError(f"the server of stage {self._job.draining!r} is being stopped")
         # In a thread of its own, so that a KeyboardInterrupt hits the waiting, not the protocol.
         try:
-            answer = self._caller.submit(self._exchange, name, arguments).result()
+            return self._caller.submit(self._answer, name, arguments).result()
         except concurrent.futures.CancelledError as error:
             raise JobError("the pipeline was closed meanwhile") from error
-        if "error" in answer:
-            raise self._better(from_wire(answer["error"]))
-        return answer["result"]
 
-    def _exchange(self, name: str, arguments: tuple[Any, ...]) -> Any:
+    def _answer(self, name: str, arguments: tuple[Any, ...]) -> Any:
+        """What a call returns, however often the group has to be formed again for it."""
+        call = self._history.new(name, arguments)
         try:
-            self._handoff.send((name, *arguments))
-            return self._handoff.receive()
+            if self._service.draining:
+                raise DrainingError(
+                    f"the server of stage {self._service.draining!r} is being stopped"
+                )
+            return self._exchange(call)
+        except LOST as error:
+            if not self._recovers or self._closed:
+                raise
+            return self._recover(call, error)
+
+    def _recover(self, call: Call, error: RpcmpError) -> Any:
+        """Form the next group, repeat what it does not know of, and at last `call`."""
+        while True:
+            self._handoff.close()
+            ours, theirs = socket.socketpair()
+            self._handoff = Handoff(ours)
+            known, is_new = self._history.known, self._history.take_is_new()
+            with theirs:
+                recover = self._service.recover(error, theirs, known, is_new)
+                begin = self._background.run(recover)
+            try:
+                for earlier in self._history.since(begin):
+                    self._exchange(earlier)
+                return self._exchange(call)
+            except LOST as another:
+                error = another
+
+    def _exchange(self, call: Call) -> Any:
+        """Have the driver process answer one call.
+
+        Raises:
+            RpcmpError: what it raised.
+        """
+        try:
+            self._handoff.send((call.version, call.name, *call.arguments))
+            answer = self._handoff.receive()
         except (OSError, EOFError) as error:
             lost = WorkerDiedError("the driver process is gone; launch again")
             raise self._better(lost) from error
+        if "error" in answer:
+            raised = self._better(from_wire(answer["error"]))
+            if not isinstance(raised, LOST):
+                self._history.note_failed(call)
+            raise raised
+        self._history.note_done(call, answer["step"], answer["kept"])
+        return answer["result"]
 
     def _better(self, error: RpcmpError) -> RpcmpError:
         """A lost connection's real reason, where a supervisor knows it."""
         if not isinstance(error, WorkerDiedError) or not self._background.alive:
             return error
-        return self._background.run(self._job.reason()) or error
+        return self._background.run(self._service.reason()) or error
 
     def _close_threads(self) -> None:
         self._caller.shutdown(cancel_futures=True)
@@ -211,50 +262,10 @@ class PipelineOptimizer:
         self._pipeline._call("load_optimizer_state_dict", state)
 
 
-class _Job:
-    """A group that takes calls, and its servers."""
-
-    def __init__(self, config: Config, connect: Sequence[str] | None) -> None:
-        self._config = config
-        self._fleet = Fleet(config, connect)
-        self.session: Session | None = None
-
-    async def start(self, connection: socket.socket) -> None:
-        fd = connection.fileno()
-        try:
-            await self._fleet.open()
-            self.session = Session(
-                self._config, self._fleet, load_data=False, arguments=[str(fd)], pass_fds=[fd]
-            )
-            await self.session.start()
-        except BaseException:
-            await self.close()
-            raise
-        self.session.send({"op": "serve"})
-        self.session.end_on_failure()
-
-    async def end(self) -> None:
-        try:
-            if self.session is not None:
-                await self.session.wait_for_end()
-        finally:
-            await self.close()
-
-    async def close(self) -> None:
-        if self.session is not None:
-            await self.session.close()
-        await self._fleet.free(generation=1)
-
-    async def reason(self) -> RpcmpError | None:
-        return None if self.session is None else await self.session.reason(EXPLAIN_SECONDS)
-
-    @property
-    def draining(self) -> str:
-        return "" if self.session is None else self.session.draining
-
-
-async def _start(config: Config, connect: Sequence[str] | None, connection: socket.socket) -> _Job:
+async def _start(
+    config: Config, connect: Sequence[str] | None, connection: socket.socket
+) -> Service:
     config, _ = await balanced(config, connect)
-    job = _Job(config.without_recovery(), connect)
-    await job.start(connection)
-    return job
+    service = Service(config.model_copy(update={"checkpoint": None}), connect)
+    await service.start(connection)
+    return service

@@ -54,7 +54,8 @@ class Work(NamedTuple):
         total_samples: samples in the round.
         mode: what the round is for.
         end: what a stage does after the round.
-        save: whether the snapshot after the step goes to a disk.
+        version: the number under which stages keep what they are after the round; 0: they do not.
+        save: whether that goes to a disk.
     """
 
     round: int
@@ -66,6 +67,7 @@ class Work(NamedTuple):
     total_samples: int
     mode: Mode
     end: End = End.NOTHING
+    version: int = 0
     save: bool = False
 
     @property

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import subprocess
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from torch import Tensor
 import rpcmp
 from rpcmp.config import Config
 from rpcmp.errors import NonFiniteLossError, StageError, WorkerDiedError
-from tests.processes import ZOO, poll_for, running_servers
+from tests.processes import ZOO, poll_for, running_servers, with_token
 from tests.zoo import zoo
 
 pytestmark = pytest.mark.usefixtures("token")
@@ -249,7 +250,8 @@ def test_a_worker_that_dies_ends_the_pipeline_and_the_next_one_works(
     troubled = {"layers": "zoo:troubled", "balance": [2, 2], "kwargs": kwargs}
     with running_servers(2) as servers:
         where = [server.address for server in servers]
-        with rpcmp.launch(config(model=troubled), connect=where) as pipeline:
+        off = {"enabled": False}
+        with rpcmp.launch(config(model=troubled, recovery=off), connect=where) as pipeline:
             pipeline.train_step(*batch)
             with pytest.raises(WorkerDiedError, match=r"worker of stage 'stage0'.*signal 9"):
                 pipeline.train_step(*batch)
@@ -257,6 +259,40 @@ def test_a_worker_that_dies_ends_the_pipeline_and_the_next_one_works(
                 pipeline.train_step(*batch)
         with rpcmp.launch(config(), connect=where) as pipeline:
             pipeline.train_step(*batch)
+
+
+def use(pipeline: rpcmp.Pipeline, batch: tuple[Tensor, Tensor], lose: Callable[[], None]) -> str:
+    """All kinds of calls, with something lost before some of them; the parameters in the end."""
+    pipeline.train_step(*batch)
+    lose()
+    pipeline.train_step(*batch)
+    pipeline.forward_backward(*batch)
+    lose()
+    pipeline.forward_backward(*batch)
+    pipeline.optimizer.clip_grad_norm_(0.5)
+    lose()
+    pipeline.optimizer.step()
+    state = pipeline.optimizer.state_dict()
+    lose()
+    pipeline.optimizer.load_state_dict(state)
+    pipeline.predict(batch[0])
+    lose()
+    pipeline.train_step(*batch)
+    return pipeline.parameters_sha256()
+
+
+def test_a_pipeline_goes_on_whatever_is_lost(batch: tuple[Tensor, Tensor], token: str) -> None:
+    momentum = {"callable": "torch.optim:SGD", "kwargs": {"lr": 0.1, "momentum": 0.9}}
+    victims = itertools.cycle(["rpcmp.worker", "rpcmp.driver", "serve"])
+
+    def lose() -> None:
+        which = next(victims)
+        next(p for p in with_token(token) if which in p.cmdline()).kill()
+
+    with rpcmp.launch(config(optimizer=momentum)) as undisturbed:
+        expected = use(undisturbed, batch, lambda: None)
+    with rpcmp.launch(config(optimizer=momentum)) as pipeline:
+        assert use(pipeline, batch, lose) == expected
 
 
 def test_two_pipelines_at_once(pipeline: rpcmp.Pipeline, batch: tuple[Tensor, Tensor]) -> None:

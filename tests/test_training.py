@@ -41,7 +41,13 @@ class Stages:
         self._done = 0
 
     def start_step(
-        self, inputs: Any, targets: Any, step: int, end: End, save: bool = False
+        self,
+        inputs: Any,
+        targets: Any,
+        step: int,
+        end: End,
+        version: int = 0,
+        save: bool = False,
     ) -> Round:
         self.log.append(f"start{step}" + ("+save" if save else ""))
         self.ends.add(end)

@@ -16,34 +16,56 @@ from rpcmp.work import End
 
 
 class Calls:
-    """The calls, by name; arguments and answers are what `rpcmp.handoff` can carry."""
+    """The calls, by name; arguments and answers are what `rpcmp.handoff` can carry.
 
-    def __init__(self, config: Config, group: Group) -> None:
+    Calls that change the model are numbered by whoever makes them. After some of them, never while
+    there are gradients, all stages keep what they are under the call's number, so that a later
+    group can go on from there.
+
+    Args:
+        config, group: the job.
+        step: optimizer steps that the group has done.
+        kept: the number that it goes on from.
+
+    Attributes:
+        step: as given, from then on counted.
+        version: the number of the call that is being answered; 0: it changes nothing.
+        kept: the newest number that all stages have kept something under.
+    """
+
+    def __init__(self, config: Config, group: Group, step: int = 0, kept: int = 0) -> None:
         self._config = config
         self._group = group
-        self._step = 0
+        self._has_gradients = False
+        self.step = step
+        self.version = 0
+        self.kept = kept
 
     def train_step(self, inputs: Any, targets: Any) -> float:
         """One optimizer step; returns the mean loss."""
         # Held, so that after an error in any stage's backward none of them has stepped.
-        started = self._group.start_step(inputs, targets, self._step + 1, End.HOLD)
+        version = self.version if self._is_due() else 0
+        started = self._group.start_step(inputs, targets, self.step + 1, End.HOLD, version)
         loss = self._group.finish_step(started).loss
         self._group.end_step(loss)
-        self._step += 1
+        self.step += 1
+        self._has_gradients = False
+        self.kept = version or self.kept
         return loss
 
     def forward_backward(self, inputs: Any, targets: Any) -> float:
         """Accumulate gradients; returns the mean loss."""
-        return self._group.forward_backward(inputs, targets, self._step + 1)
+        self._has_gradients = True
+        return self._group.forward_backward(inputs, targets, self.step + 1)
 
     def evaluate(self, inputs: Any, targets: Any) -> dict[str, Any]:
         """Number of samples, loss and metrics."""
-        found = self._group.evaluate(inputs, targets, self._step)
+        found = self._group.evaluate(inputs, targets, self.step)
         return {"num_samples": found.num_samples, "loss": found.loss, "metrics": found.metrics}
 
     def predict(self, inputs: Any) -> Any:
         """The last stage's outputs."""
-        return self._group.predict(inputs, self._step)
+        return self._group.predict(inputs, self.step)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Parameters and buffers of the unsplit model."""
@@ -52,6 +74,7 @@ class Calls:
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Take over parameters and buffers."""
         self._group.load_state_dict(state)
+        self._keep()
 
     def parameters_sha256(self) -> str:
         """The hash of rpcmp.digest."""
@@ -64,11 +87,14 @@ class Calls:
     def optimizer_step(self) -> None:
         """Update the parameters and clear the gradients."""
         self._group.optimizer.step()
-        self._step += 1
+        self.step += 1
+        self._has_gradients = False
+        self._keep()
 
     def zero_grad(self) -> None:
         """Clear the gradients."""
         self._group.optimizer.zero_grad()
+        self._has_gradients = False
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float) -> float:
         """Clip the gradients; returns their norm before."""
@@ -77,32 +103,42 @@ class Calls:
     def step_scheduler(self, loss: float) -> None:
         """Let the learning-rate schedulers step."""
         self._group.optimizer.step_scheduler(loss)
+        self._keep()
 
     def optimizer_state_dict(self) -> dict[str, Any]:
         """The optimizers' and schedulers' state."""
-        return {"step": self._step, **self._group.optimizer.state_dict()}
+        return {"step": self.step, **self._group.optimizer.state_dict()}
 
     def load_optimizer_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what `optimizer_state_dict` returned."""
         self._group.optimizer.load_state_dict(state)
-        self._step = state["step"]
+        self.step = state["step"]
+        self._keep()
+
+    def _is_due(self) -> bool:
+        every = self._config.snapshot_every_steps
+        return every > 0 and self.version - self.kept >= every
+
+    def _keep(self) -> None:
+        if self._is_due() and not self._has_gradients:
+            self._group.keep(self.version)
+            self.kept = self.version
 
 
 _METHODS = {name: method for name, method in vars(Calls).items() if not name.startswith("_")}
 
 
-def serve(config: Config, group: Group, fd: int) -> None:
+def serve(calls: Calls, fd: int) -> None:
     """Answer calls until the caller hangs up.
 
     Args:
-        config, group: the job.
+        calls: what can be asked.
         fd: this process's end of the socket pair.
     """
-    calls = Calls(config, group)
     handoff = Handoff(socket.socket(fileno=fd))
     while True:
         try:
-            name, *arguments = handoff.receive()
+            calls.version, name, *arguments = handoff.receive()
         except EOFError:
             return
         answer = _answer(_METHODS[name], calls, arguments)
@@ -114,7 +150,8 @@ def serve(config: Config, group: Group, fd: int) -> None:
 
 def _answer(method: Callable[..., Any], calls: Calls, arguments: list[Any]) -> dict[str, Any]:
     try:
-        return {"result": method(calls, *arguments)}
+        result = method(calls, *arguments)
+        return {"result": result, "step": calls.step, "kept": calls.kept}
     except RpcmpError as error:
         return {"error": to_wire(error)}
     except Exception as error:

@@ -102,7 +102,13 @@ class Group:
         self._config = config
 
     def start_step(
-        self, inputs: Any, targets: Any, step: int, end: End, save: bool = False
+        self,
+        inputs: Any,
+        targets: Any,
+        step: int,
+        end: End,
+        version: int = 0,
+        save: bool = False,
     ) -> Round:
         """Begin a train step; `finish_step` waits for it.
 
@@ -113,11 +119,12 @@ class Group:
             step: the optimizer step that this is for, counted from 1; seeds dropout. Called again
                 for the same step, gradients add up and dropout goes on drawing.
             end: what the stages do by themselves afterwards.
-            save: whether what they are then goes to their disks.
+            version: the number under which they keep what they are then; 0: they do not.
+            save: whether that goes to their disks.
         """
         if step != self._step:
             self._step, self._accumulated = step, 0
-        works = self._works(Mode.TRAIN, step, inputs, targets, end, save)
+        works = self._works(Mode.TRAIN, step, inputs, targets, end, version, save)
         self._accumulated += len(works)
         future = transport.call(self._sink, Stage.train, self._bundles(works), self._trained)
         self._trained = self._round
@@ -164,8 +171,16 @@ class Group:
         found = self._everywhere(Stage.settle)
         return {name: report for name, report in found.items() if report is not None}
 
+    def keep(self, version: int) -> None:
+        """Have all stages keep what they are, now that they have done all, as `version`.
+
+        Raises:
+            StageError: what a stage is cannot be stored.
+        """
+        self._everywhere(Stage.keep, version)
+
     def save(self, step: int) -> None:
-        """Have all stages save what they are after `step`, now that they have done all.
+        """Have all stages save what they were after `step`, the last one.
 
         Raises:
             StageError: what a stage is cannot be stored.
@@ -256,6 +271,7 @@ class Group:
         inputs: Any,
         targets: Any,
         end: End = End.NOTHING,
+        version: int = 0,
         save: bool = False,
     ) -> list[Work]:
         """The micro-batches of a new round, whose slices the stages can ask for from now on."""
@@ -276,6 +292,7 @@ class Group:
                 total_samples=samples,
                 mode=mode,
                 end=end,
+                version=version,
                 save=save,
             )
             for index, size in enumerate(sizes)

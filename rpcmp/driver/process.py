@@ -77,7 +77,8 @@ class DriverProcess:
         group = Group(config, self._source)
         match work["op"]:
             case "serve":
-                calls.serve(config, group, int(self._arguments[0]))
+                model = calls.Calls(config, group, work["step"], work["kept"])
+                calls.serve(model, int(self._arguments[0]))
             case "train":
                 self._train(config, group, work)
             case "segments":

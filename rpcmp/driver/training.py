@@ -159,11 +159,11 @@ class Training:
 
     def save(self) -> None:
         """Have all stages save what they are now, unless they do so already; waits for no disk."""
-        step, every = self.progress.step, self._config.snapshot_every_steps
+        step = self.progress.step
         if step == 0 or self.saves.includes(step) or not self._config.takes_snapshots:
             return
         self.saves.begin(step)
-        if self._epoch_ended_after == step and (every == 0 or step % every):
+        if self._epoch_ended_after == step and not self._is_kept(step):
             # No stage knows any more what it was before its scheduler stepped.
             self.progress = replace(self.progress, has_ended_epoch=True)
         self._tell_progress()
@@ -242,7 +242,13 @@ class Training:
         end = End.HOLD if self._config.holds_steps else End.STEP
         save = self.saves.is_due(step.number)
         self._activity.begin("step", step.number)
-        return self._group.start_step(step.inputs, step.targets, step.number, end, save)
+        version = step.number if save or self._is_kept(step.number) else 0
+        return self._group.start_step(step.inputs, step.targets, step.number, end, version, save)
+
+    def _is_kept(self, step: int) -> bool:
+        """Whether all stages keep in memory what they are right after `step`."""
+        every = self._config.snapshot_every_steps
+        return every > 0 and step % every == 0
 
     def _finish(self, step: _Step, started: Round) -> None:
         """Wait for a step; reports the one before, of which the stages have now spoken."""

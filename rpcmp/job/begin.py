@@ -33,7 +33,7 @@ class Beginning:
         report: Callable[[Message], None],
         resume: bool,
     ) -> None:
-        self._stages = config.stage_names
+        self._config = config
         self._fleet = fleet
         self._checkpoints = checkpoints
         self._report = report
@@ -51,24 +51,12 @@ class Beginning:
         is_first, self._is_first = self._is_first, False
         if is_first:
             return await self._from_disk(assignments, run=None) if self._resumes else Begin()
-        in_memory = newest_common(self._stages, holdings, self._checkpoints.known())
+        in_memory = newest_common(self._config.stage_names, holdings, self._checkpoints.known())
         if in_memory is not None and in_memory.step >= self._checkpoints.saved:
-            return self._from_memory(in_memory)
+            return from_memory(in_memory, self._config, self._fleet)
         if self._checkpoints.saved:
             return await self._from_disk(assignments, run=self._checkpoints.run)
         return Begin()
-
-    def _from_memory(self, found: InMemory) -> Begin:
-        addresses = dict(zip(self._stages, self._fleet.addresses, strict=True))
-        return Begin(
-            found.step,
-            {
-                stage: pb.Restore(
-                    step=found.step, address="" if holder == stage else addresses[holder]
-                )
-                for stage, holder in found.holders.items()
-            },
-        )
 
     async def _from_disk(self, assignments: list[str], run: str | None) -> Begin:
         found = await self._on_disk.newest(assignments, run)
@@ -80,3 +68,15 @@ class Beginning:
         if run is None:
             self._report({"event": "resumed", "step": begin.step, "changed": changed})
         return begin
+
+
+def from_memory(found: InMemory, config: Config, fleet: Fleet) -> Begin:
+    """Begin with what the servers hold of one step."""
+    addresses = dict(zip(config.stage_names, fleet.addresses, strict=True))
+    return Begin(
+        found.step,
+        {
+            stage: pb.Restore(step=found.step, address="" if holder == stage else addresses[holder])
+            for stage, holder in found.holders.items()
+        },
+    )

@@ -105,7 +105,6 @@ class WorkerProcess:
             stage.model,
             stage.optimizer,
             self._activity,
-            assignment.config.snapshot_every_steps,
             self._start["is_mirrored"],
             self._channel.send,
         )

@@ -30,7 +30,6 @@ class StageSnapshots:
         slots: where they lie.
         model, optimizer: what they are of.
         activity: told when one is taken.
-        every: optimizer steps from one to the next; 0: only those that are to be saved.
         is_mirrored: whether a neighbour holds them as well, and says so.
         tell: sends a message to the supervisor.
     """
@@ -42,7 +41,6 @@ class StageSnapshots:
         model: StageModel,
         optimizer: StageOptimizer,
         activity: Activity,
-        every: int,
         is_mirrored: bool,
         tell: Callable[[Message], None],
     ) -> None:
@@ -52,41 +50,44 @@ class StageSnapshots:
         self._model = model
         self._optimizer = optimizer
         self._activity = activity
-        self._every = every
         self._is_mirrored = is_mirrored
         self._tell = tell
         self._changed = threading.Condition()
         self._last = 0
         self._mirrored = 0
 
-    def after_step(self, step: int, save: bool) -> None:
-        """Take a snapshot if one is due after `step`; on the compute thread.
+    def take(self, version: int, save: bool = False) -> None:
+        """Take a snapshot of what the stage is now; on the compute thread.
 
         Args:
+            version: its number; in a run of the driver's, the step.
             save: whether it goes to a disk.
 
         Raises:
             TypeError: the optimizer or the scheduler keeps something that cannot be stored.
             OSError: there is no memory left.
         """
-        if save or (self._every and step % self._every == 0):
-            with self._activity.doing("saving", step):
-                self._take(step, save)
+        with self._activity.doing("saving", self._optimizer.steps):
+            slot = self._free_slot()
+            tensors, about = pack(self._state())
+            self._writer.write(slot, version, tensors, about, pin=save)
+        self._last = version
+        self._tell({"event": "snapshot", "step": version})
 
-    def save(self, step: int) -> None:
-        """Have what the stage was right after `step`, the last one, written to a disk.
+    def save(self, version: int) -> None:
+        """Have the snapshot `version`, the last one, written to a disk.
 
-        Where there is no snapshot of that it is what the stage is now.
+        Where there is none it is what the stage is now.
 
         Raises:
-            TypeError, OSError: see `after_step`.
+            TypeError, OSError: see `take`.
         """
-        found = self._slots.get(step)
+        found = self._slots.get(version)
         if found is None:
-            self.after_step(step, save=True)
+            self.take(version, save=True)
         else:
             self._slots.pin(found.slot)
-            self._tell({"event": "snapshot", "step": step})
+            self._tell({"event": "snapshot", "step": version})
 
     def note_mirrored(self, step: int) -> None:
         """Hear that a neighbour holds the snapshot of `step`."""
@@ -99,13 +100,6 @@ class StageSnapshots:
         with self._changed:
             self._changed.notify_all()
 
-    def _take(self, step: int, save: bool) -> None:
-        slot = self._free_slot()
-        tensors, about = pack(self._state(step))
-        self._writer.write(slot, step, tensors, about, pin=save)
-        self._last = step
-        self._tell({"event": "snapshot", "step": step})
-
     def _free_slot(self) -> int:
         with self._changed:
             while self._is_mirrored and self._mirrored < self._last:
@@ -114,13 +108,9 @@ class StageSnapshots:
                 self._changed.wait()
         return slot
 
-    def _state(self, step: int) -> StageState:
-        return StageState(
-            step,
-            self._stage,
-            self._model.state_dict(),
-            *self._optimizer.parts(),
-        )
+    def _state(self) -> StageState:
+        model, optimizer = self._model.state_dict(), self._optimizer
+        return StageState(optimizer.steps, self._stage, model, *optimizer.parts())
 
 
 def restore(paths: Sequence[str], stage: str, model: StageModel, optimizer: StageOptimizer) -> None:

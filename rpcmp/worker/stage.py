@@ -156,9 +156,13 @@ class Stage:
 
         return self._compute.future(report)
 
+    def keep(self, version: int) -> Future[Any]:
+        """Keep what this stage is now, as `version`."""
+        return self._compute.future(lambda: self._guard_saving(lambda s: s.take(version)))
+
     def save(self, step: int) -> Future[Any]:
         """Have what this stage was right after `step`, the last one, written to its disk."""
-        return self._compute.future(lambda: self._guard_saving(step, lambda s: s.save(step)))
+        return self._compute.future(lambda: self._guard_saving(lambda s: s.save(step)))
 
     def reschedule(self, schedule: str, limits: dict[str, Limits]) -> Future[Any]:
         """Go on under another schedule; between two rounds.
@@ -260,12 +264,12 @@ class Stage:
         try:
             if work.end is End.STEP:
                 self.optimizer.step_now()
-            if work.end is not End.NOTHING:
-                self._guard_saving(work.step, lambda s: s.after_step(work.step, work.save))
+            if work.version:
+                self._guard_saving(lambda s: s.take(work.version, work.save))
         except StageError as error:
             self._failures.broken = error
 
-    def _guard_saving(self, step: int, save: Callable[[StageSnapshots], None]) -> None:
+    def _guard_saving(self, save: Callable[[StageSnapshots], None]) -> None:
         """Call `save`, where this stage keeps anything.
 
         Raises:
@@ -277,7 +281,7 @@ class Stage:
             save(self.snapshots)
         except Exception as error:
             cause = f"{one_line(error)} (with recovery.enabled = false nothing is stored)"
-            raise StageError(self.name, "saving", cause, step=step) from error
+            raise StageError(self.name, "saving", cause, step=self.optimizer.steps) from error
 
     def _take_missing(self, work: Work) -> dict[int, list[int]]:
         with self._lock:
