@@ -3,6 +3,7 @@ its environment, and none with that token may be left when the test ends."""
 
 from __future__ import annotations
 
+import subprocess
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -61,3 +62,21 @@ def servers() -> Iterator[list[Server]]:
     """Two running stage servers, on free ports."""
     with processes.running_servers(2) as started:
         yield started
+
+
+@pytest.fixture
+def namespace() -> Iterator[tuple[str, ...]]:
+    """A command that runs another in a network namespace of its own, where links can be cut."""
+    name = f"rpcmp-{uuid.uuid4().hex[:8]}"
+    inside = ("ip", "netns", "exec", name)
+    subprocess.run(["ip", "netns", "add", name], check=True)
+    try:
+        for command in (
+            ["ip", "link", "set", "lo", "up"],
+            ["ip", "rule", "add", "pref", "10", "lookup", "local"],  # so that rules can precede it
+            ["ip", "rule", "del", "pref", "0"],
+        ):
+            subprocess.run([*inside, *command], check=True)
+        yield inside
+    finally:
+        subprocess.run(["ip", "netns", "del", name], check=True)

@@ -28,12 +28,15 @@ class Faults:
     job: JobFolder
     planted: list[dict[str, Any]] = field(default_factory=list)
 
-    def fail_at(self, stage: int, step: int, phase: str, how: str) -> Faults:
-        """Plant a fault: in `phase` of `step` at `stage`; for "joining" the step is 0."""
+    def fail_at(self, stage: int, step: int, phase: str, how: str, again: bool = False) -> Faults:
+        """Plant a fault: in `phase` of `step` at `stage`; for "joining" the step is 0.
+
+        Args:
+            again: whether it strikes every time that this is reached, or once.
+        """
+        fault = {"stage": stage, "step": step, "phase": phase, "how": how, "again": again}
         marker = self.job.folder / f"struck-{len(self.planted)}"
-        self.planted.append(
-            {"stage": stage, "step": step, "phase": phase, "how": how, "marker": str(marker)}
-        )
+        self.planted.append({**fault, "marker": str(marker)})
         return self
 
     @property
@@ -58,7 +61,7 @@ class Faults:
             {text}
             [optimizer]
             callable = "faults:WatchedSGD"
-            kwargs = {{ lr = 0.05, momentum = 0.9 }}
+            kwargs = {{ lr = 0.005, momentum = 0.9 }}
             [scheduler]
             callable = "torch.optim.lr_scheduler:StepLR"
             kwargs = {{ step_size = 1, gamma = 0.9 }}

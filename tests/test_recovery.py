@@ -6,12 +6,11 @@
 from __future__ import annotations
 
 import itertools
-import subprocess
-import uuid
 from collections.abc import Iterator
 
 import pytest
 
+from rpcmp.checkpoint.folder import CheckpointFolder
 from tests.faults import HOWS, PHASES, STEP, Faults, committed, drive
 from tests.processes import JobFolder, Result
 
@@ -44,24 +43,6 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Committed:
     return committed(drive(Faults(job).config()))
 
 
-@pytest.fixture
-def namespace() -> Iterator[tuple[str, ...]]:
-    """A command that runs another in a network namespace of its own, where links can be cut."""
-    name = f"rpcmp-{uuid.uuid4().hex[:8]}"
-    inside = ("ip", "netns", "exec", name)
-    subprocess.run(["ip", "netns", "add", name], check=True)
-    try:
-        for command in (
-            ["ip", "link", "set", "lo", "up"],
-            ["ip", "rule", "add", "pref", "10", "lookup", "local"],  # so that rules can precede it
-            ["ip", "rule", "del", "pref", "0"],
-        ):
-            subprocess.run([*inside, *command], check=True)
-        yield inside
-    finally:
-        subprocess.run(["ip", "netns", "del", name], check=True)
-
-
 def recovered_once(faults: Faults, result: Result) -> None:
     """One process was hit, in the phase that was planned, and one more generation was formed."""
     (planned,), (struck,) = faults.planned, faults.struck
@@ -88,3 +69,46 @@ def test_every_fault_in_every_phase_is_recovered_from(
     )
     assert committed(result) == undisturbed
     recovered_once(faults, result)
+
+
+def test_what_hangs_is_named_with_its_stack(job: JobFolder, undisturbed: Committed) -> None:
+    faults = Faults(job).fail_at(MIDDLE, STEP, "backward", "lock")
+    result = drive(faults.config(), "--set", "recovery.watchdog=2.0")
+    assert committed(result) == undisturbed
+    recovered_once(faults, result)
+    error = result.event("fault")["error"]
+    assert "stage 'stage1' on" in error
+    assert f"in backward of micro-batch 0 at step {STEP}" in error
+    assert "faults.py" in error  # where in its code
+    assert "in _strike" in error
+
+
+def test_what_stops_is_named_with_its_state(job: JobFolder) -> None:
+    faults = Faults(job).fail_at(LAST, STEP, "optimizer", "SIGSTOP")
+    silent = ("--set", "recovery.heartbeat_timeout=1.5", "--set", "recovery.max_restarts=0")
+    result = drive(faults.config(), *silent)
+    assert result.code == 75
+    assert "stage 'stage2' on" in result.err
+    assert f"in optimizer at step {STEP}" in result.err
+    assert "State: T (stopped)" in result.err
+    assert "most recent call first" in result.err
+
+
+def test_a_fault_that_comes_back_ends_the_run_with_a_checkpoint(job: JobFolder) -> None:
+    faults = Faults(job).fail_at(MIDDLE, STEP, "forward", "exception", again=True)
+    result = drive(faults.config())
+    assert result.code == 1
+    assert "planted: größer als erlaubt" in result.err
+    assert "faults.py" in result.err  # the remote traceback
+    assert len([event for event in result.events if event["event"] == "recovered"]) == 1
+    assert result.event("checkpoint")["step"] == STEP - 1
+    assert CheckpointFolder(job.folder / "rpcmp-job").valid()[0].step == STEP - 1
+
+
+def test_restarts_that_lead_nowhere_end_the_run_with_a_checkpoint(job: JobFolder) -> None:
+    faults = Faults(job).fail_at(FIRST, STEP, "backward", "SIGKILL", again=True)
+    result = drive(faults.config(), "--set", "recovery.max_restarts=1")
+    assert result.code == 75
+    assert "gave up after 1 restarts without a new step" in result.err
+    assert "the worker of stage 'stage0'" in result.err
+    assert CheckpointFolder(job.folder / "rpcmp-job").valid()[0].step == STEP - 1

@@ -3,8 +3,9 @@
     layers = "faults:layers"
     kwargs = { at = { stage = 1, step = 3, phase = "backward", how = "SIGKILL", marker = "..." } }
 
-Each strikes once: it leaves a marker that says which process it was, and in which phase, and a
-worker of a later generation finds the marker and goes on unharmed. Several faults may be planted.
+Each leaves a marker that says which process it was, and in which phase. A worker of a later
+generation finds the marker and goes on unharmed, unless the fault is to come again. Several faults
+may be planted.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import json
 import os
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -42,8 +44,10 @@ class Planted:
     def begin(self, phase: str, step: int) -> None:
         """Strike, if a fault is planted here and has not struck yet."""
         for fault in self._faults:
-            is_here = (phase, step) == (fault["phase"], fault.get("step", 0))
-            if is_here and _mark(Path(fault["marker"]), self._stage, phase, step, fault["how"]):
+            if (phase, step) != (fault["phase"], fault["step"]):
+                continue
+            is_first = _mark(Path(fault["marker"]), self._stage, phase, step, fault["how"])
+            if is_first or fault["again"]:
                 _strike(fault["how"])
 
 
@@ -66,12 +70,20 @@ def _strike(how: str) -> None:
     match how:
         case "SIGKILL" | "SIGSTOP":
             os.kill(os.getpid(), getattr(signal, how))
+            time.sleep(60)  # the kernel stops the threads one after the other
+        case "host":  # its supervisor, and with it this process and all that they hold
+            os.kill(os.getppid(), signal.SIGKILL)
+            time.sleep(60)
         case "SIGSEGV":
             ctypes.string_at(0)
         case "exception":
             raise RuntimeError("planted: größer als erlaubt")
         case "deadlock":
             ctypes.PyDLL(None).pause()  # never returns, and never lets go of Python's lock
+        case "lock":  # stuck, though Python is not
+            lock = threading.Lock()
+            lock.acquire()
+            lock.acquire()
         case "cut":
             cut_links()
         case _:

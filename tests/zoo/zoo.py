@@ -499,3 +499,26 @@ def counting() -> Layers:
 def output_mean(outputs: Tensor, targets: Tensor) -> Tensor:
     """A loss that is what the model puts out."""
     return outputs.mean()
+
+
+class Leak(nn.Module):
+    """Keeps some memory in every step for ever."""
+
+    def __init__(self, leak: int) -> None:
+        super().__init__()
+        self._leak = leak
+        self._kept: list[bytes] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training and self._leak:
+            self._kept.append(os.urandom(self._leak // 4))  # one of four micro-batches
+        return x
+
+
+def leaking(leak: int = 0) -> Layers:
+    """Loses `leak` bytes a step."""
+    return [
+        ("block", lambda: Block(FEATURES)),
+        ("leak", lambda: Leak(leak)),
+        ("head", lambda: nn.Linear(FEATURES, 1)),
+    ]
