@@ -17,6 +17,7 @@ from pathlib import Path
 
 from rpcmp.checkpoint import files
 from rpcmp.checkpoint.folder import CheckpointFolder
+from rpcmp.errors import one_line
 from rpcmp.snapshot.slots import Slots, Snapshot
 from rpcmp.v1 import control_pb2 as pb
 
@@ -46,21 +47,19 @@ def _yield_to_others() -> None:
 def _save(slots: Slots, snapshot: Snapshot, stage_name: str, folder: str) -> pb.Saved:
     path = CheckpointFolder(Path(folder)).path_of(snapshot.step) / f"{stage_name}.safetensors"
     saved = pb.Saved(step=snapshot.step, file=path.name, host=platform.node())
+    # Not closed by hand: an error's traceback still refers to parts of it.
+    memory = mmap.mmap(slots.fd(snapshot.slot), snapshot.length, prot=mmap.PROT_READ)
     try:
-        with mmap.mmap(slots.fd(snapshot.slot), snapshot.length, prot=mmap.PROT_READ) as memory:
-            saved.state = _about(memory)
-            written = _write(path, memory)
+        saved.state = _about(memory)
+        written = files.write_memory_durably(path, memoryview(memory))
         saved.sha256, saved.size = written.sha256, written.size
     except OSError as error:
         saved.error = f"cannot write {path}: {error.strerror or error}"
+    except Exception as error:  # somebody waits to hear of it
+        saved.error = f"cannot save {path}: {one_line(error)}"
     finally:
         slots.unpin(snapshot.slot)
     return saved
-
-
-def _write(path: Path, memory: mmap.mmap) -> files.Written:
-    with memoryview(memory) as view:
-        return files.write_memory_durably(path, view)
 
 
 def _about(memory: mmap.mmap) -> str:

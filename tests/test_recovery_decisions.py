@@ -1,0 +1,227 @@
+"""What follows a fault, decided from the error and what went before."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from rpcmp import errors
+from rpcmp.errors import (
+    BusyError,
+    CheckpointError,
+    ConfigError,
+    DrainingError,
+    ExhaustedError,
+    FactoryError,
+    InterruptedJobError,
+    JobError,
+    NonFiniteLossError,
+    RpcmpError,
+    StageError,
+    UnreachableError,
+    VersionError,
+    WorkerDiedError,
+    WorkerHungError,
+)
+from rpcmp.job.recovery import LONGEST_PAUSE, Decision, History, decide, is_recoverable, place
+
+MAX_RESTARTS = 5
+
+
+def raised(
+    stage: str = "s0", phase: str = "forward", step: int | None = 3, microbatch: int | None = 1
+) -> StageError:
+    """The user's code raised."""
+    return StageError(stage, phase, "ValueError: no", "a traceback", step, microbatch)
+
+
+def hung(stage: str = "s0") -> WorkerHungError:
+    """A worker is stuck."""
+    return WorkerHungError(stage, "host", 7, "forward", 3, 1, 9.0, "")
+
+
+def after(
+    found: Sequence[RpcmpError], max_restarts: int = MAX_RESTARTS, history: History | None = None
+) -> Decision:
+    """The decision after the last of these faults; the run goes on after all others."""
+    history = history or History()
+    for number, error in enumerate(found):
+        decision = decide(error, history, max_restarts, has_begun=True)
+        assert (decision.error is None) or number == len(found) - 1
+        history = decision.history
+    return decision
+
+
+# Which errors
+
+
+@pytest.mark.parametrize(
+    ("error", "before", "afterwards"),
+    [
+        (WorkerDiedError("gone"), True, True),
+        (hung(), True, True),
+        (UnreachableError("no answer"), False, True),
+        (BusyError("another job"), False, True),
+        (DrainingError("stops"), False, True),
+        (raised(phase="build", step=None, microbatch=None), False, True),
+        (raised(phase="forward"), True, True),
+        (raised(phase="backward"), True, True),
+        (raised(phase="optimizer", microbatch=None), True, True),
+        (NonFiniteLossError(float("nan"), 3, 1), True, True),
+        (JobError("a dataset raised"), True, True),
+        (ConfigError("wrong"), False, False),
+        (FactoryError("does not import"), False, False),
+        (VersionError("another torch"), False, False),
+        (CheckpointError("damaged"), False, False),
+        (ExhaustedError("enough"), False, False),
+        (InterruptedJobError(15, 3), False, False),
+        (RpcmpError("whatever"), False, False),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, RpcmpError) else str(value),
+)
+def test_another_try_is_made_where_it_may_go_better(
+    error: RpcmpError, before: bool, afterwards: bool
+) -> None:
+    for has_begun, goes_on in ((False, before), (True, afterwards)):
+        assert is_recoverable(error, has_begun) == goes_on
+        decision = decide(error, History(), MAX_RESTARTS, has_begun)
+        if goes_on:
+            assert (decision.error, decision.pause, decision.history.restarts) == (None, 0.0, 1)
+        else:
+            assert decision == Decision(error, 0.0, History())
+
+
+def test_what_a_final_error_finds_is_not_changed_by_it() -> None:
+    history = History(3, frozenset({("loss", 1, 1)}))
+    error = ConfigError("wrong")
+    assert decide(error, history, MAX_RESTARTS, True) == Decision(error, 0.0, history)
+
+
+# Where the user's code raised
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (raised(), raised(stage="s1")),
+        (raised(), raised(phase="backward")),
+        (raised(), raised(step=4)),
+        (raised(), raised(microbatch=0)),
+        (raised(), NonFiniteLossError(float("nan"), 3, 1)),
+        (NonFiniteLossError(float("nan"), 3, 1), NonFiniteLossError(float("nan"), 4, 1)),
+        (NonFiniteLossError(float("nan"), 3, 1), NonFiniteLossError(float("nan"), 3, 0)),
+        (JobError("data: no such file"), JobError("data: out of memory")),
+        (JobError("one"), raised()),
+    ],
+)
+def test_different_places_are_told_apart(one: RpcmpError, other: RpcmpError) -> None:
+    assert place(one) is not None
+    assert place(one) != place(other)
+    decision = after([one, other])
+    assert decision.error is None
+    assert decision.history.raised == {place(one), place(other)}
+
+
+@pytest.mark.parametrize(
+    ("one", "again"),
+    [
+        (raised(), StageError("s0", "forward", "KeyError: 'x'", "another", 3, 1, "from 's'")),
+        (raised(step=None, microbatch=None), raised(step=None, microbatch=None)),
+        (NonFiniteLossError(float("nan"), 3, 1), NonFiniteLossError(float("inf"), 3, 1)),
+        (JobError("data: no\n at 0x1"), JobError("data: no\n at 0x2")),
+    ],
+)
+def test_the_second_time_at_the_same_place_is_the_end(one: RpcmpError, again: RpcmpError) -> None:
+    assert place(one) == place(again)
+    first = after([one])
+    assert first.error is None
+    decision = after([one, again])
+    assert decision == Decision(again, 0.0, first.history)
+
+
+def test_two_places_that_take_turns_end_with_the_first_that_comes_back() -> None:
+    one, other = raised(step=3), raised(step=4)
+    decision = after([one, other, one])
+    assert decision.error is one
+    assert decision.history.restarts == 2
+
+
+def test_other_faults_in_between_do_not_make_a_place_forgotten() -> None:
+    decision = after([raised(), WorkerDiedError("gone"), hung(), raised()])
+    assert isinstance(decision.error, StageError)
+
+
+@pytest.mark.parametrize(
+    "error", [WorkerDiedError("gone"), hung(), UnreachableError("no answer"), BusyError("busy")]
+)
+def test_a_loss_has_no_place_and_may_repeat(error: RpcmpError) -> None:
+    assert place(error) is None
+    decision = after([error] * MAX_RESTARTS)
+    assert decision.error is None
+    assert decision.history == History(MAX_RESTARTS)
+
+
+def test_a_place_that_came_back_counts_even_where_restarts_are_used_up() -> None:
+    decision = decide(raised(), History(MAX_RESTARTS, frozenset({place(raised()) or ()})), 5, True)
+    assert isinstance(decision.error, StageError)
+
+
+# How often
+
+
+@pytest.mark.parametrize("max_restarts", [0, 1, 5, 20])
+def test_restarts_without_a_new_step_are_limited(max_restarts: int) -> None:
+    lost = WorkerDiedError("the worker of stage 's0' is gone")
+    decision = after([lost] * (max_restarts + 1), max_restarts)
+    assert isinstance(decision.error, ExhaustedError)
+    assert str(decision.error) == (
+        f"gave up after {max_restarts} restarts without a new step; the last: {lost}"
+    )
+    assert errors.exit_code(decision.error) == 75
+    assert decision.history.restarts == max_restarts
+
+
+def test_errors_of_every_kind_count_together() -> None:
+    found = [WorkerDiedError("gone"), raised(step=1), hung(), raised(step=2), JobError("data")]
+    assert after(found).error is None
+    assert isinstance(after([*found, raised(step=3)]).error, ExhaustedError)
+
+
+def test_pauses_grow_and_are_bounded() -> None:
+    pauses, history = [], History()
+    for _ in range(40):
+        decision = decide(WorkerDiedError("gone"), history, 100, True)
+        assert decision.error is None
+        pauses.append(decision.pause)
+        history = decision.history
+    assert pauses[:5] == [0.0, 1.0, 2.0, 4.0, 8.0]
+    assert pauses[5:] == [LONGEST_PAUSE] * 35
+
+
+@pytest.mark.xfail(strict=True, raises=OverflowError, reason="2.0 ** 1024 is no float")
+def test_thousands_of_restarts_are_no_problem() -> None:
+    decision = decide(WorkerDiedError("gone"), History(restarts=1025), 10_000, True)
+    assert (decision.error, decision.pause) == (None, LONGEST_PAUSE)
+
+
+# The first group
+
+
+@pytest.mark.parametrize(
+    "error", [UnreachableError("no answer"), raised(phase="build", step=None, microbatch=None)]
+)
+def test_what_only_its_user_can_mend_is_told_at_once(error: RpcmpError) -> None:
+    decision = decide(error, History(), MAX_RESTARTS, has_begun=False)
+    assert decision == Decision(error, 0.0, History())
+    assert decide(error, History(), MAX_RESTARTS, has_begun=True).error is None
+
+
+def test_a_worker_that_is_lost_before_the_first_group_is_tried_again_to_the_limit() -> None:
+    history = History()
+    for _ in range(MAX_RESTARTS):
+        decision = decide(WorkerDiedError("gone"), history, MAX_RESTARTS, has_begun=False)
+        assert decision.error is None
+        history = decision.history
+    decision = decide(WorkerDiedError("gone"), history, MAX_RESTARTS, has_begun=False)
+    assert isinstance(decision.error, ExhaustedError)
