@@ -130,7 +130,7 @@ def test_a_host_that_stays_away_ends_the_run_with_a_checkpoint(
     assert (steps, parameters) == (undisturbed[0][left.step :], undisturbed[1])
 
 
-@pytest.mark.parametrize("how", ["SIGTERM", "rpcmp drain"])
+@pytest.mark.parametrize("how", [pytest.param("SIGTERM", marks=pytest.mark.long), "rpcmp drain"])
 def test_a_server_that_is_drained_hands_its_state_over(
     job: JobFolder, undisturbed: Committed, how: str
 ) -> None:
@@ -151,6 +151,7 @@ def test_a_server_that_is_drained_hands_its_state_over(
     assert "the server of stage 'stage1' is being stopped" in faults_of(result)[0]
 
 
+@pytest.mark.long
 def test_a_driver_that_was_killed_leaves_idle_servers_and_can_be_resumed(
     job: JobFolder, undisturbed: Committed
 ) -> None:

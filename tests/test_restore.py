@@ -194,7 +194,7 @@ class Cluster:
             host.close()
 
 
-@settings(deadline=None, derandomize=True, max_examples=150)
+@settings(deadline=None, derandomize=True, max_examples=100)
 @given(st.integers(2, 5), st.lists(st.integers(0, 9), min_size=50, max_size=150))
 def test_whichever_host_is_lost_at_most_two_steps_are(count: int, events: list[int]) -> None:
     cluster = Cluster([f"host{index}" for index in range(count)])

@@ -87,7 +87,12 @@ def test_a_run_leaves_its_last_checkpoints(whole: tuple[JobFolder, Result]) -> N
 
 @pytest.mark.parametrize(
     "balance",
-    ["[2, 2]", "[1, 3]", pytest.param("[1, 1, 1, 1]", marks=pytest.mark.long), "[4]"],
+    [
+        "[1, 3]",
+        pytest.param("[2, 2]", marks=pytest.mark.long),
+        pytest.param("[1, 1, 1, 1]", marks=pytest.mark.long),
+        pytest.param("[4]", marks=pytest.mark.long),
+    ],
 )
 def test_resuming_in_the_middle_of_an_epoch_gives_the_same_bits(
     whole: tuple[JobFolder, Result], left: Path, balance: str
@@ -121,7 +126,7 @@ def test_resuming_a_run_that_was_killed(whole: tuple[JobFolder, Result], job: Jo
     assert after(result, 0) == after(whole[1], begin)
 
 
-@pytest.mark.parametrize("section", [True, False])
+@pytest.mark.parametrize("section", [pytest.param(True, marks=pytest.mark.long), False])
 def test_a_signal_saves_and_the_run_can_be_resumed(
     whole: tuple[JobFolder, Result], job: JobFolder, section: bool
 ) -> None:
@@ -140,6 +145,7 @@ def test_a_signal_saves_and_the_run_can_be_resumed(
     assert after(result, 0) == after(whole[1], step)
 
 
+@pytest.mark.long
 def test_resuming_a_run_that_has_ended_does_nothing_new(
     whole: tuple[JobFolder, Result], job: JobFolder
 ) -> None:

@@ -36,7 +36,7 @@ class Length:
     leak: int
 
 
-SHORT = Length(steps=900, settled=400, every=20, slope=8 * KIB, leak=40 * KIB)
+SHORT = Length(steps=600, settled=300, every=20, slope=8 * KIB, leak=40 * KIB)
 LONG = Length(steps=5000, settled=500, every=50, slope=0.5 * KIB, leak=1 * KIB)
 
 

@@ -13,7 +13,7 @@ def line(event: Message) -> str:
         case "recovered":
             return (
                 f"going on from step {event['step']} as generation {event['generation']}, "
-                f"formed in {event['seconds']:.1f} s"
+                f"after {event['seconds']:.1f} s"
             )
         case "waiting":
             return f"waiting for the server of stage {event['stage']!r} at {event['address']}"

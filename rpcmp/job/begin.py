@@ -48,9 +48,10 @@ class Beginning:
             CheckpointError: the run has to be resumed, and no checkpoint can be used.
         """
         self._checkpoints.note_assignments(assignments)
-        is_first, self._is_first = self._is_first, False
-        if is_first:
-            return await self._from_disk(assignments, run=None) if self._resumes else Begin()
+        if self._is_first:
+            begin = await self._from_disk(assignments, run=None) if self._resumes else Begin()
+            self._is_first = False
+            return begin
         in_memory = newest_common(self._config.stage_names, holdings, self._checkpoints.known())
         if in_memory is not None and in_memory.step >= self._checkpoints.saved:
             return from_memory(in_memory, self._config, self._fleet)

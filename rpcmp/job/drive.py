@@ -53,6 +53,8 @@ async def drive(
         except asyncio.CancelledError:
             if not run.signals:
                 raise
+            if run.signals == [signal.SIGTERM]:  # between two generations: there is no step to end
+                await run.leave()
             raise InterruptedJobError(run.signals[-1], run.step) from None
         finally:
             await run.close()

@@ -62,6 +62,7 @@ class Run:
         self._has_begun = False
         self._history = History()
         self._steps_at_fault = 0
+        self._lost_at: float | None = None
         self.signals: list[int] = []
 
     @property
@@ -109,6 +110,12 @@ class Run:
         else:
             task.cancel()
 
+    async def leave(self) -> None:
+        """End at once, with a checkpoint of what the servers hold."""
+        if self._session is not None and self._checkpoints is not None:
+            await self._session.close()
+            await self._checkpoints.leave()
+
     async def close(self) -> None:
         """Free all servers."""
         if self._session is not None:
@@ -120,18 +127,18 @@ class Run:
         self, session: Session, checkpoints: Checkpoints, order: Message
     ) -> Message:
         """One generation to the end of the run; its summary."""
-        started = time.monotonic()
         await session.start()
         step = session.begin.step
-        if self._has_begun:
+        if self._lost_at is not None:
             self._report(
                 {
                     "event": "recovered",
                     "generation": session.generation,
                     "step": step,
-                    "seconds": time.monotonic() - started,
+                    "seconds": time.monotonic() - self._lost_at,
                 }
             )
+            self._lost_at = None
             for told in checkpoints.told_up_to(step):
                 self._log.tell(told)
         else:
@@ -185,6 +192,8 @@ class Run:
         """
         await session.close()
         checkpoints.forget_parts()
+        if isinstance(error, InterruptedJobError):  # the step has ended, and is saved if it has to
+            raise error
         recovery = self._config.recovery
         if self.step > self._steps_at_fault:
             self._history = replace(self._history, restarts=0)
@@ -194,6 +203,7 @@ class Run:
         try:
             if self.signals or not recovery.enabled or decision.error is not None:
                 raise decision.error or error
+            self._lost_at = time.monotonic() if self._lost_at is None else self._lost_at
             self._report(
                 {
                     "event": "fault",

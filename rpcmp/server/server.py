@@ -31,8 +31,8 @@ SERVICES = ("", "rpcmp.v1.Control", "rpcmp.v1.Rendezvous", "rpcmp.v1.Snapshots")
 UNWATCHED_SECONDS = 5.0
 """How long a claim lives that no driver watches."""
 
-KEEP_SECONDS = 600.0
-"""How long a driver that was lost may take to come back for its snapshots."""
+KEEP_SECONDS = 3600.0
+"""How long a driver that was lost, or that waits for another host, may take to come back."""
 
 DRAIN_SECONDS = 30.0
 """How long a server that drains waits for the job to end after its current step."""
@@ -59,6 +59,7 @@ class StageServer:
         self.claim: Claim | None = None
         self.vault = Vault()
         self._accept_code = accept_code
+        self._forgetting: asyncio.TimerHandle | None = None
         self._profiling = ""
         self._versions = versions()
         self.drain_requested = asyncio.Event()
@@ -130,6 +131,8 @@ class StageServer:
         self._check(request)
         await self.release(self.claim)
         self._check(request)  # somebody else may have been faster
+        if self._forgetting is not None:
+            self._forgetting.cancel()
         await self.vault.open(request.job_id)
         await self.vault.pause()
         claim = self.claim = Claim(request, self.vault)
@@ -147,7 +150,8 @@ class StageServer:
         if claim is not None and claim is self.claim:
             self.claim = None
             await claim.close()
-            asyncio.get_running_loop().call_later(KEEP_SECONDS, self._forget, claim)
+            loop = asyncio.get_running_loop()
+            self._forgetting = loop.call_later(KEEP_SECONDS, self._forget)
             if self.claim is None:  # no new job has come meanwhile
                 self._idle.set()
 
@@ -239,10 +243,9 @@ class StageServer:
                 "install the model's package on the host and set ship_code = false"
             )
 
-    def _forget(self, claim: Claim) -> None:
+    def _forget(self) -> None:
         """Let go of the snapshots of a driver that has not come back."""
-        if self.claim is None and self.vault.job_id == claim.job_id:
-            self._releasing = asyncio.ensure_future(self.vault.clear())
+        self._releasing = asyncio.ensure_future(self.vault.clear())
 
     def _release_unwatched(self, claim: Claim) -> None:
         if not claim.watched and claim is self.claim:

@@ -1,0 +1,433 @@
+"""What a supervisor sees of a child: what it does, where, whether it lives and is connected."""
+
+from __future__ import annotations
+
+import asyncio
+import faulthandler
+import os
+import socket
+import threading
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import pytest
+
+from rpcmp.process import activity as activity_module
+from rpcmp.process import links as links_module
+from rpcmp.process import pulse as pulse_module
+from rpcmp.process.activity import NO_MICROBATCH, Activity, Doing
+from rpcmp.process.links import SILENT_SECONDS, Links
+from rpcmp.process.pulse import Pulse
+from rpcmp.process.stacks import MAX_BYTES, Stacks
+
+
+class Clock:
+    """`time.monotonic`, set by the test; whoever sleeps turns it forward.
+
+    Attributes:
+        now: seconds.
+        beats: when a pulse is heard; with `pulse`, while somebody sleeps.
+        slept: the seconds of each sleep.
+        limit: when nobody has to wait any longer.
+    """
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+        self.beats: list[float] = []
+        self.slept: list[float] = []
+        self.pulse: Pulse | None = None
+        self.limit = float("inf")
+
+    def monotonic(self) -> float:
+        return self.now
+
+    async def sleep(self, seconds: float) -> None:
+        self.slept.append(seconds)
+        end = self.now + seconds
+        if end > self.limit:
+            raise TimeoutError
+        while self.beats and self.beats[0] <= end:
+            self.now = self.beats.pop(0)
+            assert self.pulse is not None
+            self.pulse.beat()
+        self.now = end
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(activity_module, "time", SimpleNamespace(monotonic=made.monotonic))
+    monkeypatch.setattr(pulse_module, "time", SimpleNamespace(monotonic=made.monotonic))
+    monkeypatch.setattr(pulse_module, "asyncio", SimpleNamespace(sleep=made.sleep))
+    return made
+
+
+# Activity
+
+
+@pytest.fixture
+def memory() -> Iterator[int]:
+    """Memory that two processes share."""
+    fd = os.memfd_create("test-activity")
+    yield fd
+    os.close(fd)
+
+
+def test_who_has_done_nothing_waits() -> None:
+    found = Activity().read()
+    assert (found.phase, found.step, found.seconds) == ("", 0, 0.0)
+
+
+def test_both_ends_of_one_memory_see_the_same(memory: int, clock: Clock) -> None:
+    here, there = Activity(memory), Activity(memory)
+    here.begin("forward", 2**40, 3)
+    clock.now += 2.5
+    assert there.read() == here.read() == Doing("forward", 2**40, 3, 2.5)
+    there.begin("backward", 5)
+    assert here.read() == Doing("backward", 5, NO_MICROBATCH, 0.0)
+
+
+def test_it_is_read_after_its_writer_is_gone(memory: int, clock: Clock) -> None:
+    writer = Activity(memory)
+    writer.begin("optimizer", 7)
+    del writer
+    clock.now += 60
+    assert Activity(memory).read() == Doing("optimizer", 7, NO_MICROBATCH, 60.0)
+
+
+def test_activities_without_a_memory_know_nothing_of_each_other() -> None:
+    one, other = Activity(), Activity()
+    one.begin("forward", 1)
+    assert other.read().phase == ""
+
+
+@pytest.mark.parametrize("phase", ["", "x", "evaluation", "sixteen bytes ok", "\N{SNOWMAN}" * 5])
+def test_phases_of_up_to_16_bytes_are_whole(memory: int, phase: str) -> None:
+    activity = Activity(memory)
+    activity.begin("another, before!", 1, 1)
+    activity.begin(phase, 2, 3)
+    assert Activity(memory).read()[:3] == (phase, 2, 3)
+
+
+def test_what_ends_leaves_a_wait_at_the_same_step(clock: Clock) -> None:
+    activity = Activity()
+    with activity.doing("optimizer", 4):
+        clock.now += 1.0
+        assert activity.read() == Doing("optimizer", 4, NO_MICROBATCH, 1.0)
+    clock.now += 3.0
+    assert activity.read() == Doing("", 4, NO_MICROBATCH, 3.0)
+    activity.begin("forward", 5, 2)
+    activity.end()
+    assert activity.read() == Doing("", 5, NO_MICROBATCH, 0.0)
+
+
+def test_what_fails_has_ended_too() -> None:
+    activity = Activity()
+    with pytest.raises(ValueError, match="no"), activity.doing("build"):
+        raise ValueError("no")
+    assert activity.read().phase == ""
+
+
+def test_a_clock_that_was_turned_back_is_no_negative_time(clock: Clock) -> None:
+    activity = Activity()
+    activity.begin("forward", 1)
+    clock.now -= 5
+    assert activity.read().seconds == 0.0
+
+
+# Stacks
+
+WAITING = """Thread 0x00007f0000000001 (most recent call first):
+  File "/usr/lib/python3.11/{file}", line 324 in wait
+  File "/job/my_model.py", line 5 in forward"""
+
+BUSY = """Thread 0x00007f00000000{number:02} (most recent call first):
+  File "/job/{file}", line 7 in forward
+  File "/usr/lib/python3.11/threading.py", line 324 in run"""
+
+
+def read(text: str | bytes) -> str:
+    """What is read of a child that has written this."""
+    stacks = Stacks()
+    os.write(stacks.fd, text if isinstance(text, bytes) else text.encode())
+    return stacks.read()
+
+
+def test_a_child_that_has_written_nothing_has_no_stacks() -> None:
+    stacks = Stacks()
+    assert (stacks.size, stacks.read()) == (0, "")
+
+
+@pytest.mark.parametrize(
+    "file",
+    ["threading.py", "selectors.py", "socket.py", "queue.py", "concurrent/futures/thread.py"],
+)
+def test_threads_that_wait_come_after_those_that_work(file: str) -> None:
+    waiting = WAITING.format(file=file)
+    first, second = BUSY.format(number=2, file="a.py"), BUSY.format(number=3, file="b.py")
+    assert read("\n".join([waiting, first, waiting, second])) == "\n".join(
+        [first, second, waiting, waiting]
+    )
+
+
+@pytest.mark.parametrize("file", ["my_threading.py", "threading.py.backup", "socketserver.py"])
+def test_files_of_similar_names_are_the_users(file: str) -> None:
+    busy, waiting = BUSY.format(number=2, file=file), WAITING.format(file="queue.py")
+    assert read(f"{waiting}\n{busy}") == f"{busy}\n{waiting}"
+
+
+def test_what_happened_comes_before_where() -> None:
+    waiting, busy = WAITING.format(file="queue.py"), BUSY.format(number=2, file="a.py")
+    current = busy.replace("Thread 0x", "Current thread 0x")
+    text = f"Fatal Python error: Segmentation fault\n\n{waiting}\n\n{current}\n"
+    assert read(text) == f"Fatal Python error: Segmentation fault\n\n{current}\n\n{waiting}"
+
+
+def test_the_last_of_much_is_read() -> None:
+    busy = BUSY.format(number=2, file="a.py")
+    text = "x" * MAX_BYTES + "\n" + WAITING.format(file="queue.py") + "\n" + busy
+    found = read(text)
+    assert len(found) == MAX_BYTES
+    assert found.startswith("xxx")
+    assert found.index(busy) < found.index(WAITING.format(file="queue.py"))
+
+
+def test_a_character_that_is_cut_in_two_does_no_harm() -> None:
+    snowmen = "\N{SNOWMAN}" * MAX_BYTES
+    found = read(snowmen + "end")
+    assert found.endswith("\N{SNOWMAN}end")
+    assert found.strip("\N{SNOWMAN}\N{REPLACEMENT CHARACTER}") == "end"
+
+
+def test_where_real_threads_are_is_found() -> None:
+    stacks, condition, begun = Stacks(), threading.Condition(), threading.Event()
+
+    def wait_for_it() -> None:
+        with condition:
+            begun.set()
+            condition.wait()
+
+    waiting = threading.Thread(target=wait_for_it)
+    waiting.start()
+    assert begun.wait(30)
+    with condition:  # which is free since the thread waits
+        faulthandler.dump_traceback(stacks.fd, all_threads=True)
+        condition.notify()
+    waiting.join(30)
+    assert not waiting.is_alive()
+    assert stacks.size > 0
+    text = stacks.read()
+    here = text.index("in test_where_real_threads_are_is_found")
+    assert here < text.index("in wait_for_it")
+    assert "test_activity.py" in text[:here].splitlines()[-1]
+
+
+# Pulse
+
+
+def lost(pulse: Pulse, clock: Clock, beats: list[float], limit: float = float("inf")) -> float:
+    """What `lost` returns where these are the signs of life."""
+    clock.pulse, clock.beats, clock.limit = pulse, beats, limit
+    return asyncio.run(pulse.lost())
+
+
+def test_silence_is_noticed_when_it_has_lasted_and_not_before(clock: Clock) -> None:
+    seconds = lost(Pulse(6.0), clock, [])
+    assert 6.0 <= seconds < 7.0
+    assert clock.now == 1000.0 + seconds
+
+
+def test_signs_of_life_put_it_off(clock: Clock) -> None:
+    beats = [1000.0 + 0.5 * number for number in range(1, 101)]
+    assert 6.0 <= lost(Pulse(6.0), clock, beats) < 7.0
+    assert 1056.0 <= clock.now < 1057.0
+
+
+def test_a_sign_that_comes_just_in_time_counts(clock: Clock) -> None:
+    assert 6.0 <= lost(Pulse(6.0), clock, [1005.9, 1011.8]) < 7.0
+    assert clock.now >= 1017.8
+
+
+def test_what_has_come_while_the_supervisor_was_held_up_is_heard_first(clock: Clock) -> None:
+    pulse = Pulse(6.0)
+    clock.now += 3600.0  # the machine was suspended; the sign lies in the socket
+    seconds = lost(pulse, clock, [clock.now + 0.05])
+    assert 6.0 <= seconds < 7.0
+    assert clock.now >= 4606.05
+
+
+def test_a_supervisor_that_was_held_up_hears_of_a_loss_at_once(clock: Clock) -> None:
+    pulse = Pulse(6.0)
+    clock.now += 3600.0
+    assert 3600.0 <= lost(pulse, clock, []) < 3601.0
+
+
+def test_without_a_timeout_nobody_is_ever_lost(clock: Clock) -> None:
+    with pytest.raises(TimeoutError):
+        lost(Pulse(0), clock, [], limit=1000.0 + 10 * 365 * 86400)
+    assert clock.now > 1000.0 + 9 * 365 * 86400
+    assert min(clock.slept) > 60
+
+
+def test_waiting_for_silence_never_turns_in_circles(clock: Clock) -> None:
+    lost(Pulse(6.0), clock, [1000.0 + 0.5 * number for number in range(1, 101)])
+    assert len(clock.slept) < 40
+    assert min(clock.slept) > 0
+
+
+def test_a_pulse_is_waited_for_on_a_real_loop() -> None:
+    assert asyncio.run(Pulse(1e-9).lost()) >= 1e-9
+
+
+# Links
+
+Pair = tuple[socket.socket, socket.socket]
+
+OPTIONS = (
+    socket.TCP_KEEPIDLE,
+    socket.TCP_KEEPINTVL,
+    socket.TCP_KEEPCNT,
+    socket.TCP_USER_TIMEOUT,
+)
+
+
+def connected() -> Pair:
+    """Both ends of a TCP connection."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        client = socket.create_connection(server.getsockname())
+        accepted, _ = server.accept()
+    return client, accepted
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    made = connected()
+    yield made
+    for each in made:
+        each.close()
+
+
+def is_watched(connection: socket.socket) -> bool:
+    """Whether the kernel asks if the other end is there."""
+    alive = connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+    timeout = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
+    assert bool(alive) == bool(timeout)
+    return bool(alive)
+
+
+def test_the_kernel_asks_on_every_tcp_connection(pair: Pair) -> None:
+    assert not any(map(is_watched, pair))
+    Links().watch()
+    for end in pair:
+        assert is_watched(end)
+        idle, interval, count, timeout = (
+            end.getsockopt(socket.IPPROTO_TCP, option) for option in OPTIONS
+        )
+        assert idle + interval * count == SILENT_SECONDS
+        assert timeout == SILENT_SECONDS * 1000
+
+
+def test_connections_work_as_before(pair: Pair) -> None:
+    blocking = [end.gettimeout() for end in pair]
+    before = len(os.listdir("/proc/self/fd"))
+    links = Links()
+    for _ in range(3):
+        links.watch()
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert [end.gettimeout() for end in pair] == blocking == [None, None]
+    assert all(os.get_blocking(end.fileno()) for end in pair)
+    pair[0].sendall(b"text")
+    assert pair[1].recv(4) == b"text"
+
+
+def test_connections_that_are_opened_later_are_found(pair: Pair) -> None:
+    links = Links()
+    links.watch()
+    later = connected()
+    assert not any(map(is_watched, later))
+    links.watch()
+    assert all(map(is_watched, later))
+    for end in later:
+        end.close()
+
+
+def test_what_is_known_is_left_alone(pair: Pair) -> None:
+    links = Links()
+    links.watch()
+    pair[0].setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 0)
+    links.watch()
+    assert pair[0].getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 0
+
+
+def test_other_sockets_are_no_problem(pair: Pair) -> None:
+    ours, theirs = socket.socketpair()
+    udp = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+    fresh = socket.socket()
+    listening = socket.create_server(("127.0.0.1", 0))
+    with ours, theirs, udp, fresh, listening:
+        Links().watch()
+        ours.sendall(b"text")
+        assert theirs.recv(4) == b"text"
+    assert all(map(is_watched, pair))
+
+
+def test_connections_that_are_closed_are_no_problem() -> None:
+    links = Links()
+    links.watch()
+    first = connected()
+    links.watch()
+    first[0].close()
+    links.watch()
+    first[1].close()
+    links.watch()
+    second = connected()
+    links.watch()
+    assert all(map(is_watched, second))
+    for end in second:
+        end.close()
+
+
+def test_a_descriptor_that_is_used_again_is_another_connection(pair: Pair) -> None:
+    links = Links()
+    links.watch()
+    number = pair[0].fileno()
+    later = connected()
+    os.dup2(later[0].fileno(), number)
+    later[0].close()
+    assert not is_watched(pair[0])
+    links.watch()
+    assert is_watched(pair[0])
+    assert is_watched(later[1])
+    later[1].close()
+
+
+def test_a_connection_that_is_closed_meanwhile_is_no_problem(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = connected()
+    present = [("socket:[1]", end.fileno()) for end in (*first, *pair)]
+    for end in first:
+        end.close()
+    monkeypatch.setattr(links_module, "_sockets", lambda: present)
+    Links().watch()
+    assert all(map(is_watched, pair))
+
+
+@pytest.mark.xfail(strict=True, reason="the copy of a descriptor that is no socket stays open")
+def test_a_descriptor_that_has_become_a_file_meanwhile_is_no_problem(
+    memory: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(links_module, "_sockets", lambda: [("socket:[1]", memory)])
+    before = os.listdir("/proc/self/fd")
+    Links().watch()
+    assert os.listdir("/proc/self/fd") == before
+
+
+@pytest.mark.xfail(strict=True, reason="a socket object of a descriptor makes it non-blocking")
+def test_programs_that_set_a_timeout_for_all_sockets_keep_those_that_they_have(pair: Pair) -> None:
+    socket.setdefaulttimeout(30)
+    try:
+        Links().watch()
+    finally:
+        socket.setdefaulttimeout(None)
+    assert all(os.get_blocking(end.fileno()) for end in pair)
