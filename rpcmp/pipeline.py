@@ -21,6 +21,7 @@ from rpcmp.config import Config
 from rpcmp.driver.evaluation import Evaluation
 from rpcmp.errors import (
     DrainingError,
+    ExhaustedError,
     JobError,
     RpcmpError,
     UnavailableError,
@@ -69,7 +70,8 @@ class Pipeline:
     def __init__(self, config: Config, connect: Sequence[str] | None = None) -> None:
         self.optimizer = PipelineOptimizer(self)
         self._recovers = config.recovery.enabled
-        self._history = CallHistory()
+        self._history = CallHistory(is_kept=self._recovers)
+        self._broken: RpcmpError | None = None
         self._caller = concurrent.futures.ThreadPoolExecutor(1, "rpcmp-calls")
         self._background = BackgroundLoop()
         ours, theirs = socket.socketpair()
@@ -165,6 +167,8 @@ class Pipeline:
 
     def _answer(self, name: str, arguments: tuple[Any, ...]) -> Any:
         """What a call returns, however often the group has to be formed again for it."""
+        if self._broken is not None:
+            raise self._broken
         call = self._history.new(name, arguments)
         try:
             if self._service.draining:
@@ -175,24 +179,47 @@ class Pipeline:
         except LOST as error:
             if not self._recovers or self._closed:
                 raise
-            return self._recover(call, error)
+            self._repeat(error)
+            return self._answer_again(call)
 
-    def _recover(self, call: Call, error: RpcmpError) -> Any:
-        """Form the next group, repeat what it does not know of, and at last `call`."""
+    def _answer_again(self, call: Call) -> Any:
+        """What a call returns from a group that has just been formed again."""
         while True:
-            self._handoff.close()
-            ours, theirs = socket.socketpair()
-            self._handoff = Handoff(ours)
-            known, is_new = self._history.known, self._history.take_is_new()
-            with theirs:
-                recover = self._service.recover(error, theirs, known, is_new)
-                begin = self._background.run(recover)
             try:
-                for earlier in self._history.since(begin):
-                    self._exchange(earlier)
                 return self._exchange(call)
+            except LOST as error:
+                self._repeat(error)
+
+    def _repeat(self, error: RpcmpError) -> None:
+        """Form the next group and repeat what it does not know of.
+
+        Raises:
+            RpcmpError: that cannot be done; the pipeline cannot be used any more.
+        """
+        while not self._closed:
+            try:
+                self._form_again(error)
             except LOST as another:
+                if isinstance(another, ExhaustedError):
+                    self._broken = another
+                    raise
                 error = another
+            except RpcmpError as fatal:
+                self._broken = fatal
+                raise
+            else:
+                return
+        raise JobError("the pipeline was closed meanwhile")
+
+    def _form_again(self, error: RpcmpError) -> None:
+        self._handoff.close()
+        ours, theirs = socket.socketpair()
+        self._handoff = Handoff(ours)
+        known, is_new = self._history.known, self._history.take_is_new()
+        with theirs:
+            begin = self._background.run(self._service.recover(error, theirs, known, is_new))
+        for call in self._history.since(begin):
+            self._exchange(call)
 
     def _exchange(self, call: Call) -> Any:
         """Have the driver process answer one call.
@@ -221,8 +248,8 @@ class Pipeline:
         return self._background.run(self._service.reason()) or error
 
     def _close_threads(self) -> None:
+        self._background.close()  # and with it a recovery that the caller may be waiting for
         self._caller.shutdown(cancel_futures=True)
-        self._background.close()
 
 
 class PipelineOptimizer:

@@ -413,7 +413,6 @@ def test_a_connection_that_is_closed_meanwhile_is_no_problem(
     assert all(map(is_watched, pair))
 
 
-@pytest.mark.xfail(strict=True, reason="the copy of a descriptor that is no socket stays open")
 def test_a_descriptor_that_has_become_a_file_meanwhile_is_no_problem(
     memory: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -423,7 +422,6 @@ def test_a_descriptor_that_has_become_a_file_meanwhile_is_no_problem(
     assert os.listdir("/proc/self/fd") == before
 
 
-@pytest.mark.xfail(strict=True, reason="a socket object of a descriptor makes it non-blocking")
 def test_programs_that_set_a_timeout_for_all_sockets_keep_those_that_they_have(pair: Pair) -> None:
     socket.setdefaulttimeout(30)
     try:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rpcmp.errors import JobError
-from rpcmp.job.callhistory import CHANGING, KEPT, Call, CallHistory
+from rpcmp.job.callhistory import CHANGING, DIFFERENTIATING, KEPT, Call, CallHistory
 
 READING = ["evaluate", "predict", "state_dict", "optimizer_state_dict", "live_state"]
 
@@ -114,8 +114,20 @@ def test_calls_may_change_while_they_are_repeated() -> None:
     assert repeated == [2, 3]
 
 
-@pytest.mark.parametrize("name", sorted(CHANGING))
-def test_a_call_that_failed_leaves_no_gradients(name: str) -> None:
+@pytest.mark.parametrize("name", sorted(CHANGING - DIFFERENTIATING))
+def test_a_call_that_failed_and_differentiates_nothing_changes_nothing(name: str) -> None:
+    history = CallHistory()
+    make(history, "forward_backward", 1)
+    history.note_failed(history.new(name, (2,)))
+    make(history, "train_step", 3)
+    assert list(history.since(0)) == [
+        Call(1, "forward_backward", (1,)),
+        Call(2, "train_step", (3,)),
+    ]
+
+
+@pytest.mark.parametrize("name", sorted(DIFFERENTIATING))
+def test_a_step_that_failed_leaves_no_gradients(name: str) -> None:
     history = CallHistory()
     make(history, "forward_backward", 1)
     failed = history.new(name, (2,))
@@ -198,9 +210,10 @@ def test_from_each_known_version_the_repeated_calls_lead_to_the_same_model(
             continue
         if outcome == "failed":
             history.note_failed(call)
+        if outcome == "failed" and name not in DIFFERENTIATING:
+            continue
         if call.version == 0:
-            if outcome != "failed":
-                history.note_done(call, steps[-1], kept[-1])
+            history.note_done(call, steps[-1], kept[-1])
             continue
         assert call.version == len(model) + 1
         steps.append(steps[-1] + (outcome != "failed" and name == "train_step"))

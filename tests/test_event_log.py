@@ -106,7 +106,6 @@ def test_an_evaluation_before_the_first_step_is_told(told: Told) -> None:
     assert told.told("eval", "step") == [0]
 
 
-@pytest.mark.xfail(strict=True, reason="only the last evaluation is remembered")
 def test_every_evaluation_is_told_once_where_several_are_done_again(told: Told) -> None:
     for step in (1, 2, 3, 2, 3, 4):  # epochs of one step each; or a checkpoint of long ago
         told.step(step)

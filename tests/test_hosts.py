@@ -54,13 +54,13 @@ def faults_of(result: Result) -> list[str]:
     return [event["error"] for event in result.events if event["event"] == "fault"]
 
 
-def assert_went_on(result: Result, undisturbed: Committed) -> None:
-    """One generation more, from memory, and the same bits."""
+def assert_went_on(result: Result, undisturbed: Committed, steps: int = 1) -> None:
+    """One generation more, from memory, the same bits, and at most `steps` done again."""
     assert committed(result) == undisturbed
     (recovered,) = [event for event in result.events if event["event"] == "recovered"]
     (fault,) = [event for event in result.events if event["event"] == "fault"]
     assert recovered["generation"] == 2
-    assert fault["step"] - recovered["step"] <= 1
+    assert fault["step"] - recovered["step"] <= steps
 
 
 @pytest.mark.parametrize("lost", [1, pytest.param(0, marks=pytest.mark.long)])
@@ -75,6 +75,19 @@ def test_a_server_that_was_killed_is_taken_back(
             run.wait_for_line('"waiting"')
             with server(lost, servers[lost].address):
                 assert_went_on(run.wait(), undisturbed)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("every", [0, 4])
+def test_snapshots_every_few_steps_cost_no_more_than_these(
+    job: JobFolder, undisturbed: Committed, token: str, every: int
+) -> None:
+    more = ("--set", f"recovery.mirror_every_steps={every}")
+    with running("drive", slow_config(job), "--json", *more) as run:
+        run.wait_for_line('"event": "step", "step": 7')
+        worker = next(p for p in with_token(token) if "rpcmp.worker" in p.cmdline())
+        worker.kill()
+        assert_went_on(run.wait(), undisturbed, steps=max(1, every))
 
 
 def test_a_server_that_the_job_started_is_started_again(

@@ -65,13 +65,14 @@ def test_a_step_leaves_the_progress_before_it_as_it_was() -> None:
         loss=st.floats(allow_nan=False),
         epoch_loss=st.floats(allow_nan=False),
         metrics=st.dictionaries(st.text(), st.floats(allow_nan=False)),
+        is_saved=st.booleans(),
         has_ended_epoch=st.booleans(),
     )
 )
 def test_progress_survives_the_journey_to_another_process(progress: Progress) -> None:
     arrived = json.loads(json.dumps(progress.message()))
     assert Progress.from_message(arrived) == progress
-    added = {**arrived, "event": "progress", "told": {"loss": 0.1}, "is_saved": True}
+    added = {**arrived, "event": "progress", "told": {"loss": 0.1}, "awaits_save": True}
     assert Progress.from_message(added) == progress
 
 

@@ -94,7 +94,7 @@ def test_a_stage_takes_its_own_copy_where_it_has_one() -> None:
 
 
 def test_what_is_mirrored_of_strangers_is_left_alone() -> None:
-    held = {"a": Holdings([3], {"former": [4]}), "b": Holdings([3], {"b": [4]})}
+    held = {"a": Holdings([3, 4], {"former": [4]}), "b": Holdings([3], {"b": [4]})}
     assert newest_common(["a", "b"], held, [3, 4]) == InMemory(3, {"a": "a", "b": "b"})
 
 

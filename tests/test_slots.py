@@ -131,7 +131,7 @@ def test_there_is_no_slot_while_all_are_needed(slots: Slots) -> None:
         assert steps(slots) == [1, 2, 3, 4, 5]
     middle = slots.get(2)
     assert middle is not None
-    slots.unpin(middle.slot)
+    slots.unpin(middle)
     assert slots.begin() == middle.slot
     assert steps(slots) == [1, 3, 4, 5]
 
@@ -140,7 +140,7 @@ def test_the_newest_are_kept_pinned_or_not(slots: Slots) -> None:
     for step in range(1, NUM_SLOTS + 1):
         write(slots, step, pin=True)
     for snapshot in slots.all()[-RETAINED:]:
-        slots.unpin(snapshot.slot)
+        slots.unpin(snapshot)
     assert slots.begin() is None
     assert steps(slots) == [1, 2, 3, 4, 5]
 
@@ -151,7 +151,7 @@ def test_a_snapshot_can_be_pinned_when_it_is_there_already(slots: Slots) -> None
     for step in range(2, 9):
         write(slots, step)
     assert slots.get(1) == Snapshot(first.slot, 1, first.length, True)
-    slots.unpin(first.slot)
+    slots.unpin(first)
     for step in range(9, 12):
         write(slots, step)
     assert slots.get(1) is None
@@ -304,7 +304,7 @@ def test_nothing_that_is_needed_is_ever_lost(operations: list[tuple[str, int]]) 
                     slots.pin(argument)
                     model.pinned.add(found.step)
                 elif found is not None:
-                    slots.unpin(argument)
+                    slots.unpin(found)
                     model.pinned.discard(found.step)
             case "truncate":
                 slots.truncate_after(newest - argument)

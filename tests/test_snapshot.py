@@ -473,7 +473,6 @@ def test_options_that_are_tensors_agree_where_they_are_equal(files: Files) -> No
     assert bits(found.groups[0]["lr"]) == bits(torch.tensor(0.1))
 
 
-@pytest.mark.xfail(strict=True, raises=RuntimeError, reason="tensors are compared with !=")
 def test_options_that_are_several_numbers_agree_where_they_are_equal(files: Files) -> None:
     paths = [
         files(part("s0", "a", options=(torch.tensor([0.1, 0.2]),))),

@@ -12,6 +12,7 @@ from rpcmp.config import Config
 from rpcmp.driver.group import Group
 from rpcmp.errors import JobError, RpcmpError, one_line, to_wire
 from rpcmp.handoff import Handoff
+from rpcmp.process.activity import PHASE_BYTES, Activity
 from rpcmp.work import End
 
 
@@ -128,12 +129,13 @@ class Calls:
 _METHODS = {name: method for name, method in vars(Calls).items() if not name.startswith("_")}
 
 
-def serve(calls: Calls, fd: int) -> None:
+def serve(calls: Calls, fd: int, activity: Activity) -> None:
     """Answer calls until the caller hangs up.
 
     Args:
         calls: what can be asked.
         fd: this process's end of the socket pair.
+        activity: told what is being answered.
     """
     handoff = Handoff(socket.socket(fileno=fd))
     while True:
@@ -141,7 +143,8 @@ def serve(calls: Calls, fd: int) -> None:
             calls.version, name, *arguments = handoff.receive()
         except EOFError:
             return
-        answer = _answer(_METHODS[name], calls, arguments)
+        with activity.doing(name[:PHASE_BYTES], calls.step + 1):
+            answer = _answer(_METHODS[name], calls, arguments)
         try:
             handoff.send(answer)
         except TypeError as error:  # the model's outputs hold something that is no tensor

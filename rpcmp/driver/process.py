@@ -78,7 +78,7 @@ class DriverProcess:
         match work["op"]:
             case "serve":
                 model = calls.Calls(config, group, work["step"], work["kept"])
-                calls.serve(model, int(self._arguments[0]))
+                calls.serve(model, int(self._arguments[0]), self._activity)
             case "train":
                 self._train(config, group, work)
             case "segments":
@@ -117,6 +117,7 @@ class DriverProcess:
             training.save()
         if tracer is not None:
             tracer.write(Path(order["trace"]))
+        self._activity.end()
         training.saves.wait()
         memory = group.memory()  # before anything is copied for a file
         if order["save_state"]:
@@ -125,6 +126,7 @@ class DriverProcess:
             {
                 "event": "summary",
                 "steps": training.progress.step,
+                "is_cut_short": self._stop.is_set(),
                 "loss": training.progress.loss,
                 "metrics": training.progress.metrics,
                 "parameters_sha256": group.parameters_sha256(),
@@ -137,12 +139,16 @@ class DriverProcess:
     def _train_segments(self, config: Config, group: Group) -> None:
         """Train a few steps whenever told so, and block in between."""
         training = self._make_training(config, group)
-        while (order := self._messages.get())["op"] != "finish":
+        while (order := self._next_order())["op"] != "finish":
             if order["op"] == "reschedule":
                 group.reschedule(Setting(**order["setting"]).on(config))
                 continue
             self._channel.send({"event": "segment", **training.segment(order["steps"])._asdict()})
         self._channel.send({"event": "done"})
+
+    def _next_order(self) -> Message:
+        self._activity.end()
+        return self._messages.get()
 
     def _make_training(
         self,

@@ -19,6 +19,7 @@ class Progress:
         loss: the last step's.
         epoch_loss: the sum of the losses of that epoch's steps, for schedulers that watch it.
         metrics: of the last evaluation before.
+        is_saved: whether a checkpoint has all this already.
         has_ended_epoch: whether what follows an epoch's last step has been done as well.
     """
 
@@ -28,6 +29,7 @@ class Progress:
     loss: float = math.nan
     epoch_loss: float = 0.0
     metrics: dict[str, float] = field(default_factory=dict)
+    is_saved: bool = False
     has_ended_epoch: bool = False
 
     def after(self, step: int, epoch: int, loss: float) -> Self:
@@ -40,6 +42,7 @@ class Progress:
             batch=self.batch + 1 if goes_on else 1,
             loss=loss,
             epoch_loss=self.epoch_loss + loss if goes_on else loss,
+            is_saved=False,
             has_ended_epoch=False,
         )
 

@@ -25,9 +25,10 @@ class Saves:
     Args:
         config: the job.
         last: the run's last step, which is saved in any case.
+        saved: the step that has been saved already, if the run goes on from one.
     """
 
-    def __init__(self, config: Config, last: int) -> None:
+    def __init__(self, config: Config, last: int, saved: int = 0) -> None:
         section = config.checkpoint
         self._is_on = section is not None
         self._every_steps = section.every_steps if section else None
@@ -38,7 +39,7 @@ class Saves:
         self._changed = threading.Condition()
         self._begun = time.monotonic()
         self._under_way: set[int] = set()
-        self._saved = 0
+        self._saved = saved
 
     def is_due(self, step: int) -> bool:
         """Whether the stages have to save `step`, which is about to begin; may wait for disks."""

@@ -127,7 +127,8 @@ class Training:
         self._group = group
         self._report = report
         self.progress = begin or Progress()
-        self.saves = Saves(config, self.total_steps())
+        saved = self.progress.step if self.progress.is_saved else 0
+        self.saves = Saves(config, self.total_steps(), saved)
         self._activity = activity or Activity()
         self._stop = stop
         self._tracer = tracer
@@ -240,6 +241,7 @@ class Training:
 
     def _start(self, step: _Step) -> Round:
         end = End.HOLD if self._config.holds_steps else End.STEP
+        self._activity.end()  # it may have to wait for a disk
         save = self.saves.is_due(step.number)
         self._activity.begin("step", step.number)
         version = step.number if save or self._is_kept(step.number) else 0
@@ -284,9 +286,9 @@ class Training:
 
     def _tell_progress(self) -> None:
         """Tell all that has to be known to go on from here, whatever comes next."""
-        is_saved = self.saves.includes(self.progress.step)
-        progress = self.progress.message()
-        self._report({"event": "progress", **progress, "told": self._last, "is_saved": is_saved})
+        awaits_save = self.saves.includes(self.progress.step)
+        more = {"told": self._last, "awaits_save": awaits_save}
+        self._report({"event": "progress", **self.progress.message(), **more})
 
     def _end_epoch(self, step: _Step, evaluate: bool) -> None:
         self._epoch_ended_after = step.number

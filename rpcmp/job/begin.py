@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from rpcmp.config import Config
+from rpcmp.errors import CheckpointError
 from rpcmp.job.checkpoints import Checkpoints
 from rpcmp.job.fleet import Fleet
 from rpcmp.job.restore import Holdings, InMemory, newest_common
@@ -56,7 +57,14 @@ class Beginning:
         if in_memory is not None and in_memory.step >= self._checkpoints.saved:
             return from_memory(in_memory, self._config, self._fleet)
         if self._checkpoints.saved:
-            return await self._from_disk(assignments, run=self._checkpoints.run)
+            try:
+                return await self._from_disk(assignments, run=self._checkpoints.run)
+            except CheckpointError as error:
+                if in_memory is None:
+                    raise
+                self._report({"event": "warning", "text": str(error)})
+        if in_memory is not None:
+            return from_memory(in_memory, self._config, self._fleet)
         return Begin()
 
     async def _from_disk(self, assignments: list[str], run: str | None) -> Begin:

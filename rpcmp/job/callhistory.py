@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from rpcmp import tree
 from rpcmp.errors import JobError
 
 CHANGING = {
@@ -24,6 +25,9 @@ CHANGING = {
     "load_optimizer_state_dict",
 }
 """Calls after which model, gradients or optimizers are not what they were."""
+
+DIFFERENTIATING = {"train_step", "forward_backward"}
+"""Calls that clear all gradients where they fail; others then change nothing."""
 
 KEPT = 3
 """How many of the newest kept versions a group may have to go back to; see `snapshot.slots`."""
@@ -44,9 +48,14 @@ class Call:
 
 
 class CallHistory:
-    """The calls since the oldest version that a group may have to go back to."""
+    """The calls since the oldest version that a group may have to go back to.
 
-    def __init__(self) -> None:
+    Args:
+        is_kept: whether any call will ever be repeated.
+    """
+
+    def __init__(self, is_kept: bool = True) -> None:
+        self._is_kept = is_kept
         self._version = 0
         self._calls: deque[Call] = deque()
         self._kept: deque[int] = deque([0], maxlen=KEPT)
@@ -59,9 +68,14 @@ class CallHistory:
         return {version: self._steps[version] for version in self._kept}
 
     def new(self, name: str, arguments: tuple[Any, ...]) -> Call:
-        """A call that is about to be made."""
+        """A call that is about to be made.
+
+        Its tensors are copied where it may have to be repeated: the caller may use theirs again.
+        """
         if name not in CHANGING:
             return Call(0, name, arguments)
+        if self._is_kept:
+            arguments = tree.map_tensors(lambda tensor: tensor.detach().clone(), arguments)
         return Call(self._version + 1, name, arguments)
 
     def take_is_new(self) -> bool:
@@ -86,21 +100,25 @@ class CallHistory:
             step: optimizer steps since the beginning.
             kept: the newest version that all stages have kept.
         """
-        if call.version <= self._version:  # it was repeated, or changes nothing
+        is_repeated = 0 < call.version <= self._version
+        self._is_new |= not is_repeated
+        if is_repeated or call.version == 0:
             return
         self._version = call.version
+        if not self._is_kept:
+            return
         self._calls.append(call)
-        self._is_new = True
         if kept == call.version:
             self._kept.append(kept)
             self._steps[kept] = step
         self._forget()
 
     def note_failed(self, call: Call) -> None:
-        """Note that a call has failed in the user's code, which leaves no gradients behind."""
-        if call.version > self._version:
+        """Note that a call has failed in the user's code; of a step no gradients are left."""
+        if call.version > self._version and call.name in DIFFERENTIATING:
             self._version = call.version
-            self._calls.append(Call(call.version, "zero_grad", ()))
+            if self._is_kept:
+                self._calls.append(Call(call.version, "zero_grad", ()))
 
     def _forget(self) -> None:
         oldest = self._kept[0]

@@ -88,7 +88,7 @@ class Checkpoints:
         # Two steps are under way at most, and a lost host takes the last snapshot along.
         window = 3 * max(1, self._config.snapshot_every_steps) + 4
         for old in [old for old in self._progress if old <= step - window]:
-            if not self._progress[old]["is_saved"]:
+            if not self._progress[old]["awaits_save"]:
                 del self._progress[old]
         return await self._end(step)
 
@@ -103,7 +103,8 @@ class Checkpoints:
 
     def progress_of(self, step: int) -> Message | None:
         """What the driver was right after a step; None before the first."""
-        return self._progress.get(step)
+        found = self._progress.get(step)
+        return None if found is None else {**found, "is_saved": step == self.saved}
 
     def told_up_to(self, step: int) -> list[Message]:
         """What the driver knew to tell of each step, up to `step`."""
@@ -114,7 +115,7 @@ class Checkpoints:
         """Go on from a checkpoint; the keys of the config that have changed since."""
         self.run, self.saved = manifest.run, manifest.step
         self.generation = max(self.generation, manifest.generation + 1)
-        self._progress[manifest.step] = {**manifest.driver, "told": None, "is_saved": False}
+        self._progress[manifest.step] = {**manifest.driver, "told": None, "awaits_save": False}
         return differences(manifest.config, self._config.model_dump(mode="json"))
 
     async def leave(self) -> None:
@@ -138,7 +139,7 @@ class Checkpoints:
         if progress is None or set(parts) != set(self._config.stage_names):
             return None
         del self._parts[step]
-        self._progress[step] = {**progress, "is_saved": False}
+        self._progress[step] = {**progress, "awaits_save": False}
         failed = {stage: part.error for stage, part in parts.items() if part.error}
         try:
             if failed:

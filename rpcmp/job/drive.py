@@ -53,7 +53,9 @@ async def drive(
         except asyncio.CancelledError:
             if not run.signals:
                 raise
-            if run.signals == [signal.SIGTERM]:  # between two generations: there is no step to end
+            if len(run.signals) == 1 and run.saves_on(
+                run.signals[0]
+            ):  # between two generations: there is no step to end
                 await run.leave()
             raise InterruptedJobError(run.signals[-1], run.step) from None
         finally:

@@ -77,7 +77,13 @@ class Fleet:
         Raises:
             ExhaustedError: one did not come back in time.
         """
-        await asyncio.gather(*map(self._wait_for, range(len(self.addresses))))
+        tasks = [asyncio.create_task(self._wait_for(i)) for i in range(len(self.addresses))]
+        try:
+            await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     async def holdings(self) -> dict[str, Holdings]:
         """Which of the job's snapshots every stage's server holds; nothing where it is gone."""
@@ -101,7 +107,7 @@ class Fleet:
         stage, lost = self._config.stage_names[index], time.monotonic()
         told = False
         while not await self._is_ready(index):
-            if self._local is not None:
+            if self._local is not None and self._local.has_ended(index):
                 self.addresses[index] = await self._local.restart(index)
                 continue
             waited = time.monotonic() - lost
@@ -119,7 +125,7 @@ class Fleet:
             await asyncio.sleep(RETRY_SECONDS)
 
     async def _is_ready(self, index: int) -> bool:
-        if self._local is not None and not self._local.is_running(index):
+        if self._local is not None and self._local.has_ended(index):
             return False
         found = await describe(self._config.stage_names[index], self.addresses[index])
         return found is not None and not found.draining

@@ -25,9 +25,9 @@ class LocalServers:
         """Start one server a stage on a free port; returns their addresses."""
         return await asyncio.gather(*(self._start(index) for index in range(num_stages)))
 
-    def is_running(self, stage_index: int) -> bool:
-        """Whether the server of a stage has not ended."""
-        return self._processes[stage_index].returncode is None
+    def has_ended(self, stage_index: int) -> bool:
+        """Whether the server of a stage is gone; one that is merely slow is not."""
+        return self._processes[stage_index].returncode is not None
 
     async def restart(self, stage_index: int) -> str:
         """Start the server of one stage again, whatever became of it; returns its address."""

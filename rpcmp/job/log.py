@@ -26,7 +26,7 @@ class EventLog:
         self._report = report
         self._told: set[str] = set()
         self._losses: dict[int, float] = {}
-        self._evaluated: int | None = None
+        self._evaluated = -1
         self.step = 0
         self.total = 0
         self.step_seconds: list[float] = []
@@ -40,7 +40,7 @@ class EventLog:
             case "step":
                 self._tell_step(event)
             case "eval":
-                if event["step"] != self._evaluated:
+                if event["step"] > self._evaluated:
                     self._evaluated = event["step"]
                     self._report(event)
             case "report":

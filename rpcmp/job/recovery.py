@@ -76,7 +76,7 @@ def decide(error: RpcmpError, history: History, max_restarts: int, has_begun: bo
             f"gave up after {history.restarts} restarts without a new step; the last: {error}"
         )
         return Decision(tried, 0.0, history)
-    pause = min(2.0 ** (history.restarts - 1), LONGEST_PAUSE) if history.restarts else 0.0
+    pause = min(2.0 ** min(history.restarts - 1, 10), LONGEST_PAUSE) if history.restarts else 0.0
     raised = history.raised if found is None else history.raised | {found}
     return Decision(None, pause, History(history.restarts + 1, raised))
 

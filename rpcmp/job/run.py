@@ -105,10 +105,13 @@ class Run:
         """The first signal while training ends the run after its step, any other at once."""
         self.signals.append(signum)
         if len(self.signals) == 1 and self._session is not None and self._training:
-            saves = signum == signal.SIGTERM or self._config.checkpoint is not None
-            self._session.send({"op": "finish_step", "save": saves})
+            self._session.send({"op": "finish_step", "save": self.saves_on(signum)})
         else:
             task.cancel()
+
+    def saves_on(self, signum: int) -> bool:
+        """Whether a signal saves: a Ctrl-C only where the config asks for checkpoints."""
+        return signum == signal.SIGTERM or self._config.checkpoint is not None
 
     async def leave(self) -> None:
         """End at once, with a checkpoint of what the servers hold."""
@@ -160,7 +163,7 @@ class Run:
         if self.signals:
             self._report(summary)
             raise InterruptedJobError(self.signals[0], self.step)
-        if session.draining and summary["steps"] < self._log.total:
+        if session.draining and summary["is_cut_short"]:
             raise DrainingError(
                 f"the server of stage {session.draining!r} is being stopped; the job has paused "
                 f"after step {self.step}"

@@ -9,9 +9,10 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Collection, Sequence
+from typing import Any
 
 from rpcmp.config import Config
-from rpcmp.errors import RpcmpError
+from rpcmp.errors import ConfigError, RpcmpError
 from rpcmp.job.begin import from_memory
 from rpcmp.job.fleet import Fleet
 from rpcmp.job.recovery import History, decide
@@ -36,6 +37,7 @@ class Service:
         self._session: Session | None = None
         self._generation = 1
         self._history = History()
+        self._recovering: asyncio.Task[Any] | None = None
 
     @property
     def draining(self) -> str:
@@ -73,6 +75,7 @@ class Service:
         """
         if is_new:
             self._history = History(raised=self._history.raised)
+        self._recovering = asyncio.current_task()
         while True:
             if self._session is not None:
                 await self._session.close()
@@ -92,7 +95,10 @@ class Service:
     async def end(self) -> None:
         """Wait until the group has ended by itself, and free all servers."""
         try:
-            if self._session is not None:
+            if self._recovering is not None and not self._recovering.done():
+                self._recovering.cancel()
+                await asyncio.gather(self._recovering, return_exceptions=True)
+            elif self._session is not None:
                 await self._session.wait_for_end()
         finally:
             await self.close()
@@ -130,4 +136,6 @@ class Service:
 
     def _choose(self, known: Collection[int], holdings: dict[str, Holdings]) -> Begin:
         found = newest_common(self._config.stage_names, holdings, known)
+        if found is None and 0 not in known:
+            raise ConfigError("no server holds any more what the pipeline was; launch it again")
         return Begin() if found is None else from_memory(found, self._config, self._fleet)

@@ -178,6 +178,7 @@ class Stages:
             machine=claim.machine,
             supervisor_pid=claim.supervisor_pid,
             snapshot_fds=claim.snapshot_fds,
+            snapshot_inodes=claim.snapshot_inodes,
             step=step,
             saves=section is not None and not section.shared,
         )

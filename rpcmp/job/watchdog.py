@@ -32,8 +32,8 @@ class Watchdog:
         self._driver: Doing | None = None
 
     def note(self, doing: Doing) -> None:
-        """Hear what the driver process does."""
-        if self._driver is None or self._driver[:3] != doing[:3]:
+        """Hear what the driver process does; one that waits for us is not stuck."""
+        if self._driver is None or self._driver[:3] != doing[:3] or not doing.phase:
             self._moved = time.monotonic()
         self._driver = doing
 

@@ -16,7 +16,10 @@ from typing import NamedTuple
 
 NO_MICROBATCH = -1
 
-_RECORD = struct.Struct("<16sqqd")
+PHASE_BYTES = 16
+"""The longest name of a phase."""
+
+_RECORD = struct.Struct(f"<{PHASE_BYTES}sqqd")
 
 
 class Doing(NamedTuple):
@@ -47,6 +50,8 @@ class Activity:
             os.ftruncate(fd, mmap.PAGESIZE)
         self._memory = mmap.mmap(-1 if fd is None else fd, mmap.PAGESIZE)
         self._step = 0
+        if not any(self._memory[: _RECORD.size]):
+            _RECORD.pack_into(self._memory, 0, b"", 0, NO_MICROBATCH, 0.0)
 
     def begin(self, phase: str, step: int = 0, microbatch: int = NO_MICROBATCH) -> None:
         """Note what begins now."""

@@ -181,7 +181,7 @@ class Child:
                 while self.stacks.size == size and self.exit_code is None:
                     await asyncio.sleep(0.05)
                 await asyncio.sleep(0.05)  # it is written line by line
-        return f"{state}\n{self.stacks.read()}"
+        return f"{state}\n{self.stacks.read(size)}"
 
 
 def _state(pid: int) -> str:

@@ -2,12 +2,14 @@
 
 TensorPipe opens a connection when it first needs it and never asks again whether anybody is there:
 when a cable is pulled, both sides would wait for ever. The kernel can ask, and it is the other
-host's kernel that answers, so nothing is cut off that is merely slow.
+host's kernel that answers: a process that computes for a long time is not cut off, but one is that
+for so long reads nothing of what has been sent to it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import socket
 import sys
@@ -16,11 +18,14 @@ SILENT_SECONDS = 6
 """After which a connection to a host that does not answer is broken."""
 
 _OPTIONS = (
-    (socket.TCP_KEEPIDLE, 2),
-    (socket.TCP_KEEPINTVL, 1),
-    (socket.TCP_KEEPCNT, SILENT_SECONDS - 2),
-    (socket.TCP_USER_TIMEOUT, SILENT_SECONDS * 1000),
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 2),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, SILENT_SECONDS - 2),
+    (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, SILENT_SECONDS * 1000),
 )
+
+_LIBC = ctypes.CDLL(None)
 
 
 class Links:
@@ -33,8 +38,7 @@ class Links:
         """Have the kernel ask on all connections that are new; call it now and then."""
         present = set(_sockets())
         for _, fd in present - self._known:
-            with contextlib.suppress(OSError):  # it was closed meanwhile
-                _keep_alive(fd)
+            _keep_alive(fd)
         self._known = present
 
 
@@ -52,8 +56,10 @@ def _sockets() -> list[tuple[str, int]]:
 
 
 def _keep_alive(fd: int) -> None:
-    with socket.socket(fileno=os.dup(fd)) as connection:
-        if connection.family in (socket.AF_INET, socket.AF_INET6):
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            for option, value in _OPTIONS:
-                connection.setsockopt(socket.IPPROTO_TCP, option, value)
+    """Sockets of other kinds refuse these options, which is as well.
+
+    Not by Python's socket, which may change the blocking mode of what it is made for.
+    """
+    for level, option, value in _OPTIONS:
+        number = ctypes.c_int(value)
+        _LIBC.setsockopt(fd, level, option, ctypes.byref(number), ctypes.sizeof(number))

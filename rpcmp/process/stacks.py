@@ -23,9 +23,9 @@ class Stacks:
         """Bytes so far."""
         return os.fstat(self.fd).st_size
 
-    def read(self) -> str:
-        """The last of it, the threads that are in the middle of something first."""
-        start = max(0, self.size - MAX_BYTES)
+    def read(self, start: int = 0) -> str:
+        """What was written after the first `start` bytes, busy threads first; the last of it."""
+        start = max(start, self.size - MAX_BYTES)
         text = os.pread(self.fd, MAX_BYTES, start).decode(errors="replace")
         threads = re.split(r"\n(?=(?:Current thread|Thread) 0x)", text)
         return "\n".join(sorted(threads, key=_waits)).strip()

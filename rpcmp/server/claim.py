@@ -91,6 +91,7 @@ class Claim:
         if code:
             self._folder = codefolder.unpack(code)
         environment = compute_environment(self._threads)
+        self._vault.freed = lambda: self._tell({"op": "saved"})
         fds = self._vault.slots.fds
         self._child = await Child.spawn("rpcmp.worker", environment, list(map(str, fds)), fds)
         self._tasks += [
@@ -226,7 +227,6 @@ class Claim:
 
     async def _saved(self, saved: pb.Saved) -> None:
         self.saved.append(saved)
-        self._tell({"op": "saved"})
         await self.notify()
 
     async def _tell_mirrored(self) -> None:

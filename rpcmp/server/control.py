@@ -73,6 +73,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
             machine=machine(),
             supervisor_pid=os.getpid(),
             snapshot_fds=vault.slots.fds,
+            snapshot_inodes=[os.fstat(fd).st_ino for fd in vault.slots.fds],
         )
 
     @answers_errors

@@ -8,7 +8,7 @@ one tells the neighbour that this one has arrived.
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import logging
 import os
 from collections.abc import Awaitable, Callable
 
@@ -20,6 +20,8 @@ from rpcmp.snapshot.slots import Slots, Snapshot
 from rpcmp.v1 import control_pb2 as pb
 
 RETRY_SECONDS = 1.0
+
+log = logging.getLogger(__name__)
 
 Arrived = Callable[["Mirror", Snapshot], Awaitable[None]]
 
@@ -56,6 +58,8 @@ class Mirror:
         """Hand over the copies, where these are copies; nothing is left here."""
         if not self.is_copy:
             return None
+        for snapshot in self.slots.all():
+            self.slots.unpin(snapshot)
         copies, self.slots = self.slots, Slots.create()
         return copies
 
@@ -63,8 +67,7 @@ class Mirror:
         """Copy nothing more."""
         if self._copying is not None:
             self._copying.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._copying
+            await asyncio.gather(self._copying, return_exceptions=True)
 
     async def close(self) -> None:
         """Let go of them."""
@@ -82,6 +85,9 @@ class Mirror:
                     have = await self._copy_next(client, have)
                 except RpcmpError:  # gone, or between two generations: the driver sees to it
                     await asyncio.sleep(RETRY_SECONDS)
+                except Exception:  # no memory: the neighbour waits, and must not wait in silence
+                    log.exception("cannot hold the snapshots of stage %r", self.stage_name)
+                    await asyncio.sleep(RETRY_SECONDS)
         finally:
             await client.close()
 
@@ -89,7 +95,7 @@ class Mirror:
         request = pb.FetchRequest(
             job_id=self._request.job_id, stage_name=self.stage_name, step=have, newer=True
         )
-        step = await receive(client.fetch(request), self.slots)
+        step = await receive(client.fetch(request), self.slots, pin=True)
         if (found := self.slots.get(step)) is not None:
             await self._arrived(self, found)
         return step
@@ -99,10 +105,12 @@ def _open(request: pb.MirrorRequest) -> Slots | None:
     """The memory of a server on this machine; None where this process may not, as in containers."""
     fds: list[int] = []
     try:
-        for fd in request.snapshot_fds:
+        for fd, inode in zip(request.snapshot_fds, request.snapshot_inodes, strict=True):
             fds.append(os.open(f"/proc/{request.supervisor_pid}/fd/{fd}", os.O_RDWR))
+            if os.fstat(fds[-1]).st_ino != inode:  # another process, in a container of its own
+                raise OSError("not the memory that was meant")
         return Slots(fds)
-    except OSError:
+    except (OSError, ValueError):
         for fd in fds:
             os.close(fd)
         return None

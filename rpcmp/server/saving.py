@@ -47,18 +47,20 @@ def _yield_to_others() -> None:
 def _save(slots: Slots, snapshot: Snapshot, stage_name: str, folder: str) -> pb.Saved:
     path = CheckpointFolder(Path(folder)).path_of(snapshot.step) / f"{stage_name}.safetensors"
     saved = pb.Saved(step=snapshot.step, file=path.name, host=platform.node())
-    # Not closed by hand: an error's traceback still refers to parts of it.
-    memory = mmap.mmap(slots.fd(snapshot.slot), snapshot.length, prot=mmap.PROT_READ)
     try:
+        # Not closed by hand: an error's traceback still refers to parts of it.
+        memory = mmap.mmap(slots.fd(snapshot.slot), snapshot.length, prot=mmap.PROT_READ)
         saved.state = _about(memory)
         written = files.write_memory_durably(path, memoryview(memory))
         saved.sha256, saved.size = written.sha256, written.size
+        if not slots.holds(snapshot):
+            saved.error = f"{path} was overwritten in memory while it was written"
     except OSError as error:
         saved.error = f"cannot write {path}: {error.strerror or error}"
     except Exception as error:  # somebody waits to hear of it
         saved.error = f"cannot save {path}: {one_line(error)}"
     finally:
-        slots.unpin(snapshot.slot)
+        slots.unpin(snapshot)
     return saved
 
 

@@ -60,6 +60,7 @@ class StageServer:
         self.vault = Vault()
         self._accept_code = accept_code
         self._forgetting: asyncio.TimerHandle | None = None
+        self._changing = asyncio.Lock()  # held while a claim begins or ends
         self._profiling = ""
         self._versions = versions()
         self.drain_requested = asyncio.Event()
@@ -128,11 +129,14 @@ class StageServer:
         Raises:
             DrainingError, BusyError, VersionError, ConfigError: why not.
         """
+        async with self._changing:
+            return await self._prepare(request)
+
+    async def _prepare(self, request: pb.PrepareRequest) -> Claim:
         self._check(request)
-        await self.release(self.claim)
-        self._check(request)  # somebody else may have been faster
         if self._forgetting is not None:
             self._forgetting.cancel()
+        await self._release(self.claim)
         await self.vault.open(request.job_id)
         await self.vault.pause()
         claim = self.claim = Claim(request, self.vault)
@@ -140,20 +144,23 @@ class StageServer:
         try:
             await claim.open(list(request.code))
         except BaseException:
-            await self.release(claim)
+            await self._release(claim)
             raise
         asyncio.get_running_loop().call_later(UNWATCHED_SECONDS, self._release_unwatched, claim)
         return claim
 
     async def release(self, claim: Claim | None) -> None:
         """End a claim, if it is still the current one."""
+        async with self._changing:
+            await self._release(claim)
+
+    async def _release(self, claim: Claim | None) -> None:
         if claim is not None and claim is self.claim:
             self.claim = None
             await claim.close()
             loop = asyncio.get_running_loop()
             self._forgetting = loop.call_later(KEEP_SECONDS, self._forget)
-            if self.claim is None:  # no new job has come meanwhile
-                self._idle.set()
+            self._idle.set()
 
     async def end(self, job_id: str, generation: int) -> None:
         """End a job for good: nobody will ask for its snapshots any more.
@@ -161,9 +168,9 @@ class StageServer:
         Raises:
             BusyError: the server works for somebody else.
         """
-        if self.claim is not None or self.vault.job_id != job_id:
-            await self.release(self.claimed_by(job_id, generation))
-        if self.claim is None:
+        async with self._changing:
+            if self.claim is not None or self.vault.job_id != job_id:
+                await self._release(self.claimed_by(job_id, generation))
             await self.vault.clear()
 
     def claimed_by(self, job_id: str, generation: int) -> Claim:
@@ -245,7 +252,8 @@ class StageServer:
 
     def _forget(self) -> None:
         """Let go of the snapshots of a driver that has not come back."""
-        self._releasing = asyncio.ensure_future(self.vault.clear())
+        if self.claim is None:
+            self._releasing = asyncio.ensure_future(self.vault.clear())
 
     def _release_unwatched(self, claim: Claim) -> None:
         if not claim.watched and claim is self.claim:

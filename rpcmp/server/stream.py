@@ -21,8 +21,11 @@ async def blocks(fd: int, length: int) -> AsyncIterator[pb.FetchResponse]:
         yield pb.FetchResponse(data=data)
 
 
-async def receive(stream: AsyncIterator[pb.FetchResponse], slots: Slots) -> int:
+async def receive(stream: AsyncIterator[pb.FetchResponse], slots: Slots, pin: bool = False) -> int:
     """Write the snapshot that `stream` brings into `slots`; returns its step.
+
+    Args:
+        pin: keep it until it is saved, where it has to be.
 
     Raises:
         UnreachableError: the other end was gone before all had arrived.
@@ -38,5 +41,5 @@ async def receive(stream: AsyncIterator[pb.FetchResponse], slots: Slots) -> int:
         offset += os.pwrite(fd, part.data, offset)
     if offset != head.size:
         raise UnreachableError(f"only {offset} of {head.size} bytes of a snapshot have arrived")
-    slots.commit(slot, head.step, head.size, pin=head.is_saved)
+    slots.commit(slot, head.step, head.size, pin=pin and head.is_saved)
     return head.step

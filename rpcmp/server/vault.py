@@ -36,6 +36,10 @@ class Held:
     snapshot: Snapshot
 
 
+def _nobody() -> None:
+    pass
+
+
 class Vault:
     """The snapshots that one server holds for one job.
 
@@ -44,6 +48,7 @@ class Vault:
         stage_name: of the server's own stage.
         slots: of that stage.
         mirror: of another stage; None: of none.
+        freed: called when a slot can be written to again.
     """
 
     def __init__(self) -> None:
@@ -52,10 +57,12 @@ class Vault:
         self.slots = Slots.create()
         self.mirror: Mirror | None = None
         self._acknowledged: asyncio.Queue[int] = asyncio.Queue()
+        self.freed: Callable[[], None] = _nobody
         self._folder = ""
         self._saves_mirror = False
         self._disk = Disk()
         self._saves: set[asyncio.Task[None]] = set()
+        self._being_saved: set[int] = set()
         self._changed = asyncio.Condition()
 
     async def open(self, job_id: str) -> None:
@@ -65,7 +72,8 @@ class Vault:
             self.job_id = job_id
 
     async def clear(self) -> None:
-        """Let go of everything."""
+        """Let go of everything, once nothing of it is being saved any more."""
+        await self.wait_for_saves()
         if self.mirror is not None:
             await self.mirror.close()
         self.mirror = None
@@ -74,9 +82,23 @@ class Vault:
         await self.notify()
 
     async def pause(self) -> None:
-        """Copy nothing more from the neighbour, whose group has ended; what is here stays."""
+        """Copy nothing more, since the group has ended; what is here stays.
+
+        A save that is under way goes on. What a worker wanted to have saved and could not say any
+        more is not.
+        """
         if self.mirror is not None:
             await self.mirror.pause()
+        for snapshot in self.slots.all():
+            if snapshot.step not in self._being_saved:
+                self.slots.unpin(snapshot)
+
+    async def wait_for_saves(self) -> None:
+        """Wait until no snapshot is being written to a disk.
+
+        Its memory must not be given to another snapshot, or back to the system, meanwhile.
+        """
+        await asyncio.gather(*self._saves, return_exceptions=True)
 
     async def notify(self) -> None:
         """Wake up all who wait for a newer snapshot."""
@@ -114,10 +136,10 @@ class Vault:
         while not self._acknowledged.empty():  # of a time that was undone
             self._acknowledged.get_nowait()
         if restore is None:
-            self.slots.clear()
+            self.slots.drop()
             return []
         if restore.files:
-            self.slots.clear()
+            self.slots.drop()
             return [await self._file(file) for file in restore.files]
         if restore.address:
             await self._fetch(restore)
@@ -141,6 +163,8 @@ class Vault:
         )
         async for part in blocks(held.slots.fd(snapshot.slot), snapshot.length):
             yield part
+        if not held.slots.holds(snapshot):
+            raise CheckpointError(f"step {snapshot.step} was overwritten while it was read")
 
     async def acknowledgements(self) -> AsyncIterator[int]:
         """The steps that a neighbour says to hold, one after the other."""
@@ -169,12 +193,15 @@ class Vault:
         """
         held = self.find(self.stage_name, step)
         if held is not None and held.snapshot.is_pinned:
+            self._being_saved.add(step)
             task = asyncio.create_task(self._save(held, done))
             self._saves.add(task)
             task.add_done_callback(self._saves.discard)
 
     async def _save(self, held: Held, done: Callable[[pb.Saved], Awaitable[None]]) -> None:
         saved = await self._disk.save(held.slots, held.snapshot, self.stage_name, self._folder)
+        self._being_saved.discard(held.snapshot.step)
+        self.freed()
         await done(saved)
 
     async def save(self, stage_name: str, step: int, folder: str) -> pb.Saved:
@@ -184,6 +211,7 @@ class Vault:
             CheckpointError: it is not here.
         """
         held = self._require(stage_name, step)
+        held.slots.pin(held.snapshot.slot)
         return await self._disk.save(held.slots, held.snapshot, stage_name, folder)
 
     async def _arrived(self, mirror: Mirror, snapshot: Snapshot) -> None:
@@ -193,7 +221,7 @@ class Vault:
             saved = await self._disk.save(mirror.slots, snapshot, name, self._folder)
             if saved.error:
                 log.warning("%s; stage %r has it on its own disk", saved.error, mirror.stage_name)
-        mirror.slots.unpin(snapshot.slot)
+        mirror.slots.unpin(snapshot)
 
     @staticmethod
     async def _file_blocks(path: str) -> AsyncIterator[pb.FetchResponse]:

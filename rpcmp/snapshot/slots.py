@@ -121,9 +121,19 @@ class Slots:
         """Keep a slot from being overwritten; for who writes them."""
         self._index[slot * _SPACING + _PINNED] = 1
 
-    def unpin(self, slot: int) -> None:
-        """Let a slot be overwritten again; for who saves them."""
-        self._index[slot * _SPACING + _PINNED] = 0
+    def unpin(self, snapshot: Snapshot) -> None:
+        """Let a snapshot be overwritten again, if its slot still holds it."""
+        if self.holds(snapshot):
+            self._index[snapshot.slot * _SPACING + _PINNED] = 0
+
+    def holds(self, snapshot: Snapshot) -> bool:
+        """Whether a snapshot is still what it was, pinned or not."""
+        found = self.get(snapshot.step)
+        return found is not None and found.slot == snapshot.slot
+
+    def drop(self) -> None:
+        """Drop all; who still reads one finds that it does not hold any more."""
+        self.truncate_after(-1)
 
     def truncate_after(self, step: int) -> None:
         """Drop the snapshots of later steps, which are to be done again."""

@@ -15,6 +15,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from safetensors import safe_open
 from torch import Tensor
 
@@ -127,11 +128,22 @@ def _require_agreement(parts: Sequence[StageState], stage: str) -> None:
     """One optimizer has one set of options: what it takes over must not differ."""
     for part in parts[1:]:
         first = parts[0]
-        if (part.step, part.groups, part.scheduler) != (first.step, first.groups, first.scheduler):
+        if part.step != first.step or not _is_same(
+            (part.groups, part.scheduler), (first.groups, first.scheduler)
+        ):
             raise CheckpointError(
                 f"stage {stage!r} takes layers over from {first.stage!r} and {part.stage!r}, whose "
                 "optimizers or schedulers have other options; keep the cut between them"
             )
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """Whether two trees are equal, and their tensors."""
+    mine: dict[str, Tensor] = {}
+    theirs: dict[str, Tensor] = {}
+    if treespec.encode(one, mine) != treespec.encode(other, theirs):
+        return False
+    return all(torch.equal(mine[name], theirs[name]) for name in mine)
 
 
 class _Tensors(Mapping[str, Tensor]):

@@ -264,6 +264,7 @@ class PrepareResponse(_message.Message):
     MACHINE_FIELD_NUMBER: _builtins.int
     SUPERVISOR_PID_FIELD_NUMBER: _builtins.int
     SNAPSHOT_FDS_FIELD_NUMBER: _builtins.int
+    SNAPSHOT_INODES_FIELD_NUMBER: _builtins.int
     generation: _builtins.int
     worker_pid: _builtins.int
     machine: _builtins.str
@@ -274,6 +275,8 @@ class PrepareResponse(_message.Message):
     def snapshot_fds(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """of the supervisor, see rpcmp.snapshot.slots"""
 
+    @_builtins.property
+    def snapshot_inodes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
         self,
         *,
@@ -283,10 +286,11 @@ class PrepareResponse(_message.Message):
         machine: _builtins.str = ...,
         supervisor_pid: _builtins.int = ...,
         snapshot_fds: _abc.Iterable[_builtins.int] | None = ...,
+        snapshot_inodes: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "holdings", b"holdings", "machine", b"machine", "snapshot_fds", b"snapshot_fds", "supervisor_pid", b"supervisor_pid", "worker_pid", b"worker_pid"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "holdings", b"holdings", "machine", b"machine", "snapshot_fds", b"snapshot_fds", "snapshot_inodes", b"snapshot_inodes", "supervisor_pid", b"supervisor_pid", "worker_pid", b"worker_pid"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -819,6 +823,7 @@ class MirrorRequest(_message.Message):
     SUPERVISOR_PID_FIELD_NUMBER: _builtins.int
     SNAPSHOT_FDS_FIELD_NUMBER: _builtins.int
     STEP_FIELD_NUMBER: _builtins.int
+    SNAPSHOT_INODES_FIELD_NUMBER: _builtins.int
     SAVES_FIELD_NUMBER: _builtins.int
     job_id: _builtins.str
     generation: _builtins.int
@@ -832,6 +837,10 @@ class MirrorRequest(_message.Message):
     """whether what goes to its disk goes to this host's as well"""
     @_builtins.property
     def snapshot_fds(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def snapshot_inodes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """which memory these descriptors have to be"""
+
     def __init__(
         self,
         *,
@@ -843,11 +852,12 @@ class MirrorRequest(_message.Message):
         supervisor_pid: _builtins.int = ...,
         snapshot_fds: _abc.Iterable[_builtins.int] | None = ...,
         step: _builtins.int = ...,
+        snapshot_inodes: _abc.Iterable[_builtins.int] | None = ...,
         saves: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "generation", b"generation", "job_id", b"job_id", "machine", b"machine", "saves", b"saves", "snapshot_fds", b"snapshot_fds", "stage_name", b"stage_name", "step", b"step", "supervisor_pid", b"supervisor_pid"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "generation", b"generation", "job_id", b"job_id", "machine", b"machine", "saves", b"saves", "snapshot_fds", b"snapshot_fds", "snapshot_inodes", b"snapshot_inodes", "stage_name", b"stage_name", "step", b"step", "supervisor_pid", b"supervisor_pid"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
