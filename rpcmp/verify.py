@@ -155,8 +155,9 @@ async def _pipelined(config: Config, connect: Sequence[str] | None, path: Path) 
         if event["event"] == "step":
             losses.append(event["loss"])
 
-    config = config.model_copy(update={"checkpoint": None})  # a proof leaves nothing behind
-    summary = await drive(config, note, connect, evaluate=False, save_state=path)
+    # A proof leaves nothing behind, whatever happens to it.
+    kept_nothing = config.without_recovery()
+    summary = await drive(kept_nothing, note, connect, evaluate=False, save_state=path)
     return Run(losses, load_tensors(path), summary["hosts"])
 
 

@@ -30,9 +30,11 @@ class FirstFailure:
         """From now on the job is ending, and connections may well break."""
         self._ignoring = True
 
-    def follow(self, coroutine: Coroutine[Any, Any, None]) -> None:
+    def follow(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Run something beside everything else; what it raises fails the job."""
-        self._tasks.append(asyncio.create_task(self._follow(coroutine)))
+        task = asyncio.create_task(self._follow(coroutine))
+        self._tasks.append(task)
+        return task
 
     def when_failed(self, function: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Run `function` as soon as the job has failed."""
@@ -53,7 +55,7 @@ class FirstFailure:
         try:
             futures: list[asyncio.Future[Any]] = [task, self._future]
             await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
-            if self._future.done():
+            if not task.done():  # what has come in the same moment is not thrown away
                 self._future.result()
             return await task
         finally:

@@ -63,6 +63,7 @@ class Run:
         self._history = History()
         self._steps_at_fault = 0
         self._lost_at: float | None = None
+        self._removing: asyncio.Task[None] | None = None
         self.signals: list[int] = []
 
     @property
@@ -79,7 +80,7 @@ class Run:
         Raises:
             RpcmpError: why it did not come to its end.
         """
-        if self._config.checkpoint is not None and not self._resume:
+        if self._config.takes_snapshots and not self._resume:
             CheckpointFolder(self._config.checkpoint_folder).require_run(None)
         config, prediction = await balanced(self._config, self._connect)
         if prediction is not None:
@@ -121,6 +122,8 @@ class Run:
 
     async def close(self) -> None:
         """Free all servers."""
+        if self._removing is not None:
+            await asyncio.gather(self._removing, return_exceptions=True)
         if self._session is not None:
             await self._session.close()
         if self._fleet is not None and self._checkpoints is not None:
@@ -183,7 +186,7 @@ class Run:
                 self._log.tell(event)
         if saved is not None:
             session.send({"op": "saved", "step": saved})
-            await checkpoints.remove_surplus()
+            self._removing = asyncio.create_task(checkpoints.remove_surplus())
 
     async def _recover(
         self, error: RpcmpError, session: Session, fleet: Fleet, checkpoints: Checkpoints
@@ -193,7 +196,9 @@ class Run:
         Raises:
             RpcmpError: there will be none.
         """
-        await session.close()
+        for event in await session.abandon():
+            if event["event"] in ("progress", "step", "eval"):
+                await self._handle(event, session, checkpoints)
         checkpoints.forget_parts()
         if isinstance(error, InterruptedJobError):  # the step has ended, and is saved if it has to
             raise error
@@ -221,6 +226,7 @@ class Run:
         except RpcmpError:
             await checkpoints.leave()
             raise
+        await session.close()
         checkpoints.generation += 1
 
 

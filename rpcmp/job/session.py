@@ -42,6 +42,9 @@ from rpcmp.v1 import control_pb2 as pb
 LEAVE_SECONDS = 15.0
 """How long the group may take to end by itself before it is ended."""
 
+LAST_WORDS_SECONDS = 1.0
+"""How long it may take to read what a driver process has said before it ended."""
+
 EXPLAIN_SECONDS = 2.0
 """A lost connection says little; how long to wait for the server to say why."""
 
@@ -114,6 +117,7 @@ class Session:
             self._note,
         )
         self._driver: Child | None = None
+        self._listening: asyncio.Task[None] | None = None
         self._pulse = Pulse(config.recovery.heartbeat_timeout)
         self._watchdog = Watchdog(config.recovery.watchdog, self._stages)
         self.draining = ""
@@ -130,7 +134,7 @@ class Session:
         self._driver = await Child.spawn(
             "rpcmp.driver", compute_environment(threads=1), self._arguments, self._pass_fds
         )
-        self._failure.follow(self._listen(self._driver))
+        self._listening = self._failure.follow(self._listen(self._driver))
         self.send(
             {
                 "op": "plan",
@@ -185,6 +189,21 @@ class Session:
             CheckpointError: one cannot.
         """
         await self._stages.remove(folder)
+
+    async def abandon(self) -> list[Message]:
+        """End the driver process; what it had to say and nobody has heard yet.
+
+        The servers stay claimed, so that nobody else takes them before the next generation does.
+        """
+        self._failure.ignore()
+        if self._driver is not None:
+            await self._driver.kill()
+        if self._listening is not None:
+            await asyncio.wait([self._listening], timeout=LAST_WORDS_SECONDS)
+        unheard = []
+        while not self._events.empty():
+            unheard.append(self._events.get_nowait())
+        return unheard
 
     async def close(self) -> None:
         """End whatever still runs; the servers end their workers when nobody watches."""

@@ -123,6 +123,17 @@ class StageOptimizer:
                 "scheduler": {self.stage: state.scheduler},
             }
         )
+        self._undo_casts(state)
+
+    def _undo_casts(self, state: StageState) -> None:
+        """torch gives what an optimizer keeps its parameter's dtype, which may not be its own."""
+        if self._optimizer is None:
+            return
+        for name, parameter in zip(self.names, self._parameters, strict=True):
+            found = self._optimizer.state[parameter]
+            for key, value in state.state.get(name, {}).items():
+                if isinstance(value, Tensor) and found[key].dtype is not value.dtype:
+                    found[key] = value.to(found[key].device)
 
     def state_dict(self) -> Future[Any]:
         """The state by parameter name, the group's options and the scheduler's state."""
