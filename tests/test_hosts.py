@@ -210,6 +210,7 @@ def test_a_lost_machine_costs_one_step_at_most(
             assert_went_on(run.wait(), undisturbed)
 
 
+@pytest.mark.long
 def test_a_machine_with_an_empty_disk_fetches_its_files(
     job: JobFolder, undisturbed: Committed, elsewhere: tuple[str, ...]
 ) -> None:

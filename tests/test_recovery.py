@@ -83,6 +83,7 @@ def test_what_hangs_is_named_with_its_stack(job: JobFolder, undisturbed: Committ
     assert "in _strike" in error
 
 
+@pytest.mark.long
 def test_what_stops_is_named_with_its_state(job: JobFolder) -> None:
     faults = Faults(job).fail_at(LAST, STEP, "optimizer", "SIGSTOP")
     silent = ("--set", "recovery.heartbeat_timeout=1.5", "--set", "recovery.max_restarts=0")
@@ -105,6 +106,7 @@ def test_a_fault_that_comes_back_ends_the_run_with_a_checkpoint(job: JobFolder) 
     assert CheckpointFolder(job.folder / "rpcmp-job").valid()[0].step == STEP - 1
 
 
+@pytest.mark.long
 def test_restarts_that_lead_nowhere_end_the_run_with_a_checkpoint(job: JobFolder) -> None:
     faults = Faults(job).fail_at(FIRST, STEP, "backward", "SIGKILL", again=True)
     result = drive(faults.config(), "--set", "recovery.max_restarts=1")

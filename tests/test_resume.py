@@ -103,6 +103,7 @@ def test_resuming_in_the_middle_of_an_epoch_gives_the_same_bits(
     assert result.event("eval") == whole[1].event("eval")
 
 
+@pytest.mark.long
 def test_resuming_right_after_an_epoch_ends_it_first(
     whole: tuple[JobFolder, Result], job: JobFolder
 ) -> None:
@@ -272,6 +273,7 @@ def test_a_disk_that_fills_up_costs_checkpoints_and_nothing_else(
         assert after(resumed, 0) == after(whole[1], good[0].step)
 
 
+@pytest.mark.long
 def test_a_folder_that_vanishes_is_made_again(
     whole: tuple[JobFolder, Result], job: JobFolder
 ) -> None:

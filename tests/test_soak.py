@@ -115,6 +115,7 @@ def test_nothing_grows_over_many_steps(job: JobFolder, length: Length) -> None:
         assert values[-1].descriptors == values[0].descriptors, name
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("length", LENGTHS)
 def test_a_leak_is_found(job: JobFolder, length: Length) -> None:
     found = growing(watch(job, length, leak=length.leak), length)

@@ -55,7 +55,7 @@ class Service:
         """
         try:
             await self._fleet.open()
-            await self._form(connection, {})
+            await self._form(connection, {0: 0})
         except BaseException:
             await self.close()
             raise
