@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import grpc
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
@@ -29,7 +29,7 @@ Answer = TypeVar("Answer")
 
 
 class StageClient:
-    """A connection to one stage server.
+    """A connection to one stage server; closed by `close`, or as an async context manager.
 
     Args:
         name: the stage's, for errors.
@@ -132,6 +132,12 @@ class StageClient:
     async def close(self) -> None:
         """Close the connection."""
         await self._channel.close(None)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *raised: object) -> None:
+        await self.close()
 
     async def _stream(self, stream: Any) -> AsyncIterator[Any]:
         try:

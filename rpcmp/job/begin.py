@@ -54,18 +54,14 @@ class Beginning:
             self._is_first = False
             return begin
         in_memory = newest_common(self._config.stage_names, holdings, self._checkpoints.known())
-        if in_memory is not None and in_memory.step >= self._checkpoints.saved:
-            return from_memory(in_memory, self._config, self._fleet)
-        if self._checkpoints.saved:
+        if self._checkpoints.saved > (0 if in_memory is None else in_memory.step):
             try:
                 return await self._from_disk(assignments, run=self._checkpoints.run)
             except CheckpointError as error:
                 if in_memory is None:
                     raise
                 self._report({"event": "warning", "text": str(error)})
-        if in_memory is not None:
-            return from_memory(in_memory, self._config, self._fleet)
-        return Begin()
+        return Begin() if in_memory is None else from_memory(in_memory, self._config, self._fleet)
 
     async def _from_disk(self, assignments: list[str], run: str | None) -> Begin:
         found = await self._on_disk.newest(assignments, run)

@@ -194,20 +194,17 @@ class Checkpoints:
     async def _save(self, stage: str, found: InMemory) -> pb.Saved:
         """Have a stage's snapshot written by whoever holds it."""
         holder = self._config.stage_names.index(found.holders[stage])
-        client = StageClient(stage, self._fleet.addresses[holder])
-        try:
-            return await client.save(
-                pb.SaveRequest(
-                    job_id=self._fleet.job_id,
-                    stage_name=stage,
-                    step=found.step,
-                    folder=str(self._config.checkpoint_folder),
-                )
-            )
-        except RpcmpError as error:
-            return pb.Saved(step=found.step, error=str(error))
-        finally:
-            await client.close()
+        request = pb.SaveRequest(
+            job_id=self._fleet.job_id,
+            stage_name=stage,
+            step=found.step,
+            folder=str(self._config.checkpoint_folder),
+        )
+        async with StageClient(stage, self._fleet.addresses[holder]) as client:
+            try:
+                return await client.save(request)
+            except RpcmpError as error:
+                return pb.Saved(step=found.step, error=str(error))
 
 
 def _software() -> dict[str, str]:

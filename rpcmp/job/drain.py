@@ -20,12 +20,9 @@ async def drain(address: str, wait: bool) -> str:
     Raises:
         UnreachableError: nobody answers there.
     """
-    client = StageClient("", address)
-    try:
+    async with StageClient("", address) as client:
         await client.connect()
         job = await client.drain()
-    finally:
-        await client.close()
     while wait and await describe("", address) is not None:
         await asyncio.sleep(ASK_SECONDS)
     return job

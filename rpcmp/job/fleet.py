@@ -36,7 +36,6 @@ class Fleet:
         config: the job.
         connect: addresses of running servers, one a stage; None uses the config's or, where it has
             none, starts servers on this machine.
-        job_id: unique for each run.
         report: told of servers that are waited for or replaced.
 
     Raises:
@@ -44,19 +43,19 @@ class Fleet:
 
     Attributes:
         addresses: of the servers, by stage.
+        job_id: unique for each run.
     """
 
     def __init__(
         self,
         config: Config,
         connect: Sequence[str] | None = None,
-        job_id: str = "",
         report: Callable[[Message], None] = lambda event: None,
     ) -> None:
         self.addresses = list(config.addresses if connect is None else connect)
         require_one_each(config, self.addresses)
         address_rules.require_loopback(config.recovery.spares)
-        self.job_id = job_id or uuid.uuid4().hex
+        self.job_id = uuid.uuid4().hex
         self._config = config
         self._report = report
         self._spares = list(config.recovery.spares)
@@ -151,18 +150,15 @@ def holdings_of(said: Iterable[pb.Holding]) -> Holdings:
 
 async def describe(stage: str, address: str) -> pb.DescribeResponse | None:
     """Who the server at `address` says it is; None where nobody answers."""
-    client = StageClient(stage, address)
-    try:
-        return await client.connect(ANSWER_SECONDS)
-    except UnreachableError:
-        return None
-    finally:
-        await client.close()
+    async with StageClient(stage, address) as client:
+        try:
+            return await client.connect(ANSWER_SECONDS)
+        except UnreachableError:
+            return None
 
 
 async def _try_stop(address: str, request: pb.StopRequest) -> None:
-    client = StageClient("", address)
-    with contextlib.suppress(RpcmpError):  # the server is gone, free already, or another job's
-        await client.connect(ANSWER_SECONDS)
-        await client.stop(request)
-    await client.close()
+    async with StageClient("", address) as client:
+        with contextlib.suppress(RpcmpError):  # gone, free already, or another job's
+            await client.connect(ANSWER_SECONDS)
+            await client.stop(request)

@@ -119,8 +119,5 @@ class Checkpointed:
 
 
 async def _check(address: str, request: pb.CheckRequest) -> list[str]:
-    client = StageClient("", address)
-    try:
+    async with StageClient("", address) as client:
         return await client.check(request)
-    finally:
-        await client.close()

@@ -13,7 +13,6 @@ too, so the first error ends the generation.
 from __future__ import annotations
 
 import asyncio
-import platform
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,7 +22,6 @@ from rpcmp.errors import (
     DrainingError,
     RpcmpError,
     WorkerDiedError,
-    WorkerHungError,
     from_wire,
 )
 from rpcmp.job import code
@@ -87,7 +85,6 @@ class Session:
         generation: as given.
         draining: the name of a stage whose server is being stopped; empty: none.
         begin: where it began.
-        assignments: of each stage, once they are known.
     """
 
     def __init__(
@@ -122,7 +119,6 @@ class Session:
         self._watchdog = Watchdog(config.recovery.watchdog, self._stages)
         self.draining = ""
         self.begin = Begin()
-        self.assignments: list[str] = []
 
     async def start(self) -> None:
         """Bring the group to life; returns when the driver may train.
@@ -147,8 +143,7 @@ class Session:
         both_ready = both(self._expect("planned"), self._stages.claim(files))
         planned, _ = await self._failure.unless_failed(both_ready)
         self._failure.follow(self._end_driver_if_silent(self._driver))
-        self.assignments = planned["assignments"]
-        await self._failure.unless_failed(self._join())
+        await self._failure.unless_failed(self._join(planned["assignments"]))
         self._failure.follow(self._watchdog.run())
 
     def send(self, message: Message) -> None:
@@ -213,10 +208,10 @@ class Session:
         await self._failure.close()
         await self._stages.close()
 
-    async def _join(self) -> None:
-        self.begin = await self._choose(self.assignments, self._stages.holdings)
-        await self._stages.start(self.assignments, self.begin.restores, self.begin.step)
-        self.send({"op": "join", **self._stages.place(rank=len(self.assignments))})
+    async def _join(self, assignments: list[str]) -> None:
+        self.begin = await self._choose(assignments, self._stages.holdings)
+        await self._stages.start(assignments, self.begin.restores, self.begin.step)
+        self.send({"op": "join", **self._stages.place(rank=len(assignments))})
         await self._expect("joined")
         await self._stages.wait_until_running()
 
@@ -242,17 +237,7 @@ class Session:
     async def _end_driver_if_silent(self, driver: Child) -> None:
         self._pulse.beat()
         seconds = await self._pulse.lost()
-        doing = driver.activity.read()
-        raise WorkerHungError(
-            stage="driver",
-            host=platform.node(),
-            pid=driver.pid,
-            phase=doing.phase,
-            step=doing.step,
-            microbatch=doing.microbatch,
-            seconds=seconds,
-            stacks=await driver.where(),
-        )
+        raise await driver.hung("driver", seconds)
 
     async def _expect(self, event: str) -> Message:
         while (message := await self._events.get())["event"] != event:

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import json
 import os
+import platform
 import signal
 import socket
 import sys
@@ -17,7 +18,7 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rpcmp.errors import WorkerDiedError, from_wire
+from rpcmp.errors import WorkerDiedError, WorkerHungError, from_wire
 from rpcmp.process.activity import Activity
 from rpcmp.process.channel import STACKS_SIGNAL, Message
 from rpcmp.process.stacks import Stacks
@@ -165,6 +166,20 @@ class Child:
             os.killpg(self._process.pid, signal.SIGKILL)
         await self._process.wait()
         self._writer.close()
+
+    async def hung(self, stage: str, seconds: float) -> WorkerHungError:
+        """The error that says what this child was doing when it was not heard of any more."""
+        doing = self.activity.read()  # before it is woken up
+        return WorkerHungError(
+            stage=stage,
+            host=platform.node(),
+            pid=self.pid,
+            phase=doing.phase,
+            step=doing.step,
+            microbatch=doing.microbatch,
+            seconds=seconds,
+            stacks=await self.where(),
+        )
 
     async def where(self) -> str:
         """Where in the code its threads are, with what the kernel says of it; it goes on.

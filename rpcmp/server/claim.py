@@ -18,7 +18,7 @@ import platform
 from collections import deque
 from pathlib import Path
 
-from rpcmp.errors import WorkerDiedError, WorkerHungError, one_line, to_wire
+from rpcmp.errors import WorkerDiedError, one_line, to_wire
 from rpcmp.process.activity import NO_MICROBATCH, Doing
 from rpcmp.process.channel import Message
 from rpcmp.process.child import Child
@@ -205,19 +205,7 @@ class Claim:
         self._pulse.beat()
         seconds = await self._pulse.lost()
         if child.exit_code is None and self.state != State.SERVER_STATE_ENDED:
-            doing, where = self.doing, await child.where()
-            self.error = to_wire(
-                WorkerHungError(
-                    stage=self.stage_name,
-                    host=platform.node(),
-                    pid=child.pid,
-                    phase=doing.phase,
-                    step=doing.step,
-                    microbatch=doing.microbatch,
-                    seconds=seconds,
-                    stacks=where,
-                )
-            )
+            self.error = to_wire(await child.hung(self.stage_name, seconds))
             await child.kill()
 
     async def _snapshot_taken(self, step: int) -> None:

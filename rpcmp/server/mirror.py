@@ -76,10 +76,9 @@ class Mirror:
 
     async def _copy(self) -> None:
         """Copy every snapshot until told to stop; a neighbour may be away for a while."""
-        client = StageClient(self.stage_name, self._request.address)
         snapshots = self.slots.all()
         have = snapshots[-1].step if snapshots else 0
-        try:
+        async with StageClient(self.stage_name, self._request.address) as client:
             while True:
                 try:
                     have = await self._copy_next(client, have)
@@ -88,8 +87,6 @@ class Mirror:
                 except Exception:  # no memory: the neighbour waits, and must not wait in silence
                     log.exception("cannot hold the snapshots of stage %r", self.stage_name)
                     await asyncio.sleep(RETRY_SECONDS)
-        finally:
-            await client.close()
 
     async def _copy_next(self, client: StageClient, have: int) -> int:
         request = pb.FetchRequest(

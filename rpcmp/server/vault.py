@@ -260,25 +260,17 @@ class Vault:
 
     async def _fetch(self, restore: pb.Restore) -> None:
         """Copy a snapshot of this stage that another server holds."""
-        client = StageClient(self.stage_name, restore.address)
-        try:
-            request = pb.FetchRequest(
-                job_id=self.job_id, stage_name=self.stage_name, step=restore.step
-            )
+        request = pb.FetchRequest(job_id=self.job_id, stage_name=self.stage_name, step=restore.step)
+        async with StageClient(self.stage_name, restore.address) as client:
             await receive(client.fetch(request), self.slots)
-        finally:
-            await client.close()
 
     async def _file(self, file: pb.CheckpointFile) -> str:
         """A file of a checkpoint, on this host's disk from now on."""
         path = Path(file.path)
         if file.address:
-            client = StageClient(self.stage_name, file.address)
-            try:
-                request = pb.FetchRequest(job_id=self.job_id, path=file.path)
+            request = pb.FetchRequest(job_id=self.job_id, path=file.path)
+            async with StageClient(self.stage_name, file.address) as client:
                 parts = [part.data async for part in client.fetch(request)]
-            finally:
-                await client.close()
             await asyncio.to_thread(files.write_durably, path, parts)
         state = await asyncio.to_thread(files.check, path, file.sha256, file.size)
         if state != "ok":

@@ -70,10 +70,10 @@ def _strike(how: str) -> None:
     match how:
         case "SIGKILL" | "SIGSTOP":
             os.kill(os.getpid(), getattr(signal, how))
-            time.sleep(60)  # the kernel stops the threads one after the other
+            threading.Event().wait()  # the kernel stops the threads one after the other
         case "host":  # its supervisor, and with it this process and all that they hold
             os.kill(os.getppid(), signal.SIGKILL)
-            time.sleep(60)
+            threading.Event().wait()
         case "SIGSEGV":
             ctypes.string_at(0)
         case "exception":
