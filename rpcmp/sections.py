@@ -5,7 +5,7 @@ Unknown keys are refused, so that a typo cannot silently fall back to a default.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     AfterValidator,
@@ -18,6 +18,7 @@ from pydantic import (
     Tag,
     TypeAdapter,
     field_validator,
+    model_validator,
 )
 
 from rpcmp import addresses, sizes
@@ -218,9 +219,18 @@ class RecoveryConfig(Strict):
         default_factory=list, description="HOST:PORT of servers that can take any stage"
     )
 
+    @model_validator(mode="after")
+    def _check_times(self) -> Self:
+        if self.spares and self.replace_after >= self.give_up_after:
+            raise ValueError(
+                f"a run that gives up after {self.give_up_after:g} s (give_up_after) has no use "
+                f"for spares after {self.replace_after:g} s (replace_after)"
+            )
+        return self
+
     @field_validator("spares")
     @classmethod
-    def _check(cls, spares: list[str]) -> list[str]:
+    def _check_spares(cls, spares: list[str]) -> list[str]:
         for address in spares:
             try:
                 addresses.parse(address)

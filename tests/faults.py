@@ -29,7 +29,7 @@ class Faults:
     planted: list[dict[str, Any]] = field(default_factory=list)
 
     def fail_at(self, stage: int, step: int, phase: str, how: str, again: bool = False) -> Faults:
-        """Plant a fault: in `phase` of `step` at `stage`; for "joining" the step is 0.
+        """Plant a fault: in `phase` of `step` at `stage`; "building" and "joining" are of step 0.
 
         Args:
             again: whether it strikes every time that this is reached, or once.

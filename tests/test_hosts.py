@@ -18,6 +18,9 @@ STEPS = "steps = 30"
 SLOW = 10.0
 """Milliseconds that a forward takes, so that there is time to lose something."""
 
+AT_ONCE = 20.0
+"""Seconds in which a server that is drained has to be gone; after 30 it would give up waiting."""
+
 Committed = tuple[list[tuple[int, str]], str]
 
 
@@ -155,8 +158,8 @@ def test_a_server_that_is_drained_hands_its_state_over(
         if how == "SIGTERM":
             second.run.process.terminate()
         else:
-            assert rpcmp("drain", second.address).code == 0
-        assert second.run.wait().code == 0
+            assert rpcmp("drain", second.address, timeout=AT_ONCE).code == 0
+        assert second.run.wait(AT_ONCE).code == 0
         run.wait_for_line('"waiting"')
         with server(1, second.address):
             result = run.wait()
@@ -183,16 +186,20 @@ def test_a_driver_that_was_killed_leaves_idle_servers_and_can_be_resumed(
 
 
 @pytest.fixture
-def elsewhere(tmp_path: Path, job: JobFolder) -> tuple[str, ...]:
-    """A command that runs another as if on another machine, with a boot and a disk of its own."""
-    boot, disk = tmp_path / "boot_id", job.folder / "saved"
+def another_machine(tmp_path: Path) -> tuple[str, ...]:
+    """A command that runs another as if on another machine, that has been booted for itself."""
+    boot = tmp_path / "boot_id"
     boot.write_text("another-machine\n")
-    disk.mkdir()
-    script = (
-        f"mount --bind {boot} /proc/sys/kernel/random/boot_id && "
-        f'mount -t tmpfs rpcmp {disk} && exec "$@"'
-    )
+    script = f'mount --bind {boot} /proc/sys/kernel/random/boot_id && exec "$@"'
     return ("unshare", "--mount", "sh", "-c", script, "sh")
+
+
+@pytest.fixture
+def elsewhere(another_machine: tuple[str, ...], job: JobFolder) -> tuple[str, ...]:
+    """On another machine, with a disk of its own where the checkpoints go."""
+    disk = job.folder / "saved"
+    disk.mkdir()
+    return (*another_machine, "sh", "-c", f'mount -t tmpfs rpcmp {disk} && exec "$@"', "sh")
 
 
 def test_a_lost_machine_costs_one_step_at_most(
@@ -225,3 +232,35 @@ def test_a_machine_with_an_empty_disk_fetches_its_files(
             where = ("--connect", connect([here, fresh]))
             result = rpcmp("drive", config, "--resume", "--json", *saves, *where)
     assert committed(result) == (undisturbed[0][10:], undisturbed[1])
+
+
+def test_machines_with_empty_disks_get_what_the_driver_has(
+    job: JobFolder, undisturbed: Committed, elsewhere: tuple[str, ...]
+) -> None:
+    config = slow_config(job)
+    saves = ("--set", "checkpoint.dir=saved", "--set", "checkpoint.every_steps=10")
+    assert rpcmp("drive", config, "--json", "--steps", "10", *saves).code == 0
+    with server(0, under=elsewhere) as first, server(1, under=elsewhere) as second:
+        where = ("--connect", connect([first, second]))
+        result = rpcmp("drive", config, "--resume", "--json", *saves, *where)
+    assert committed(result) == (undisturbed[0][10:], undisturbed[1])
+
+
+@pytest.mark.long
+def test_machines_may_share_a_disk(
+    job: JobFolder, undisturbed: Committed, another_machine: tuple[str, ...]
+) -> None:
+    config = slow_config(job)
+    section = {"dir": '"saved"', "every_steps": 5, "keep": 2, "shared": "true"}
+    saves = [part for key in section for part in ("--set", f"checkpoint.{key}={section[key]}")]
+    with server(0) as here, server(1, under=another_machine) as there:
+        where = ("--connect", connect([here, there]))
+        first = rpcmp("drive", config, "--json", "--steps", "20", *saves, *where)
+        folder = CheckpointFolder(job.folder / "saved")
+        assert [manifest.step for manifest in folder.valid()] == [20, 15]
+        names = ["manifest.json", "stage0.safetensors", "stage1.safetensors"]
+        assert sorted(file.name for file in folder.path_of(20).iterdir()) == names
+        assert not folder.path_of(10).exists()
+        assert not [event for event in first.events if event["event"] == "warning"]
+        result = rpcmp("drive", config, "--resume", "--json", *saves, *where)
+    assert committed(result) == (undisturbed[0][20:], undisturbed[1])

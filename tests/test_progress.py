@@ -202,6 +202,13 @@ def test_what_is_or_was_saved_last_is_included(clock: Clock) -> None:
     assert [saves.includes(step) for step in (3, 4, 5, 6)] == [False, False, True, False]
 
 
+def test_a_generation_counts_the_seconds_of_those_before(clock: Clock) -> None:
+    saves = Saves(config(every_seconds=60.0), 99, saved=2, since=59.0)
+    assert not saves.is_due(3)
+    clock.now += 1.0
+    assert saves.is_due(4)
+
+
 # Waiting for disks
 
 

@@ -84,6 +84,18 @@ def test_what_hangs_is_named_with_its_stack(job: JobFolder, undisturbed: Committ
 
 
 @pytest.mark.long
+def test_what_hangs_before_the_first_step_is_named(job: JobFolder, undisturbed: Committed) -> None:
+    faults = Faults(job).fail_at(LAST, 0, "building", "lock")
+    result = drive(faults.config(), "--set", "recovery.watchdog=2.0")
+    assert committed(result) == undisturbed
+    recovered_once(faults, result)
+    error = result.event("fault")["error"]
+    assert "stage 'stage2' on" in error
+    assert "in build at step 0" in error
+    assert "in _strike" in error
+
+
+@pytest.mark.long
 def test_what_stops_is_named_with_its_state(job: JobFolder) -> None:
     faults = Faults(job).fail_at(LAST, STEP, "optimizer", "SIGSTOP")
     silent = ("--set", "recovery.heartbeat_timeout=1.5", "--set", "recovery.max_restarts=0")

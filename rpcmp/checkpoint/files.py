@@ -10,7 +10,7 @@ import contextlib
 import errno
 import hashlib
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
@@ -93,6 +93,17 @@ def sha256_of(path: Path) -> str:
     """
     with path.open("rb", buffering=0) as file:
         return _hash(file)
+
+
+def blocks(path: Path, size: int) -> Iterator[bytes]:
+    """A file's content, `size` bytes at a time.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    with path.open("rb", buffering=0) as file:
+        while block := file.read(size):
+            yield block
 
 
 def check(path: Path, sha256: str, size: int) -> Literal["ok", "missing", "damaged"]:

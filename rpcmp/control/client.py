@@ -107,6 +107,10 @@ class StageClient:
         answer: pb.CheckResponse = await self._call(self._snapshots.Check(request))
         return list(answer.states)
 
+    async def put(self, requests: AsyncIterator[pb.PutRequest]) -> None:
+        """Write a checkpoint's file to the server's disk; takes as long as that takes."""
+        await self._call(self._snapshots.Put(requests))
+
     async def remove(self, request: pb.RemoveRequest) -> None:
         """Remove a checkpoint from the server's disk."""
         await self._call(self._snapshots.Remove(request, timeout=CALL_SECONDS))

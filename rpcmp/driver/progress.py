@@ -20,6 +20,7 @@ class Progress:
         epoch_loss: the sum of the losses of that epoch's steps, for schedulers that watch it.
         metrics: of the last evaluation before.
         is_saved: whether a checkpoint has all this already.
+        since_saved: seconds since the run's last checkpoint, when it went on from here.
         has_ended_epoch: whether what follows an epoch's last step has been done as well.
     """
 
@@ -30,6 +31,7 @@ class Progress:
     epoch_loss: float = 0.0
     metrics: dict[str, float] = field(default_factory=dict)
     is_saved: bool = False
+    since_saved: float = 0.0
     has_ended_epoch: bool = False
 
     def after(self, step: int, epoch: int, loss: float) -> Self:

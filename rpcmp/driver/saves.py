@@ -26,9 +26,10 @@ class Saves:
         config: the job.
         last: the run's last step, which is saved in any case.
         saved: the step that has been saved already, if the run goes on from one.
+        since: seconds since the run's last checkpoint, or since its beginning.
     """
 
-    def __init__(self, config: Config, last: int, saved: int = 0) -> None:
+    def __init__(self, config: Config, last: int, saved: int = 0, since: float = 0.0) -> None:
         section = config.checkpoint
         self._is_on = section is not None
         self._every_steps = section.every_steps if section else None
@@ -37,7 +38,7 @@ class Saves:
             self._every_seconds = DEFAULT_SECONDS
         self._last = last
         self._changed = threading.Condition()
-        self._begun = time.monotonic()
+        self._begun = time.monotonic() - since
         self._under_way: set[int] = set()
         self._saved = saved
 
@@ -58,7 +59,7 @@ class Saves:
         self._begun = time.monotonic()
 
     def includes(self, step: int) -> bool:
-        """Whether `step` is one of the last that are, or will be, saved."""
+        """Whether `step` is one of the last that are, or will be, saved; a disk is asked once."""
         return step in self._under_way or self._saved == step
 
     def note_done(self, step: int) -> None:

@@ -128,7 +128,7 @@ class Training:
         self._report = report
         self.progress = begin or Progress()
         saved = self.progress.step if self.progress.is_saved else 0
-        self.saves = Saves(config, self.total_steps(), saved)
+        self.saves = Saves(config, self.total_steps(), saved, self.progress.since_saved)
         self._activity = activity or Activity()
         self._stop = stop
         self._tracer = tracer

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -70,6 +71,7 @@ class Checkpoints:
         self.generation = 1
         self.run = fleet.job_id
         self.saved = 0
+        self._saved_at = time.monotonic()
         self.remove_elsewhere: Callable[[Path], Awaitable[None]] = _nowhere
 
     def note_assignments(self, assignments: Sequence[str]) -> None:
@@ -104,7 +106,10 @@ class Checkpoints:
     def progress_of(self, step: int) -> Message | None:
         """What the driver was right after a step; None before the first."""
         found = self._progress.get(step)
-        return None if found is None else {**found, "is_saved": step == self.saved}
+        if found is None:
+            return None
+        since = time.monotonic() - self._saved_at
+        return {**found, "is_saved": step == self.saved, "since_saved": since}
 
     def told_up_to(self, step: int) -> list[Message]:
         """What the driver knew to tell of each step, up to `step`."""
@@ -150,7 +155,7 @@ class Checkpoints:
             text = f"no checkpoint of step {step}: {error}; the run goes on"
             self._report({"event": "warning", "text": text})
             return step
-        self.saved = step
+        self.saved, self._saved_at = step, time.monotonic()
         path = self._folder.path_of(step)
         self._report({"event": "checkpoint", "step": step, "path": str(path)})
         return step

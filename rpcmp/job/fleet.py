@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from rpcmp import addresses as address_rules
 from rpcmp.config import Config
 from rpcmp.control.client import StageClient
-from rpcmp.errors import ExhaustedError, RpcmpError, UnreachableError
+from rpcmp.errors import ConfigError, ExhaustedError, RpcmpError, UnreachableError
 from rpcmp.job.calls import require_one_each
 from rpcmp.job.localservers import LocalServers
 from rpcmp.job.restore import Holdings
@@ -39,7 +39,8 @@ class Fleet:
         report: told of servers that are waited for or replaced.
 
     Raises:
-        ConfigError: not one address a stage, or one that is not on loopback.
+        ConfigError: not one address a stage, or one that is not on loopback; spares for servers
+            that this run starts by itself.
 
     Attributes:
         addresses: of the servers, by stage.
@@ -55,6 +56,11 @@ class Fleet:
         self.addresses = list(config.addresses if connect is None else connect)
         require_one_each(config, self.addresses)
         address_rules.require_loopback(config.recovery.spares)
+        if config.recovery.spares and not self.addresses:
+            raise ConfigError(
+                "recovery.spares stand in for hosts, and the stages have no addresses: servers "
+                "that a run starts by itself it starts again as well; give addresses, or no spares"
+            )
         self.job_id = uuid.uuid4().hex
         self._config = config
         self._report = report

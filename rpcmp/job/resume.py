@@ -1,16 +1,19 @@
 """Going on from a checkpoint: the newest one that is whole, wherever its files are.
 
 Every host says which of the files it has on its disk and whether their hashes are right. A stage
-whose host does not have what it needs fetches it from one that does. Layers decide who needs what,
-so the stages may be other ones than those that wrote the files.
+whose host does not have what it needs fetches it from one that does; what only the driver's host
+has is sent from here. Layers decide who needs what, so the stages may be other ones than those that
+wrote the files.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from pathlib import Path
 
+from rpcmp.checkpoint import files
 from rpcmp.checkpoint.folder import CheckpointFolder
 from rpcmp.checkpoint.manifest import Manifest, StageFile, check_model
 from rpcmp.config import Config
@@ -20,6 +23,9 @@ from rpcmp.job.fleet import Fleet
 from rpcmp.job.session import Begin
 from rpcmp.process.channel import Message
 from rpcmp.v1 import control_pb2 as pb
+
+BLOCK = 2**20
+"""Bytes of a file that are sent at a time."""
 
 
 class Checkpointed:
@@ -75,47 +81,56 @@ class Checkpointed:
         for index, stage in enumerate(self._config.stage_names):
             needed = [file for file in manifest.stages if set(file.layers) & set(layers[index])]
             own = self._fleet.addresses[index]
-            restores[stage] = pb.Restore(
-                step=manifest.step,
-                files=[self._file(manifest, file, holders[file.file], own) for file in needed],
-            )
+            restores[stage] = pb.Restore(step=manifest.step)
+            for file in needed:
+                found = self._file(manifest, file)
+                if not holders[file.file]:
+                    await self._send(found, own)
+                elif own not in holders[file.file]:
+                    found.address = holders[file.file][0]
+                restores[stage].files.append(found)
         return Begin(manifest.step, restores)
 
-    def _file(
-        self, manifest: Manifest, file: StageFile, holders: Sequence[str], own: str
-    ) -> pb.CheckpointFile:
-        return pb.CheckpointFile(
-            path=str(self._folder.path_of(manifest.step) / file.file),
-            sha256=file.sha256,
-            size=file.size,
-            address="" if own in holders else holders[0],
-        )
+    def _file(self, manifest: Manifest, file: StageFile) -> pb.CheckpointFile:
+        path = self._folder.path_of(manifest.step) / file.file
+        return pb.CheckpointFile(path=str(path), sha256=file.sha256, size=file.size)
+
+    async def _send(self, file: pb.CheckpointFile, address: str) -> None:
+        """Have a server write a file that this host has to its disk."""
+        async with StageClient("", address) as client:
+            await client.put(_parts(self._fleet.job_id, file))
 
     async def _holders(self, manifest: Manifest) -> dict[str, list[str]]:
-        """The servers that have each file, whole.
+        """The servers that have each file, whole; none where only this host has it.
 
         Raises:
             CheckpointError: nobody has one of them.
         """
-        folder = self._folder.path_of(manifest.step)
-        request = pb.CheckRequest(
-            files=[
-                pb.CheckpointFile(path=str(folder / file.file), sha256=file.sha256, size=file.size)
-                for file in manifest.stages
-            ]
-        )
+        wanted = [self._file(manifest, file) for file in manifest.stages]
+        request = pb.CheckRequest(files=wanted)
         states = await asyncio.gather(*(_check(a, request) for a in self._fleet.addresses))
         found: dict[str, list[str]] = {}
         for index, file in enumerate(manifest.stages):
             at = dict(zip(self._fleet.addresses, (each[index] for each in states), strict=True))
             found[file.file] = [address for address, state in at.items() if state == "ok"]
-            if not found[file.file]:
-                said = "damaged" if "damaged" in at.values() else "missing"
+            if found[file.file]:
+                continue
+            path = Path(wanted[index].path)
+            ours = await asyncio.to_thread(files.check, path, file.sha256, file.size)
+            if ours != "ok":
+                said = "damaged" if "damaged" in (ours, *at.values()) else "missing"
                 raise CheckpointError(
-                    f"step {manifest.step}: {folder / file.file} of stage {file.name!r}, written "
-                    f"on {file.host}, is {said}"
+                    f"step {manifest.step}: {path} of stage {file.name!r}, written on {file.host}, "
+                    f"is {said}"
                 )
         return found
+
+
+async def _parts(job_id: str, file: pb.CheckpointFile) -> AsyncIterator[pb.PutRequest]:
+    yield pb.PutRequest(job_id=job_id, file=file)
+    content = files.blocks(Path(file.path), BLOCK)
+    while data := await asyncio.to_thread(next, content, b""):
+        yield pb.PutRequest(data=data)
 
 
 async def _check(address: str, request: pb.CheckRequest) -> list[str]:

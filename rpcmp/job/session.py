@@ -143,8 +143,8 @@ class Session:
         both_ready = both(self._expect("planned"), self._stages.claim(files))
         planned, _ = await self._failure.unless_failed(both_ready)
         self._failure.follow(self._end_driver_if_silent(self._driver))
-        await self._failure.unless_failed(self._join(planned["assignments"]))
         self._failure.follow(self._watchdog.run())
+        await self._failure.unless_failed(self._join(planned["assignments"]))
 
     def send(self, message: Message) -> None:
         """Send a message to the driver process."""
@@ -191,6 +191,7 @@ class Session:
         The servers stay claimed, so that nobody else takes them before the next generation does.
         """
         self._failure.ignore()
+        self._stages.end()
         if self._driver is not None:
             await self._driver.kill()
         if self._listening is not None:

@@ -63,6 +63,7 @@ class Stages:
         self._claims: list[pb.PrepareResponse] = []
         self._running: set[str] = set()
         self._all_running = asyncio.Event()
+        self._ended = asyncio.Event()
 
     async def claim(self, code: list[pb.CodeFile]) -> None:
         """Claim every server, which spawns the workers, and watch them from now on.
@@ -148,6 +149,10 @@ class Stages:
         away = {claim.machine: client for client, claim in pairs if claim.machine != here}
         await asyncio.gather(*(client.remove(request) for client in away.values()))
 
+    def end(self) -> None:
+        """Hear that the group has ended; servers stay claimed but for those that have to stop."""
+        self._ended.set()
+
     async def close(self) -> None:
         """Hang up; servers that are watched free themselves and keep what they hold."""
         await asyncio.gather(*(client.close() for client in self._clients))
@@ -200,12 +205,14 @@ class Stages:
         return claimed
 
     async def _watch(self, client: StageClient) -> None:
-        saved = 0
+        saved, stops = 0, False
         async for change in client.watch(pb.WatchRequest(**self._identity)):
             if change.error:
                 raise from_wire(change.error)
-            if change.draining:
+            if change.draining and not stops:
+                stops = True
                 self._report({"event": "draining", "stage": client.name})
+                self._failure.follow(self._let_go(client))
             for one in change.saved:
                 if one.step > saved:
                     saved = one.step
@@ -215,3 +222,8 @@ class Stages:
             if len(self._running) == len(self._clients):
                 self._all_running.set()
         raise DrainingError(f"stage {client.name!r} at {client.address} ended the job")
+
+    async def _let_go(self, client: StageClient) -> None:
+        """Free a server that is being stopped as soon as nothing runs there any more."""
+        await self._ended.wait()
+        await client.close()

@@ -90,7 +90,11 @@ class Mirror:
 
     async def _copy_next(self, client: StageClient, have: int) -> int:
         request = pb.FetchRequest(
-            job_id=self._request.job_id, stage_name=self.stage_name, step=have, newer=True
+            job_id=self._request.job_id,
+            generation=self._request.generation,
+            stage_name=self.stage_name,
+            step=have,
+            newer=True,
         )
         step = await receive(client.fetch(request), self.slots, pin=True)
         if (found := self.slots.get(step)) is not None:

@@ -13,6 +13,7 @@ from rpcmp.checkpoint import files
 from rpcmp.checkpoint.folder import CheckpointFolder
 from rpcmp.errors import BusyError, RpcmpError, to_wire
 from rpcmp.server.control import answers_errors
+from rpcmp.server.stream import receive_file
 from rpcmp.v1 import control_pb2 as pb
 from rpcmp.v1 import control_pb2_grpc
 
@@ -33,6 +34,8 @@ class SnapshotsServicer(control_pb2_grpc.SnapshotsServicer):
         self, request: pb.FetchRequest, grpc_context: GrpcContext
     ) -> AsyncIterator[pb.FetchResponse]:
         try:
+            if request.newer:  # a host that was replaced must not speak for its successor
+                self._server.claimed_by(request.job_id, request.generation)
             async for part in self._vault_of(request.job_id).stream(request):
                 yield part
         except RpcmpError as error:
@@ -59,6 +62,15 @@ class SnapshotsServicer(control_pb2_grpc.SnapshotsServicer):
             for file in request.files
         ]
         return pb.CheckResponse(states=states)
+
+    @answers_errors
+    async def Put(
+        self, requests: AsyncIterator[pb.PutRequest], grpc_context: GrpcContext
+    ) -> pb.PutResponse:
+        head = await anext(requests)
+        self._vault_of(head.job_id)
+        await receive_file((request.data async for request in requests), head.file)
+        return pb.PutResponse()
 
     @answers_errors
     async def Remove(

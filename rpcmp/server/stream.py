@@ -1,12 +1,14 @@
-"""Snapshots and files as streams of messages: read from memory or a disk, written to memory."""
+"""Snapshots and files as streams of messages: read from memory or a disk, and written there."""
 
 from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 
-from rpcmp.errors import UnreachableError
+from rpcmp.checkpoint import files
+from rpcmp.errors import CheckpointError, UnreachableError
 from rpcmp.snapshot.slots import Slots
 from rpcmp.v1 import control_pb2 as pb
 
@@ -43,3 +45,29 @@ async def receive(stream: AsyncIterator[pb.FetchResponse], slots: Slots, pin: bo
         raise UnreachableError(f"only {offset} of {head.size} bytes of a snapshot have arrived")
     slots.commit(slot, head.step, head.size, pin=pin and head.is_saved)
     return head.step
+
+
+async def receive_file(parts: AsyncIterator[bytes], file: pb.CheckpointFile) -> None:
+    """Write `file`, whose content `parts` brings, to the disk; never holds it as a whole.
+
+    Raises:
+        UnreachableError: the other end was gone before all had arrived.
+        CheckpointError: the disk does not take it.
+    """
+    loop = asyncio.get_running_loop()
+
+    async def next_part() -> bytes:
+        return await anext(parts, b"")
+
+    def content() -> Iterator[bytes]:
+        size = 0
+        while part := asyncio.run_coroutine_threadsafe(next_part(), loop).result():
+            size += len(part)
+            yield part
+        if size != file.size:
+            raise UnreachableError(f"only {size} of {file.size} bytes of {file.path} have arrived")
+
+    try:
+        await asyncio.to_thread(files.write_durably, Path(file.path), content())
+    except OSError as error:
+        raise CheckpointError(f"cannot write {file.path}: {error.strerror or error}") from error

@@ -21,7 +21,7 @@ from rpcmp.control.client import StageClient
 from rpcmp.errors import CheckpointError, JobError
 from rpcmp.server.mirror import Mirror
 from rpcmp.server.saving import Disk
-from rpcmp.server.stream import blocks, receive
+from rpcmp.server.stream import blocks, receive, receive_file
 from rpcmp.snapshot.slots import Slots, Snapshot
 from rpcmp.v1 import control_pb2 as pb
 
@@ -270,8 +270,7 @@ class Vault:
         if file.address:
             request = pb.FetchRequest(job_id=self.job_id, path=file.path)
             async with StageClient(self.stage_name, file.address) as client:
-                parts = [part.data async for part in client.fetch(request)]
-            await asyncio.to_thread(files.write_durably, path, parts)
+                await receive_file((part.data async for part in client.fetch(request)), file)
         state = await asyncio.to_thread(files.check, path, file.sha256, file.size)
         if state != "ok":
             raise CheckpointError(f"{path} is {state}")

@@ -709,6 +709,7 @@ class FetchRequest(_message.Message):
     STEP_FIELD_NUMBER: _builtins.int
     NEWER_FIELD_NUMBER: _builtins.int
     PATH_FIELD_NUMBER: _builtins.int
+    GENERATION_FIELD_NUMBER: _builtins.int
     job_id: _builtins.str
     stage_name: _builtins.str
     step: _builtins.int
@@ -717,6 +718,8 @@ class FetchRequest(_message.Message):
     """the next one after it"""
     path: _builtins.str
     """a file of a checkpoint instead"""
+    generation: _builtins.int
+    """where `newer`: of the group that the caller mirrors"""
     def __init__(
         self,
         *,
@@ -725,10 +728,11 @@ class FetchRequest(_message.Message):
         step: _builtins.int = ...,
         newer: _builtins.bool = ...,
         path: _builtins.str = ...,
+        generation: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["job_id", b"job_id", "newer", b"newer", "path", b"path", "stage_name", b"stage_name", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "job_id", b"job_id", "newer", b"newer", "path", b"path", "stage_name", b"stage_name", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -923,6 +927,47 @@ class CheckResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___CheckResponse: _TypeAlias = CheckResponse  # noqa: Y015
+
+@_typing.final
+class PutRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_ID_FIELD_NUMBER: _builtins.int
+    FILE_FIELD_NUMBER: _builtins.int
+    DATA_FIELD_NUMBER: _builtins.int
+    job_id: _builtins.str
+    data: _builtins.bytes
+    @_builtins.property
+    def file(self) -> Global___CheckpointFile: ...
+    def __init__(
+        self,
+        *,
+        job_id: _builtins.str = ...,
+        file: Global___CheckpointFile | None = ...,
+        data: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["file", b"file"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "file", b"file", "job_id", b"job_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PutRequest: _TypeAlias = PutRequest  # noqa: Y015
+
+@_typing.final
+class PutResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PutResponse: _TypeAlias = PutResponse  # noqa: Y015
 
 @_typing.final
 class RemoveRequest(_message.Message):

@@ -451,6 +451,11 @@ class SnapshotsStub:
                 request_serializer=rpcmp_dot_v1_dot_control__pb2.CheckRequest.SerializeToString,
                 response_deserializer=rpcmp_dot_v1_dot_control__pb2.CheckResponse.FromString,
                 _registered_method=True)
+        self.Put = channel.stream_unary(
+                '/rpcmp.v1.Snapshots/Put',
+                request_serializer=rpcmp_dot_v1_dot_control__pb2.PutRequest.SerializeToString,
+                response_deserializer=rpcmp_dot_v1_dot_control__pb2.PutResponse.FromString,
+                _registered_method=True)
         self.Remove = channel.unary_unary(
                 '/rpcmp.v1.Snapshots/Remove',
                 request_serializer=rpcmp_dot_v1_dot_control__pb2.RemoveRequest.SerializeToString,
@@ -492,6 +497,13 @@ class SnapshotsServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Put(self, request_iterator, context):
+        """Writes a checkpoint's file that the caller has to this host's disk: which, then its bytes.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Remove(self, request, context):
         """Removes a checkpoint from this host's disk.
         """
@@ -521,6 +533,11 @@ def add_SnapshotsServicer_to_server(servicer, server):
                     servicer.Check,
                     request_deserializer=rpcmp_dot_v1_dot_control__pb2.CheckRequest.FromString,
                     response_serializer=rpcmp_dot_v1_dot_control__pb2.CheckResponse.SerializeToString,
+            ),
+            'Put': grpc.stream_unary_rpc_method_handler(
+                    servicer.Put,
+                    request_deserializer=rpcmp_dot_v1_dot_control__pb2.PutRequest.FromString,
+                    response_serializer=rpcmp_dot_v1_dot_control__pb2.PutResponse.SerializeToString,
             ),
             'Remove': grpc.unary_unary_rpc_method_handler(
                     servicer.Remove,
@@ -638,6 +655,33 @@ class Snapshots:
             '/rpcmp.v1.Snapshots/Check',
             rpcmp_dot_v1_dot_control__pb2.CheckRequest.SerializeToString,
             rpcmp_dot_v1_dot_control__pb2.CheckResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Put(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_unary(
+            request_iterator,
+            target,
+            '/rpcmp.v1.Snapshots/Put',
+            rpcmp_dot_v1_dot_control__pb2.PutRequest.SerializeToString,
+            rpcmp_dot_v1_dot_control__pb2.PutResponse.FromString,
             options,
             channel_credentials,
             insecure,

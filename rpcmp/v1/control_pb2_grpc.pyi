@@ -190,6 +190,8 @@ class SnapshotsStub:
     """Holds the snapshots of another stage as well, from now on."""
     Check: _grpc.UnaryUnaryMultiCallable[_control_pb2.CheckRequest, _control_pb2.CheckResponse]
     """Looks which of a checkpoint's files are on this host's disk, and whether they are whole."""
+    Put: _grpc.StreamUnaryMultiCallable[_control_pb2.PutRequest, _control_pb2.PutResponse]
+    """Writes a checkpoint's file that the caller has to this host's disk: which, then its bytes."""
     Remove: _grpc.UnaryUnaryMultiCallable[_control_pb2.RemoveRequest, _control_pb2.RemoveResponse]
     """Removes a checkpoint from this host's disk."""
 
@@ -210,6 +212,8 @@ class SnapshotsAsyncStub(SnapshotsStub):
     """Holds the snapshots of another stage as well, from now on."""
     Check: _aio.UnaryUnaryMultiCallable[_control_pb2.CheckRequest, _control_pb2.CheckResponse]  # type: ignore[assignment]
     """Looks which of a checkpoint's files are on this host's disk, and whether they are whole."""
+    Put: _aio.StreamUnaryMultiCallable[_control_pb2.PutRequest, _control_pb2.PutResponse]  # type: ignore[assignment]
+    """Writes a checkpoint's file that the caller has to this host's disk: which, then its bytes."""
     Remove: _aio.UnaryUnaryMultiCallable[_control_pb2.RemoveRequest, _control_pb2.RemoveResponse]  # type: ignore[assignment]
     """Removes a checkpoint from this host's disk."""
 
@@ -251,6 +255,14 @@ class SnapshotsServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_control_pb2.CheckResponse, _abc.Awaitable[_control_pb2.CheckResponse]]:
         """Looks which of a checkpoint's files are on this host's disk, and whether they are whole."""
+
+    @_abc_1.abstractmethod
+    def Put(
+        self,
+        request_iterator: _MaybeAsyncIterator[_control_pb2.PutRequest],
+        context: _ServicerContext,
+    ) -> _typing.Union[_control_pb2.PutResponse, _abc.Awaitable[_control_pb2.PutResponse]]:
+        """Writes a checkpoint's file that the caller has to this host's disk: which, then its bytes."""
 
     @_abc_1.abstractmethod
     def Remove(

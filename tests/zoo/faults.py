@@ -115,6 +115,7 @@ def layers(
                 nn.Sequential(inner, nn.Linear(zoo.FEATURES, 1)) if stage + 1 == stages else inner
             )
             planted = Planted(at, stage)
+            planted.begin("building", 0)
             _watch_process(planted)
             return Watched(layer, planted, num_microbatches, milliseconds)
 
