@@ -18,6 +18,7 @@ from rpcmp.job.drive import drive
 from rpcmp.process.channel import Message
 from rpcmp.process.child import Child
 from rpcmp.process.environment import compute_environment
+from rpcmp.process.forking import DRIVERS, WORKERS, Forks
 from rpcmp.tensorfile import load_tensors
 
 State = dict[str, torch.Tensor]
@@ -80,10 +81,7 @@ def verify(config: Config, connect: Sequence[str] | None = None) -> Verified:
         MismatchError: the first difference; not with a `wire_dtype`, which is expected to differ.
         RpcmpError: one of the runs failed.
     """
-    config, _ = asyncio.run(balanced(config, connect))  # the same stages for both
-    with tempfile.TemporaryDirectory(prefix="rpcmp-verify-") as folder:
-        pipelined = asyncio.run(_pipelined(config, connect, Path(folder) / "pipelined"))
-        reference = asyncio.run(_reference(config, Path(folder) / "reference"))
+    config, pipelined, reference = asyncio.run(_both(config, connect))
     caveats = host.differences(reference.hosts["reference"], pipelined.hosts) + _devices(config)
     difference = first_difference(pipelined, reference)
     if difference is not None and config.wire_dtype is None:
@@ -148,7 +146,18 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().reshape(-1, 1).view(torch.uint8)
 
 
-async def _pipelined(config: Config, connect: Sequence[str] | None, path: Path) -> Run:
+async def _both(config: Config, connect: Sequence[str] | None) -> tuple[Config, Run, Run]:
+    """The job with its balance, and the two runs of it."""
+    with tempfile.TemporaryDirectory(prefix="rpcmp-verify-") as folder:
+        async with Forks([WORKERS, DRIVERS]) as forks:
+            config, _ = await balanced(config, connect, forks)  # the same stages for both
+            pipelined = await _pipelined(config, connect, Path(folder) / "pipelined", forks)
+            return config, pipelined, await _reference(config, Path(folder) / "reference", forks)
+
+
+async def _pipelined(
+    config: Config, connect: Sequence[str] | None, path: Path, forks: Forks
+) -> Run:
     losses: list[float] = []
 
     def note(event: Message) -> None:
@@ -157,13 +166,13 @@ async def _pipelined(config: Config, connect: Sequence[str] | None, path: Path) 
 
     # A proof leaves nothing behind, whatever happens to it.
     kept_nothing = config.without_recovery()
-    summary = await drive(kept_nothing, note, connect, evaluate=False, save_state=path)
+    summary = await drive(kept_nothing, note, connect, evaluate=False, save_state=path, forks=forks)
     return Run(losses, load_tensors(path), summary["hosts"])
 
 
-async def _reference(config: Config, path: Path) -> Run:
+async def _reference(config: Config, path: Path, forks: Forks) -> Run:
     threads = max(config.stage(index).threads for index in range(config.num_stages))
-    child = await Child.spawn("rpcmp.reference", compute_environment(threads))
+    child = await Child.spawn("rpcmp.reference", compute_environment(threads), forks=forks)
     child.send(
         {
             "config": config.model_dump_json(),

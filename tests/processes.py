@@ -145,6 +145,11 @@ def running(
             reader.join(10)
 
 
+def runs(process: psutil.Process, what: str) -> bool:
+    """Whether a process is one of ours of this kind: "serve", "rpcmp.worker", "rpcmp.driver"."""
+    return what in " ".join(process.cmdline()).split()
+
+
 def rpcmp(*command: str | Path, timeout: float = 120.0) -> Result:
     """Run `rpcmp COMMAND...` to its end."""
     with running(*command) as run:

@@ -24,6 +24,7 @@ from tests.processes import (
     rpcmp,
     running,
     running_servers,
+    runs,
     status,
     with_token,
 )
@@ -269,7 +270,7 @@ def test_a_signal_to_all_processes_ends_the_job_as_one_to_the_driver_does(
     config = job.config('steps = 100000\n[model]\nlayers = "zoo:jittery"\nbalance = [3, 2]')
     with running("drive", config, "--json") as run:
         run.wait_for_line('"step"')
-        servers = [p for p in with_token(token) if "serve" in p.cmdline()]
+        servers = [p for p in with_token(token) if runs(p, "serve")]
         for process in with_token(token):
             if process not in servers:
                 process.terminate()
@@ -296,7 +297,7 @@ def test_output_that_is_read_late_is_complete(job: JobFolder, token: str) -> Non
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stdout.readline().startswith("{")
-        workers = [p for p in with_token(token) if "rpcmp.driver" in p.cmdline()]
+        workers = [p for p in with_token(token) if runs(p, "rpcmp.driver")]
         poll_for(lambda: not workers[0].is_running(), "the driver process to end")
         lines = process.stdout.readlines()
     assert process.returncode == 0

@@ -12,7 +12,17 @@ import pytest
 
 from rpcmp.checkpoint.folder import CheckpointFolder
 from tests.faults import Faults, committed
-from tests.processes import JobFolder, Result, Running, Server, connect, rpcmp, running, with_token
+from tests.processes import (
+    JobFolder,
+    Result,
+    Running,
+    Server,
+    connect,
+    rpcmp,
+    running,
+    runs,
+    with_token,
+)
 
 STEPS = "steps = 30"
 SLOW = 10.0
@@ -88,7 +98,7 @@ def test_snapshots_every_few_steps_cost_no_more_than_these(
     more = ("--set", f"recovery.mirror_every_steps={every}")
     with running("drive", slow_config(job), "--json", *more) as run:
         run.wait_for_line('"event": "step", "step": 7')
-        worker = next(p for p in with_token(token) if "rpcmp.worker" in p.cmdline())
+        worker = next(p for p in with_token(token) if runs(p, "rpcmp.worker"))
         worker.kill()
         assert_went_on(run.wait(), undisturbed, steps=max(1, every))
 
@@ -98,9 +108,18 @@ def test_a_server_that_the_job_started_is_started_again(
 ) -> None:
     with running("drive", slow_config(job), "--json") as run:
         run.wait_for_line('"event": "step", "step": 5')
-        [victim] = [
-            p for p in with_token(token) if p.cmdline()[-8:-6] == ["--stage", "1"] or _serves(p, 1)
-        ]
+        [victim] = [process for process in with_token(token) if _serves(process, stage=1)]
+        victim.kill()
+        assert_went_on(run.wait(), undisturbed)
+
+
+def test_a_fork_server_that_was_killed_is_started_again(
+    job: JobFolder, undisturbed: Committed, token: str
+) -> None:
+    """With it go the driver process and all workers, and every server is as it was."""
+    with running("drive", slow_config(job), "--json") as run:
+        run.wait_for_line('"event": "step", "step": 5')
+        [victim] = [process for process in with_token(token) if runs(process, "rpcmp.process")]
         victim.kill()
         assert_went_on(run.wait(), undisturbed)
 

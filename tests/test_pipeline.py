@@ -17,7 +17,7 @@ from torch import Tensor
 import rpcmp
 from rpcmp.config import Config
 from rpcmp.errors import NonFiniteLossError, StageError, WorkerDiedError
-from tests.processes import ZOO, poll_for, running_servers, with_token
+from tests.processes import ZOO, poll_for, running_servers, runs, with_token
 from tests.zoo import zoo
 
 pytestmark = pytest.mark.usefixtures("token")
@@ -285,7 +285,7 @@ def test_a_pipeline_goes_on_whatever_is_lost(batch: tuple[Tensor, Tensor], token
 
     def lose() -> None:
         which = next(victims)
-        next(p for p in with_token(token) if which in p.cmdline()).kill()
+        next(p for p in with_token(token) if runs(p, which)).kill()
 
     with rpcmp.launch(config(optimizer=momentum)) as undisturbed:
         expected = use(undisturbed, batch, lambda: None)

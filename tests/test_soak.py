@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import psutil
 import pytest
 
-from tests.processes import JobFolder, running
+from tests.processes import JobFolder, running, runs
 
 KIB = 1024
 
@@ -77,8 +77,8 @@ def watch(job: JobFolder, length: Length, leak: int) -> dict[str, list[Seen]]:
 
 
 def _kind(process: psutil.Process) -> str:
-    line = process.cmdline()
-    return next(part for part in ("drive", "serve", "rpcmp.driver", "rpcmp.worker") if part in line)
+    kinds = ("drive", "serve", "rpcmp.process", "rpcmp.driver", "rpcmp.worker")
+    return next(kind for kind in kinds if runs(process, kind))
 
 
 def slope(seen: list[Seen]) -> float:

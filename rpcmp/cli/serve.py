@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import socket
 import sys
-from collections.abc import Callable
 
 import click
 
@@ -25,6 +25,7 @@ from rpcmp.process.channel import die_with_parent
 )
 @click.option("--no-code", is_flag=True, help="Refuse jobs that bring Python files along.")
 @click.option("--parent", type=int, hidden=True, help="End with this process.")
+@click.option("--forks", type=int, hidden=True, help="Descriptor of a line to its fork server.")
 def serve(
     stage: int | None,
     spare: bool,
@@ -32,6 +33,7 @@ def serve(
     listen: str | None,
     no_code: bool,
     parent: int | None,
+    forks: int | None,
 ) -> None:
     """Serve one stage of a model to one job after the other.
 
@@ -57,19 +59,14 @@ def serve(
         who = "spare" if stage is None else f"stage {stage}"
         click.echo(f"{who} is SERVING on {host}:{bound}")
 
-    sys.exit(asyncio.run(_serve(stage, replica, not no_code, host, port, announce)))
+    async def run() -> int:
+        # Imported late: `rpcmp --help` needs no gRPC.
+        from rpcmp.process.forking import WORKERS, Forks
+        from rpcmp.server.serve import serve as run_server
+        from rpcmp.server.server import StageServer
 
+        line = None if forks is None else socket.socket(fileno=forks)
+        server = StageServer(stage, replica, not no_code, Forks([WORKERS], line))
+        return await run_server(server, host, port, announce)
 
-async def _serve(
-    stage: int | None,
-    replica: int,
-    accept_code: bool,
-    host: str,
-    port: int,
-    announce: Callable[[int], None],
-) -> int:
-    # Imported late: `rpcmp --help` needs no gRPC.
-    from rpcmp.server.serve import serve as run
-    from rpcmp.server.server import StageServer
-
-    return await run(StageServer(stage, replica, accept_code), host, port, announce)
+    sys.exit(asyncio.run(run()))

@@ -55,7 +55,7 @@ class DriverProcess:
     def __init__(self, bond: Bond) -> None:
         self._channel = bond.channel
         self._activity = bond.activity
-        self._arguments = bond.arguments
+        self._fds = bond.fds
         self._messages: queue.Queue[Message] = queue.Queue()
         self._stop = threading.Event()
         self._source = Source()
@@ -78,7 +78,7 @@ class DriverProcess:
         match work["op"]:
             case "serve":
                 model = calls.Calls(config, group, work["step"], work["kept"])
-                calls.serve(model, int(self._arguments[0]), self._activity)
+                calls.serve(model, self._fds[0], self._activity)
             case "train":
                 self._train(config, group, work)
             case "segments":

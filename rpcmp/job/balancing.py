@@ -17,9 +17,11 @@ from rpcmp.balance.prediction import Prediction, predict
 from rpcmp.config import Config
 from rpcmp.errors import ConfigError
 from rpcmp.job.calls import require_one_each
+from rpcmp.job.fleet import forks_for
 from rpcmp.job.hostprofiles import Measured, measure
 from rpcmp.process.child import Child
 from rpcmp.process.environment import compute_environment
+from rpcmp.process.forking import Forks
 
 
 class Balanced(NamedTuple):
@@ -34,12 +36,15 @@ class Balanced(NamedTuple):
     prediction: Prediction | None
 
 
-async def balanced(config: Config, connect: Sequence[str] | None = None) -> Balanced:
+async def balanced(
+    config: Config, connect: Sequence[str] | None = None, forks: Forks | None = None
+) -> Balanced:
     """Measure the model and choose its balance, where the config leaves that to us.
 
     Args:
         config: the job.
         connect: addresses of running stage servers; see Session.
+        forks: where processes come from; None: one for this alone.
 
     Raises:
         ConfigError: more stages than layers, no balance fits into memory, or there is no data.
@@ -47,10 +52,13 @@ async def balanced(config: Config, connect: Sequence[str] | None = None) -> Bala
     """
     if not config.is_balanced_by_measurement:
         return Balanced(config, None)
-    held = inflight.held(config)
     addresses = config.addresses if connect is None else connect
+    if forks is None:
+        async with forks_for(addresses) as own:
+            return await balanced(config, connect, own)
+    held = inflight.held(config)
     require_one_each(config, addresses)
-    measured = await measure(config, addresses, await _sample(config))
+    measured = await measure(config, addresses, await _sample(config, forks), forks)
     hosts = [
         StageHost(
             stage=name,
@@ -66,9 +74,9 @@ async def balanced(config: Config, connect: Sequence[str] | None = None) -> Bala
     return Balanced(config.with_balance(balance), predict(config, hosts, balance))
 
 
-async def _sample(config: Config) -> bytes:
+async def _sample(config: Config, forks: Forks) -> bytes:
     """One micro-batch; see `rpcmp.handoff.dumps`."""
-    child = await Child.spawn("rpcmp.profile", compute_environment(threads=1))
+    child = await Child.spawn("rpcmp.profile", compute_environment(threads=1), forks=forks)
     answer = await child.ask(
         {"op": "sample", "config": config.model_dump_json(), "folder": str(config.folder)}
     )

@@ -10,8 +10,10 @@ from pathlib import Path
 
 from rpcmp.config import Config
 from rpcmp.errors import InterruptedJobError
+from rpcmp.job.fleet import forks_for
 from rpcmp.job.run import Run
 from rpcmp.process.channel import Message
+from rpcmp.process.forking import Forks
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -24,6 +26,7 @@ async def drive(
     save_state: Path | None = None,
     trace: Path | None = None,
     resume: bool = False,
+    forks: Forks | None = None,
 ) -> Message:
     """Train `config` to its end, whatever is lost on the way.
 
@@ -38,6 +41,7 @@ async def drive(
         save_state: where to save the final parameters and buffers, as safetensors.
         trace: where to write a trace of the run.
         resume: go on from the newest checkpoint, where there is one.
+        forks: where processes come from; None: one for this run alone.
 
     Returns:
         The summary event.
@@ -45,7 +49,8 @@ async def drive(
     Raises:
         RpcmpError: why the job did not come to its end; InterruptedJobError for a signal.
     """
-    run = Run(config, connect, report, resume)
+    own = forks or forks_for(config.addresses if connect is None else connect)
+    run = Run(config, connect, report, resume, own)
     task = asyncio.ensure_future(run.train(_order(evaluate, save_state, trace)))
     with _signals(lambda signum: run.interrupt(signum, task)):
         try:
@@ -60,6 +65,8 @@ async def drive(
             raise InterruptedJobError(run.signals[-1], run.step) from None
         finally:
             await run.close()
+            if forks is None:
+                await own.close()
 
 
 def _order(evaluate: bool, save_state: Path | None, trace: Path | None) -> Message:

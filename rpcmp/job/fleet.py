@@ -21,6 +21,7 @@ from rpcmp.job.calls import require_one_each
 from rpcmp.job.localservers import LocalServers
 from rpcmp.job.restore import Holdings
 from rpcmp.process.channel import Message
+from rpcmp.process.forking import DRIVERS, WORKERS, Forks
 from rpcmp.v1 import control_pb2 as pb
 
 ANSWER_SECONDS = 2.0
@@ -37,6 +38,8 @@ class Fleet:
         connect: addresses of running servers, one a stage; None uses the config's or, where it has
             none, starts servers on this machine.
         report: told of servers that are waited for or replaced.
+        forks: where the driver process comes from, and the workers of servers started here; None:
+            one of its own.
 
     Raises:
         ConfigError: not one address a stage, or one that is not on loopback; spares for servers
@@ -44,6 +47,7 @@ class Fleet:
 
     Attributes:
         addresses: of the servers, by stage.
+        forks: as given.
         job_id: unique for each run.
     """
 
@@ -52,6 +56,7 @@ class Fleet:
         config: Config,
         connect: Sequence[str] | None = None,
         report: Callable[[Message], None] = lambda event: None,
+        forks: Forks | None = None,
     ) -> None:
         self.addresses = list(config.addresses if connect is None else connect)
         require_one_each(config, self.addresses)
@@ -65,7 +70,9 @@ class Fleet:
         self._config = config
         self._report = report
         self._spares = list(config.recovery.spares)
-        self._local = None if self.addresses else LocalServers()
+        self.forks = forks or forks_for(self.addresses)
+        self._owns_forks = forks is None
+        self._local = None if self.addresses else LocalServers(self.forks)
 
     async def open(self) -> None:
         """Start servers on this machine, where the job has no others.
@@ -107,6 +114,8 @@ class Fleet:
         await asyncio.gather(*(_try_stop(address, stop) for address in self.addresses))
         if self._local is not None:
             await self._local.stop()
+        if self._owns_forks:
+            await self.forks.close()
 
     async def _wait_for(self, index: int) -> None:
         stage, lost = self._config.stage_names[index], time.monotonic()
@@ -146,6 +155,11 @@ class Fleet:
                 self._report({"event": "replaced", "stage": stage, "lost": lost, "address": spare})
                 return True
         return False
+
+
+def forks_for(addresses: Sequence[str]) -> Forks:
+    """What forks the processes of a job on these servers; none: on servers of its own."""
+    return Forks([DRIVERS] if addresses else [WORKERS, DRIVERS])
 
 
 def holdings_of(said: Iterable[pb.Holding]) -> Holdings:

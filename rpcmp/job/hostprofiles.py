@@ -19,6 +19,7 @@ from rpcmp.control.options import versions
 from rpcmp.job import code
 from rpcmp.job.calls import all_of
 from rpcmp.job.localservers import LocalServers
+from rpcmp.process.forking import Forks
 from rpcmp.v1 import control_pb2 as pb
 
 
@@ -35,13 +36,16 @@ class Measured:
     profile: HostProfile
 
 
-async def measure(config: Config, addresses: Sequence[str], sample: bytes) -> list[Measured]:
+async def measure(
+    config: Config, addresses: Sequence[str], sample: bytes, forks: Forks
+) -> list[Measured]:
     """What each stage's host says, in the order of the stages.
 
     Args:
         config: the job.
         addresses: of running servers, one a stage; none starts servers on this machine.
         sample: inputs and targets of one micro-batch; see `rpcmp.handoff.dumps`.
+        forks: where the processes of servers on this machine come from.
 
     Raises:
         UnavailableError, VersionError, ConfigError: a server cannot be had.
@@ -50,7 +54,7 @@ async def measure(config: Config, addresses: Sequence[str], sample: bytes) -> li
     orders = [_order(config, index) for index in range(config.num_stages)]
     equals = [orders.index(order) for order in orders]
     files = code.collect(config.folder) if config.ship_code else []
-    async with _clients(config, addresses, num_local=max(equals) + 1) as clients:
+    async with _clients(config, addresses, max(equals) + 1, forks) as clients:
         keys = list(zip(await _machines(clients, config.num_stages), equals, strict=True))
         first = {key: keys.index(key) for key in keys}
         turns: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
@@ -102,10 +106,10 @@ def _order(config: Config, index: int) -> Order:
 
 @contextlib.asynccontextmanager
 async def _clients(
-    config: Config, addresses: Sequence[str], num_local: int
+    config: Config, addresses: Sequence[str], num_local: int, forks: Forks
 ) -> AsyncIterator[list[StageClient]]:
     """Connections to the servers; with none running, to the first ones, started for the while."""
-    local = LocalServers()
+    local = LocalServers(forks)
     clients: list[StageClient] = []
     try:
         found = addresses or await local.start(num_local)

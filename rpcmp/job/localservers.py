@@ -10,15 +10,21 @@ import signal
 import sys
 
 from rpcmp.errors import JobError
+from rpcmp.process.forking import Forks
 
 START_SECONDS = 30.0
 STOP_SECONDS = 10.0
 
 
 class LocalServers:
-    """The same `rpcmp serve` that a host would run, as children of this process."""
+    """The same `rpcmp serve` that a host would run, as children of this process.
 
-    def __init__(self) -> None:
+    Args:
+        forks: where their workers come from.
+    """
+
+    def __init__(self, forks: Forks) -> None:
+        self._forks = forks
         self._processes: dict[int, asyncio.subprocess.Process] = {}
 
     async def start(self, num_stages: int) -> list[str]:
@@ -41,12 +47,15 @@ class LocalServers:
 
     async def _start(self, stage_index: int) -> str:
         command = [sys.executable, "-P", "-m", "rpcmp", "serve", "--stage", str(stage_index)]
-        process = await asyncio.create_subprocess_exec(
-            *(*command, "--listen", "127.0.0.1:0", "--parent", str(os.getpid())),
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            start_new_session=True,  # a Ctrl-C is for the driver, which then ends its servers
-        )
+        command += ["--listen", "127.0.0.1:0", "--parent", str(os.getpid())]
+        with await self._forks.another_line() as forks:
+            process = await asyncio.create_subprocess_exec(
+                *(*command, "--forks", str(forks.fileno())),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.PIPE,
+                pass_fds=[forks.fileno()],
+                start_new_session=True,  # a Ctrl-C is for the driver, which then ends its servers
+            )
         self._processes[stage_index] = process
         if process.stdout is None:
             raise AssertionError("the process was given a pipe")

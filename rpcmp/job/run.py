@@ -29,6 +29,7 @@ from rpcmp.job.log import EventLog
 from rpcmp.job.recovery import History, decide
 from rpcmp.job.session import Session
 from rpcmp.process.channel import Message
+from rpcmp.process.forking import Forks
 
 
 class Run:
@@ -39,6 +40,7 @@ class Run:
         connect: addresses of running stage servers; see Fleet.
         report: told of every event.
         resume: go on from the newest checkpoint.
+        forks: where processes come from.
 
     Attributes:
         signals: those that have been received.
@@ -49,12 +51,14 @@ class Run:
         config: Config,
         connect: Sequence[str] | None,
         report: Callable[[Message], None],
-        resume: bool = False,
+        resume: bool,
+        forks: Forks,
     ) -> None:
         self._config, self._connect = config, connect
         self._report = report
         self._log = EventLog(report)
         self._resume = resume
+        self._forks = forks
         self._fleet: Fleet | None = None
         self._checkpoints: Checkpoints | None = None
         self._session: Session | None = None
@@ -82,10 +86,10 @@ class Run:
         """
         if self._config.takes_snapshots and not self._resume:
             CheckpointFolder(self._config.checkpoint_folder).require_run(None)
-        config, prediction = await balanced(self._config, self._connect)
+        config, prediction = await balanced(self._config, self._connect, self._forks)
         if prediction is not None:
             self._report({"event": "plan", **asdict(prediction)})
-        fleet = self._fleet = Fleet(config, self._connect, report=self._report)
+        fleet = self._fleet = Fleet(config, self._connect, self._report, self._forks)
         checkpoints = self._checkpoints = Checkpoints(config, fleet, self._report)
         beginning = Beginning(config, fleet, checkpoints, self._report, self._resume)
         await fleet.open()

@@ -124,8 +124,7 @@ class Service:
             self._fleet,
             self._generation,
             load_data=False,
-            arguments=[str(fd)],
-            pass_fds=[fd],
+            fds=[fd],
             choose=choose,
         )
         await self._session.start()

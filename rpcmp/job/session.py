@@ -77,7 +77,7 @@ class Session:
         fleet: its servers, opened.
         generation: of the group.
         load_data: whether the driver process loads the datasets of `[data]`.
-        arguments, pass_fds: given to the driver process.
+        fds: given to the driver process.
         settings: what the job may change to on the way.
         choose: where to begin.
 
@@ -93,15 +93,15 @@ class Session:
         fleet: Fleet,
         generation: int = 1,
         load_data: bool = True,
-        arguments: Sequence[str] = (),
-        pass_fds: Sequence[int] = (),
+        fds: Sequence[int] = (),
         settings: Sequence[Setting] = (),
         choose: Choose = afresh,
     ) -> None:
         self._config = config
         self.generation = generation
         self._load_data = load_data
-        self._arguments, self._pass_fds = arguments, pass_fds
+        self._fds = fds
+        self._forks = fleet.forks
         self._settings = settings
         self._choose = choose
         self._events: asyncio.Queue[Message] = asyncio.Queue()
@@ -127,10 +127,17 @@ class Session:
             RpcmpError: why it cannot; call `close` all the same.
         """
         files = code.collect(self._config.folder) if self._config.ship_code else []
-        self._driver = await Child.spawn(
-            "rpcmp.driver", compute_environment(threads=1), self._arguments, self._pass_fds
-        )
-        self._listening = self._failure.follow(self._listen(self._driver))
+        both_ready = both(self._plan(), self._stages.claim(files))
+        assignments, _ = await self._failure.unless_failed(both_ready)
+        self._failure.follow(self._watchdog.run())
+        await self._failure.unless_failed(self._join(assignments))
+
+    async def _plan(self) -> list[str]:
+        """The driver process's plan: the assignment of every stage."""
+        environment = compute_environment(threads=1)
+        driver = await Child.spawn("rpcmp.driver", environment, self._fds, self._forks)
+        self._driver = driver
+        self._listening = self._failure.follow(self._listen(driver))
         self.send(
             {
                 "op": "plan",
@@ -140,11 +147,10 @@ class Session:
                 "settings": [setting.model_dump() for setting in self._settings],
             }
         )
-        both_ready = both(self._expect("planned"), self._stages.claim(files))
-        planned, _ = await self._failure.unless_failed(both_ready)
-        self._failure.follow(self._end_driver_if_silent(self._driver))
-        self._failure.follow(self._watchdog.run())
-        await self._failure.unless_failed(self._join(planned["assignments"]))
+        planned = await self._expect("planned")
+        self._failure.follow(self._end_driver_if_silent(driver))
+        assignments: list[str] = planned["assignments"]
+        return assignments
 
     def send(self, message: Message) -> None:
         """Send a message to the driver process."""

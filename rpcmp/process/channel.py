@@ -62,12 +62,12 @@ class Bond(NamedTuple):
     Attributes:
         channel: to the supervisor.
         activity: where this process notes what it does.
-        arguments: what else it was given.
+        fds: what else it was given.
     """
 
     channel: Channel
     activity: Activity
-    arguments: list[str]
+    fds: list[int]
 
 
 def begin_child() -> Bond:
@@ -76,7 +76,7 @@ def begin_child() -> Bond:
     The supervisor decides when a child ends, so a Ctrl-C or a `systemctl stop` that reaches all
     processes must not end it; and where the supervisor dies without a word, the kernel does.
     """
-    fd, parent_pid, stacks, activity = map(int, sys.argv[1:5])
+    fd, parent_pid, stacks, activity, *fds = map(int, sys.argv[1:])
     for each in (fd, stacks, activity):
         os.set_inheritable(each, False)
     for signum in (signal.SIGINT, signal.SIGTERM):
@@ -84,7 +84,7 @@ def begin_child() -> Bond:
     die_with_parent(parent_pid, signal.SIGKILL)
     faulthandler.enable(stacks)  # where it was when it crashed
     faulthandler.register(STACKS_SIGNAL, stacks)
-    return Bond(Channel(fd), Activity(activity), sys.argv[5:])
+    return Bond(Channel(fd), Activity(activity), fds)
 
 
 def die_with_parent(parent_pid: int, signum: signal.Signals) -> None:

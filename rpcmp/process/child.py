@@ -1,7 +1,7 @@
-"""A supervisor's one child: spawned, listened to, ended.
+"""A supervisor's one child: spawned or forked, listened to, ended.
 
-Spawned from the event loop's thread, which lives as long as the supervisor: PR_SET_PDEATHSIG fires
-when the *thread* that spawned ends.
+From the event loop's thread, which lives as long as the supervisor: PR_SET_PDEATHSIG fires when the
+*thread* that spawned ends.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import Any
 from rpcmp.errors import WorkerDiedError, WorkerHungError, from_wire
 from rpcmp.process.activity import Activity
 from rpcmp.process.channel import STACKS_SIGNAL, Message
+from rpcmp.process.forking import Forked, Forks, has_fd
 from rpcmp.process.stacks import Stacks
 
 MAX_MESSAGE = 64 * 2**20
@@ -43,7 +44,7 @@ class Child:
 
     def __init__(
         self,
-        process: asyncio.subprocess.Process,
+        process: asyncio.subprocess.Process | Forked,
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
         stacks: Stacks,
@@ -60,34 +61,32 @@ class Child:
         cls,
         module: str,
         environment: Mapping[str, str],
-        arguments: Sequence[str] = (),
-        pass_fds: Sequence[int] = (),
+        fds: Sequence[int] = (),
+        forks: Forks | None = None,
     ) -> Child:
-        """Start `python -m module CHANNEL_FD PARENT_PID STACKS_FD ACTIVITY_FD ARGUMENTS...`.
+        """Start `python -m module CHANNEL PARENT_PID STACKS ACTIVITY FDS...`.
 
         Its standard output goes to our standard error: ours may be somebody's data.
 
         Args:
             module: has a `__main__` that calls `rpcmp.process.channel.begin_child`.
             environment: set in addition to our own.
-            arguments: after those that `begin_child` reads.
-            pass_fds: file descriptors to inherit besides the channel's.
+            fds: file descriptors to inherit, see `rpcmp.process.channel.Bond`.
+            forks: fork it there; None: start an interpreter, which imports everything anew.
+
+        Raises:
+            WorkerDiedError: the process that forks has died.
         """
         ours, theirs = socket.socketpair()
         stacks, memory = Stacks(), os.memfd_create("rpcmp-activity")
         activity = Activity(memory)
         with theirs, os.fdopen(memory):
-            fds = (theirs.fileno(), stacks.fd, memory)
-            process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                # -P: a file in the current directory must not pass for a module.
-                *("-P", "-m", module, *map(str, (fds[0], os.getpid(), *fds[1:])), *arguments),
-                env={**os.environ, **environment},
-                pass_fds=(*fds, *pass_fds),
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=sys.stderr.fileno() if _has_fd(sys.stderr) else None,
-                start_new_session=True,  # what the user's code forks is ended together with it
-            )
+            inherited = (theirs.fileno(), stacks.fd, memory, *fds)
+            process: asyncio.subprocess.Process | Forked
+            if forks is None:
+                process = await _start(module, environment, inherited)
+            else:
+                process = await forks.fork(module, environment, inherited)
         reader, writer = await asyncio.open_connection(sock=ours, limit=MAX_MESSAGE)
         return cls(process, reader, writer, stacks, activity)
 
@@ -208,9 +207,17 @@ def _state(pid: int) -> str:
     return next((line.replace("\t", " ") for line in lines if line.startswith("State:")), "")
 
 
-def _has_fd(stream: object) -> bool:
-    """Whether a standard stream is a real file; a notebook's is not."""
-    try:
-        return stream.fileno() >= 0  # type: ignore[attr-defined, no-any-return]
-    except (OSError, AttributeError, ValueError):
-        return False
+async def _start(
+    module: str, environment: Mapping[str, str], fds: Sequence[int]
+) -> asyncio.subprocess.Process:
+    channel, *more = fds
+    return await asyncio.create_subprocess_exec(
+        sys.executable,
+        # -P: a file in the current directory must not pass for a module.
+        *("-P", "-m", module, *map(str, (channel, os.getpid(), *more))),
+        env={**os.environ, **environment},
+        pass_fds=fds,
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=sys.stderr.fileno() if has_fd(sys.stderr) else None,
+        start_new_session=True,  # what the user's code forks is ended together with it
+    )

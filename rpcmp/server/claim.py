@@ -23,6 +23,7 @@ from rpcmp.process.activity import NO_MICROBATCH, Doing
 from rpcmp.process.channel import Message
 from rpcmp.process.child import Child
 from rpcmp.process.environment import compute_environment
+from rpcmp.process.forking import Forks
 from rpcmp.process.pulse import Pulse
 from rpcmp.server import codefolder
 from rpcmp.server.vault import Vault
@@ -42,9 +43,10 @@ class Claim:
     Args:
         request: what the driver asked for in Prepare.
         vault: where the worker's snapshots lie.
+        forks: where the worker comes from.
     """
 
-    def __init__(self, request: pb.PrepareRequest, vault: Vault) -> None:
+    def __init__(self, request: pb.PrepareRequest, vault: Vault, forks: Forks) -> None:
         self.job = request.job
         self.job_id = request.job_id
         self.generation = request.generation
@@ -59,6 +61,7 @@ class Claim:
         self.changed = asyncio.Condition()
         self.saved: deque[pb.Saved] = deque(maxlen=SAVED_KEPT)
         self._vault = vault
+        self._forks = forks
         self._pulse = Pulse(request.heartbeat_timeout)
         self._threads = request.threads
         self._folder: Path | None = None
@@ -93,7 +96,7 @@ class Claim:
         environment = compute_environment(self._threads)
         self._vault.freed = lambda: self._tell({"op": "saved"})
         fds = self._vault.slots.fds
-        self._child = await Child.spawn("rpcmp.worker", environment, list(map(str, fds)), fds)
+        self._child = await Child.spawn("rpcmp.worker", environment, fds, self._forks)
         self._tasks += [
             asyncio.create_task(self._listen(self._child)),
             asyncio.create_task(self._tell_mirrored()),
@@ -111,7 +114,7 @@ class Claim:
         files = await self._vault.prepare(request.stage_name, request.checkpoint_folder, restore)
         self._start = {
             "op": "start",
-            "restore": files,
+            "restore": {"step": restore.step, "files": files} if restore else None,
             "is_mirrored": request.is_mirrored,
             "assignment": request.assignment,
             "code_folder": str(self._folder) if self._folder else "",

@@ -10,18 +10,23 @@ from pathlib import Path
 
 from rpcmp.process.child import Child
 from rpcmp.process.environment import compute_environment
+from rpcmp.process.forking import Forks
 from rpcmp.server import codefolder
 from rpcmp.v1 import control_pb2 as pb
 
 
-async def profile(request: pb.ProfileRequest) -> str:
+async def profile(request: pb.ProfileRequest, forks: Forks) -> str:
     """JSON of what was measured; the child ends where the caller goes away.
+
+    Args:
+        forks: where the child comes from.
 
     Raises:
         RpcmpError: what a layer failed with, or why the child ended.
     """
     with _unpacked(request.job.code) as folder:
-        child = await Child.spawn("rpcmp.profile", compute_environment(request.job.threads))
+        environment = compute_environment(request.job.threads)
+        child = await Child.spawn("rpcmp.profile", environment, forks=forks)
         answer = await child.ask(
             {
                 "op": "profile",

@@ -12,6 +12,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from rpcmp.control.options import SERVER_OPTIONS, differences, machine, versions
 from rpcmp.errors import BusyError, ConfigError, DrainingError, VersionError
+from rpcmp.process.forking import WORKERS, Forks
 from rpcmp.server import codefolder, profiling
 from rpcmp.server.claim import Claim, State
 from rpcmp.server.control import ControlServicer
@@ -44,6 +45,7 @@ class StageServer:
     Args:
         stage_index, replica: which stage it serves; None: any, as a spare.
         accept_code: whether jobs may bring Python files along.
+        forks: where workers come from; owned from now on.
 
     Attributes:
         draining: whether it takes no new job.
@@ -52,13 +54,20 @@ class StageServer:
         drain_requested: set as soon as it has to stop.
     """
 
-    def __init__(self, stage_index: int | None, replica: int = 0, accept_code: bool = True) -> None:
+    def __init__(
+        self,
+        stage_index: int | None,
+        replica: int = 0,
+        accept_code: bool = True,
+        forks: Forks | None = None,
+    ) -> None:
         self.stage_index = stage_index
         self.replica = replica
         self.draining = False
         self.claim: Claim | None = None
         self.vault = Vault()
         self._accept_code = accept_code
+        self._forks = forks or Forks([WORKERS])
         self._forgetting: asyncio.TimerHandle | None = None
         self._changing = asyncio.Lock()  # held while a claim begins or ends
         self._profiling = ""
@@ -106,6 +115,7 @@ class StageServer:
             await asyncio.wait_for(self._idle.wait(), seconds)
         await self.release(self.claim)
         await self._grpc.stop(grace=0.5)
+        await self._forks.close()
 
     async def profile(self, request: pb.ProfileRequest) -> str:
         """Measure a job's layers; the server takes no job meanwhile.
@@ -118,7 +128,7 @@ class StageServer:
         self._profiling = request.job.job
         self._idle.clear()
         try:
-            return await profiling.profile(request)
+            return await profiling.profile(request, self._forks)
         finally:
             self._profiling = ""
             self._idle.set()
@@ -139,7 +149,7 @@ class StageServer:
         await self._release(self.claim)
         await self.vault.open(request.job_id)
         await self.vault.pause()
-        claim = self.claim = Claim(request, self.vault)
+        claim = self.claim = Claim(request, self.vault, self._forks)
         self._idle.clear()
         try:
             await claim.open(list(request.code))

@@ -123,7 +123,8 @@ class Vault:
             await before.close()
 
     async def prepare(self, stage_name: str, folder: str, restore: pb.Restore | None) -> list[str]:
-        """Get ready what a fresh worker begins with; names the files that it finds it in.
+        """Get ready what a fresh worker begins with; names the files that it finds it in, where it
+        is not a snapshot in memory.
 
         Args:
             folder: of checkpoints.
@@ -144,7 +145,8 @@ class Vault:
         if restore.address:
             await self._fetch(restore)
         self.slots.truncate_after(restore.step)
-        return [self.slots.path(self._require(stage_name, restore.step).snapshot.slot)]
+        self._require(stage_name, restore.step)
+        return []
 
     async def stream(self, request: pb.FetchRequest) -> AsyncIterator[pb.FetchResponse]:
         """A snapshot, or a file of a checkpoint: what it is, then its bytes.

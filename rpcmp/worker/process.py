@@ -16,7 +16,7 @@ import threading
 
 from rpcmp import split, transport
 from rpcmp.control.store import GrpcStore
-from rpcmp.errors import JobError, RpcmpError, StageError, one_line, to_wire
+from rpcmp.errors import CheckpointError, JobError, RpcmpError, StageError, one_line, to_wire
 from rpcmp.factory import explain
 from rpcmp.plan import Assignment
 from rpcmp.process import heartbeat
@@ -33,7 +33,7 @@ def run(bond: Bond) -> None:
     """Run one worker; the process ends here.
 
     Args:
-        bond: its arguments are the descriptors of the memory where the stage's snapshots lie.
+        bond: its descriptors are of the memory where the stage's snapshots lie.
     """
     channel = bond.channel
     channel.send({"event": "ready"})
@@ -58,7 +58,7 @@ class WorkerProcess:
     def __init__(self, bond: Bond, start: Message) -> None:
         self._channel = bond.channel
         self._activity = bond.activity
-        self._slots = Slots(list(map(int, bond.arguments)))
+        self._slots = Slots(bond.fds)
         self._start = start
         self._snapshots: StageSnapshots | None = None
 
@@ -74,8 +74,8 @@ class WorkerProcess:
         heartbeat.begin(self._channel)
         with self._activity.doing("build"):
             stage = self._build(assignment)
-            if self._start["restore"]:
-                restore(self._start["restore"], stage.name, stage.model, stage.optimizer)
+            if (begin := self._start["restore"]) is not None:
+                self._restore(stage, begin["step"], begin["files"])
         with self._activity.doing("join"):
             self._join(stage)
         self._channel.send({"event": "joined"})
@@ -83,6 +83,15 @@ class WorkerProcess:
         transport.leave(LEAVE_SECONDS)
         self._channel.send({"event": "left"})
         os._exit(0)  # no destructors: RPC threads may still be about
+
+    def _restore(self, stage: Stage, step: int, files: list[str]) -> None:
+        """Make the stage what it was after `step`; without files, from a snapshot in memory."""
+        if not files:
+            found = self._slots.get(step)
+            if found is None:
+                raise CheckpointError(f"there is no snapshot of step {step} to go on from")
+            files = [self._slots.path(found.slot)]
+        restore(files, stage.name, stage.model, stage.optimizer)
 
     def _build(self, assignment: Assignment) -> Stage:
         try:

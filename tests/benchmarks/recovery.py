@@ -22,6 +22,7 @@ from typing import Any
 import psutil
 
 from rpcmp.bench.statistics import paired_ratio
+from tests.processes import runs
 
 EXAMPLES = Path(__file__).parent.parent.parent / "rpcmp" / "examples"
 
@@ -56,7 +57,7 @@ def _recovery_seconds(which: str, signum: signal.Signals, at: int) -> float:
         for event in _events(process):
             if event["event"] == "step" and event["step"] == at:
                 victims = psutil.Process(process.pid).children(recursive=True)
-                os.kill(next(v.pid for v in victims if which in v.cmdline()), signum)
+                os.kill(next(v.pid for v in victims if runs(v, which)), signum)
                 struck = time.monotonic()
                 recovered = False
             elif event["event"] == "recovered":

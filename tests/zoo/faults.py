@@ -14,7 +14,10 @@ import ctypes
 import json
 import os
 import signal
+import socket
+import struct
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -72,7 +75,7 @@ def _strike(how: str) -> None:
             os.kill(os.getpid(), getattr(signal, how))
             threading.Event().wait()  # the kernel stops the threads one after the other
         case "host":  # its supervisor, and with it this process and all that they hold
-            os.kill(os.getppid(), signal.SIGKILL)
+            os.kill(_supervisor(), signal.SIGKILL)
             threading.Event().wait()
         case "SIGSEGV":
             ctypes.string_at(0)
@@ -88,6 +91,14 @@ def _strike(how: str) -> None:
             cut_links()
         case _:
             raise ValueError(f"no such fault: {how}")
+
+
+def _supervisor() -> int:
+    """The process that made the other end of this one's channel."""
+    with socket.socket(fileno=os.dup(int(sys.argv[1]))) as channel:
+        credentials = channel.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+    pid, _, _ = struct.unpack("3i", credentials)
+    return int(pid)
 
 
 def cut_links() -> None:

@@ -1,0 +1,150 @@
+"""The fork server: a process that has imported torch, and forks those that then need not.
+
+    supervisor ──fork: module, descriptors──> fork server ──fork──> child, runs the module
+               <──started: pid────────────────     │ <─────────────── ends
+               <──ended: pid, exit code───────     │
+               ──adopt: another line──────────>    └── the children of a line end with it
+
+To import torch takes two seconds of a core, to fork some milliseconds; and what was imported lies
+in memory once. It imports and does nothing else: a lock that another thread held, or a GPU's
+driver, would not survive a fork.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import json
+import os
+import runpy
+import selectors
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from setproctitle import setproctitle
+
+from rpcmp.process.channel import die_with_parent
+
+MAX_BYTES = 64 * 1024
+MAX_FDS = 64
+
+
+class ForkServer:
+    """Forks children for whoever has a line to it.
+
+    Args:
+        first: the line whose end ends it all.
+    """
+
+    def __init__(self, first: socket.socket) -> None:
+        self._first = first
+        self._children: dict[int, socket.socket] = {}
+        self._lines = selectors.DefaultSelector()
+        self._lines.register(first, selectors.EVENT_READ)
+        self._signals, wakeup = socket.socketpair()
+        for end in (self._signals, wakeup):
+            end.setblocking(False)
+        self._wakeup = wakeup
+        self._lines.register(self._signals, selectors.EVENT_READ)
+        signal.set_wakeup_fd(wakeup.fileno())
+        signal.signal(signal.SIGCHLD, lambda signum, frame: None)
+
+    def run(self) -> NoReturn:
+        """Serve until the first line ends; in a child, be the child."""
+        while True:
+            for key, _ in self._lines.select():
+                if key.fileobj is self._signals:
+                    self._signals.recv(MAX_BYTES)
+                    self._reap()
+                elif isinstance(key.fileobj, socket.socket):
+                    self._hear(key.fileobj)
+
+    def _hear(self, line: socket.socket) -> None:
+        try:
+            data, fds, _, _ = socket.recv_fds(line, MAX_BYTES, MAX_FDS)
+        except ConnectionError:
+            data, fds = b"", []
+        if not data:
+            self._end(line)
+            return
+        message = json.loads(data)
+        match message["op"]:
+            case "fork":
+                self._fork(line, message["module"], fds)
+            case "adopt":
+                (fd,) = fds
+                self._lines.register(socket.socket(fileno=fd), selectors.EVENT_READ)
+
+    def _fork(self, line: socket.socket, module: str, fds: Sequence[int]) -> None:
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        pid = os.fork()
+        if not pid:
+            self._become(module, fds)
+        for fd in fds:
+            os.close(fd)
+        self._children[pid] = line
+        _tell(line, {"event": "started", "pid": pid})
+
+    def _become(self, module: str, fds: Sequence[int]) -> NoReturn:
+        """Be the child: as `python -m module CHANNEL PARENT STACKS ACTIVITY MORE...`."""
+        os.setsid()  # what the user's code forks is ended together with it
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        for key in list(self._lines.get_map().values()):
+            if isinstance(key.fileobj, socket.socket):
+                key.fileobj.close()
+        self._wakeup.close()
+        self._lines.close()
+        channel, *more = fds
+        sys.argv = [module, *map(str, (channel, os.getppid(), *more))]
+        setproctitle(f"{sys.executable} -m {module}")
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+        sys.exit()
+
+    def _reap(self) -> None:
+        while self._children:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if not pid:
+                return
+            line = self._children.pop(pid)
+            code = os.waitstatus_to_exitcode(status)
+            _tell(line, {"event": "ended", "pid": pid, "code": code})
+
+    def _end(self, line: socket.socket) -> None:
+        """A supervisor is gone: its children must not outlive it."""
+        if line is self._first:
+            os._exit(0)  # the kernel ends all of them
+        for pid, asked_by in self._children.items():
+            if asked_by is line:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(pid, signal.SIGKILL)
+        self._lines.unregister(line)
+        line.close()
+
+
+def _tell(line: socket.socket, message: dict[str, Any]) -> None:
+    """Say something to a supervisor; one that is gone has its children ended by `_end`."""
+    with contextlib.suppress(OSError):
+        line.send(json.dumps(message).encode())
+
+
+def main() -> NoReturn:
+    """Serve the line with the first argument's descriptor; the others are parent and modules."""
+    fd, parent_pid, *modules = sys.argv[1:]
+    os.set_inheritable(int(fd), False)
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, signal.SIG_IGN)
+    die_with_parent(int(parent_pid), signal.SIGKILL)
+    for module in modules:
+        importlib.import_module(module)
+    gc.freeze()  # collections would touch, and so copy, what all children share
+    ForkServer(socket.socket(fileno=int(fd))).run()
+
+
+if __name__ == "__main__":
+    main()
