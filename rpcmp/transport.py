@@ -27,6 +27,7 @@ import gc
 import os
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -45,6 +46,9 @@ from rpcmp.errors import JobError, RpcmpError, WorkerDiedError, from_wire, one_l
 
 NUM_RPC_THREADS = 4
 """Threads that receive requests and run callbacks; handlers never block one."""
+
+ACKNOWLEDGED_SECONDS = 1.0
+"""How long the acknowledgement of a reference may be under way."""
 
 RRef = rpc.RRef
 
@@ -211,9 +215,16 @@ def backward(context_id: int, roots: Sequence[torch.Tensor]) -> None:
 
 
 def live_state() -> dict[str, int]:
-    """Counts of what a step must not leave behind in this process: contexts and references."""
+    """Counts of what a step must not leave behind in this process: contexts and references.
+
+    The call that asks for them came with a reference, which is acknowledged some time later.
+    """
     gc.collect()
-    info = {**rpc._get_debug_info()}
+    ends = time.monotonic() + ACKNOWLEDGED_SECONDS
+    while (info := {**rpc._get_debug_info()}).get("num_pending_futures") != "0":
+        if time.monotonic() > ends:
+            break
+        time.sleep(0.001)
     keys = ("num_autograd_contexts", "num_current_backward_passes", "num_pending_futures")
     return {key: int(info.get(key, 0)) for key in (*keys, "num_forks", "num_owner_rrefs")}
 

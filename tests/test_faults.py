@@ -365,7 +365,8 @@ def test_the_driver_killed_takes_its_own_servers_along(job: JobFolder, token: st
     config = job.config('steps = 100000\n[model]\nlayers = "zoo:mlp"\nbalance = [2, 2]')
     with running("drive", config, "--json") as run:
         run.wait_for_line('"step"')
-        assert len(with_token(token)) == 6  # the driver, its process, two servers, two workers
+        # The driver, its fork server, its process, two servers, two workers.
+        assert len(with_token(token)) == 7
         run.process.kill()
         run.wait()
         poll_for(lambda: not with_token(token), "all processes to end", timeout=10)

@@ -102,7 +102,7 @@ class ForkServer:
         self._lines.close()
         channel, *more = fds
         sys.argv = [module, *map(str, (channel, os.getppid(), *more))]
-        setproctitle(f"{sys.executable} -m {module}")
+        setproctitle(module)
         runpy.run_module(module, run_name="__main__", alter_sys=True)
         sys.exit()
 
