@@ -151,7 +151,9 @@ def test_one_that_dies_before_it_forks_is_an_error(tmp_path: Path) -> None:
 
     async def run() -> None:
         async with forks() as by:
-            with pytest.raises(WorkerDiedError, match="forks workers has died"):
+            with pytest.raises(
+                WorkerDiedError, match="forks workers has died; its standard error says why"
+            ):
                 await spawn(by)
 
     asyncio.run(run())

@@ -85,6 +85,8 @@ class ForkServer:
         pid = os.fork()
         if not pid:
             self._become(module, fds)
+        with contextlib.suppress(OSError):  # it was faster, and has done so itself
+            os.setpgid(pid, pid)
         for fd in fds:
             os.close(fd)
         self._children[pid] = line
@@ -92,7 +94,7 @@ class ForkServer:
 
     def _become(self, module: str, fds: Sequence[int]) -> NoReturn:
         """Be the child: as `python -m module CHANNEL PARENT STACKS ACTIVITY MORE...`."""
-        os.setsid()  # what the user's code forks is ended together with it
+        os.setpgid(0, 0)  # what the user's code forks is ended together with it
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         for key in list(self._lines.get_map().values()):

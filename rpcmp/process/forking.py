@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
+import platform
 import signal
 import socket
 import sys
@@ -20,6 +21,11 @@ WORKERS, DRIVERS = "rpcmp.worker.preload", "rpcmp.driver.process"
 """Imported before any worker is forked, and before any driver process."""
 
 MAX_BYTES = 64 * 1024
+
+GONE = (
+    f"the process on {platform.node()} that imports torch and forks workers has died; its standard "
+    "error says why"
+)
 
 
 class Forked:
@@ -183,7 +189,7 @@ class Forks:
         asked, self._asked = self._asked, deque()
         for waiting in asked:
             if not waiting.cancelled():
-                waiting.set_exception(WorkerDiedError("the process that forks workers has died"))
+                waiting.set_exception(WorkerDiedError(GONE))
 
 
 def _kill(pid: int) -> None:
