@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +16,12 @@ from rpcmp.job import code
 from rpcmp.server import codefolder
 from rpcmp.v1 import control_pb2 as pb
 
-NOBODY = 2**22 + 1  # larger than any process id that Linux gives
+LEAVES = """
+import sys
+from rpcmp.server import codefolder
+from rpcmp.v1.control_pb2 import CodeFile
+print(codefolder.unpack([CodeFile(path="model.py")]), flush=True)
+"""
 
 
 @pytest.fixture
@@ -23,6 +30,7 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
     folder = tmp_path / "outside" / "tmp"
     folder.mkdir(parents=True)
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    monkeypatch.setenv("TMPDIR", str(folder))
     yield folder
     assert os.listdir(tmp_path) == ["outside"]
     assert os.listdir(tmp_path / "outside") == ["tmp"]
@@ -88,26 +96,37 @@ def test_removing_leaves_nothing(temporary: Path) -> None:
 
 
 def test_sweeping_removes_what_dead_servers_left_and_nothing_else(temporary: Path) -> None:
+    left = subprocess.run(
+        [sys.executable, "-c", LEAVES], capture_output=True, text=True, check=True
+    )
+    dead = Path(left.stdout.strip())
+    assert (dead / "model.py").exists()
     ours = codefolder.unpack([file("model.py")])
-    dead = ours.rename(temporary / ours.name.replace(str(os.getpid()), str(NOBODY)))
-    ours = codefolder.unpack([file("model.py")])
-    (other := temporary / f"other-{NOBODY}-x").mkdir()
+    (other := temporary / "rpcmp-other").mkdir()
+    (unlocked := temporary / "rpcmp-code-file").touch()
     codefolder.sweep()
     assert not dead.exists()
-    assert sorted(temporary.iterdir()) == sorted([other, ours])
+    assert sorted(temporary.iterdir()) == sorted([other, ours, unlocked])
+
+
+def test_what_another_server_uses_stays(temporary: Path) -> None:
+    """Even where it is in a container, and has a process id that nobody has here."""
+    apart = ["unshare", "--user", "--map-root-user", "--pid", "--fork", "--kill-child"]
+    command = [*apart, sys.executable, "-c", f"{LEAVES}sys.stdin.read()"]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as server:
+        assert server.stdout is not None
+        used = Path(server.stdout.readline().strip())
+        codefolder.sweep()
+        assert (used / "model.py").exists()
+        server.communicate("")
+    codefolder.sweep()
+    assert not used.exists()
 
 
 def test_sweeping_does_not_follow_links(temporary: Path) -> None:
     (kept := temporary / "kept").mkdir()
     (kept / "file").touch()
-    (temporary / f"rpcmp-code-{NOBODY}-x").symlink_to(kept)
+    (temporary / "rpcmp-code-x").symlink_to(kept)
     codefolder.sweep()
     assert (kept / "file").exists()
-
-
-@pytest.mark.parametrize("pid", ["x", "", "-1", "99999999999999999999"])
-def test_sweeping_is_not_stopped_by_odd_names_of_others(temporary: Path, pid: str) -> None:
-    for name in (pid, str(NOBODY)):
-        (temporary / f"rpcmp-code-{name}-x").mkdir()
-    codefolder.sweep()
-    assert not (temporary / f"rpcmp-code-{NOBODY}-x").exists()

@@ -1,8 +1,14 @@
-"""Where a job's Python files lie on a stage's host: a folder of the job, gone with it."""
+"""Where a job's Python files lie on a stage's host: a folder of the job, gone with it.
+
+Its server holds a lock on it, so that what a server that was killed has left can be told from what
+is in use. A process id in its name would not do: servers in containers may share /tmp, and see only
+their own processes.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import shutil
 import tempfile
@@ -14,6 +20,12 @@ from rpcmp.v1 import control_pb2 as pb
 
 _PREFIX = "rpcmp-code-"
 
+_UNLOCKED_PREFIX = "rpcmp-unlocked-"
+"""Until it is locked it must not look like one that was left."""
+
+_locks: dict[Path, int] = {}
+"""Descriptors of the folders of this process."""
+
 
 def unpack(files: Iterable[pb.CodeFile]) -> Path:
     """A fresh folder that holds `files`.
@@ -21,7 +33,11 @@ def unpack(files: Iterable[pb.CodeFile]) -> Path:
     Raises:
         ConfigError: a file would land outside of it.
     """
-    folder = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-"))
+    unlocked = Path(tempfile.mkdtemp(prefix=_UNLOCKED_PREFIX))
+    fd = _lock(unlocked)
+    folder = unlocked.with_name(unlocked.name.replace(_UNLOCKED_PREFIX, _PREFIX, 1))
+    unlocked.rename(folder)
+    _locks[folder] = fd
     try:
         for file in files:
             target = folder.joinpath(*_safe_parts(file.path))
@@ -36,15 +52,17 @@ def unpack(files: Iterable[pb.CodeFile]) -> Path:
 def remove(folder: Path) -> None:
     """Remove a job's folder."""
     shutil.rmtree(folder, ignore_errors=True)
+    if (fd := _locks.pop(folder, None)) is not None:
+        os.close(fd)
 
 
 def sweep() -> None:
-    """Remove what servers that were killed have left behind; their process ids tell."""
-    for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*-*"):
-        pid = folder.name.removeprefix(_PREFIX).partition("-")[0]
-        with contextlib.suppress(PermissionError):  # alive, and somebody else's
-            if pid.isdecimal() and not _is_alive(int(pid)):
-                remove(folder)
+    """Remove what servers that were killed have left behind: folders that nobody locks."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+        with contextlib.suppress(OSError):  # in use, somebody else's, or no folder
+            fd = _lock(folder)
+            remove(folder)
+            os.close(fd)
 
 
 def _safe_parts(path: str) -> tuple[str, ...]:
@@ -54,9 +72,16 @@ def _safe_parts(path: str) -> tuple[str, ...]:
     return relative.parts
 
 
-def _is_alive(pid: int) -> bool:
+def _lock(folder: Path) -> int:
+    """The descriptor that holds a folder's lock, until it is closed.
+
+    Raises:
+        OSError: somebody else holds it; or it cannot be opened, is a link or no folder.
+    """
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
-        os.kill(pid, 0)
-    except (ProcessLookupError, OverflowError):
-        return False
-    return True
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
