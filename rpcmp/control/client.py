@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 CONNECT_SECONDS = 6.0
 """How long a server may take to answer for the first time."""
 
+PREPARE_SECONDS = 300.0
+"""A server's first worker is there only when torch is imported, from whatever disk."""
+
 CALL_SECONDS = 30.0
 """How long a server may take for any one call; it never computes."""
 
@@ -73,7 +76,7 @@ class StageClient:
 
     async def prepare(self, request: pb.PrepareRequest) -> pb.PrepareResponse:
         """Claim the server."""
-        return await self._call(self._stub.Prepare(request, timeout=CALL_SECONDS))
+        return await self._call(self._stub.Prepare(request, timeout=PREPARE_SECONDS))
 
     async def start(self, request: pb.StartRequest) -> pb.StartResponse:
         """Hand the worker its stage; takes as long as it takes to fetch what it begins with."""

@@ -64,9 +64,11 @@ async def drive(
                 await run.leave()
             raise InterruptedJobError(run.signals[-1], run.step) from None
         finally:
-            await run.close()
-            if forks is None:
-                await own.close()
+            try:
+                await run.close()
+            finally:
+                if forks is None:
+                    await own.close()
 
 
 def _order(evaluate: bool, save_state: Path | None, trace: Path | None) -> Message:

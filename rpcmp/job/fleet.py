@@ -111,11 +111,13 @@ class Fleet:
     async def free(self, generation: int) -> None:
         """Free all servers; stop those that were started here."""
         stop = pb.StopRequest(job_id=self.job_id, generation=generation)
-        await asyncio.gather(*(_try_stop(address, stop) for address in self.addresses))
-        if self._local is not None:
-            await self._local.stop()
-        if self._owns_forks:
-            await self.forks.close()
+        try:
+            await asyncio.gather(*(_try_stop(address, stop) for address in self.addresses))
+            if self._local is not None:
+                await self._local.stop()
+        finally:
+            if self._owns_forks:
+                await self.forks.close()
 
     async def _wait_for(self, index: int) -> None:
         stage, lost = self._config.stage_names[index], time.monotonic()

@@ -98,7 +98,22 @@ class Checkpointed:
     async def _send(self, file: pb.CheckpointFile, address: str) -> None:
         """Have a server write a file that this host has to its disk."""
         async with StageClient("", address) as client:
-            await client.put(_parts(self._fleet.job_id, file))
+            try:
+                await client.put(_parts(self._fleet.job_id, file))
+            except asyncio.CancelledError:
+                task = asyncio.current_task()
+                if task is None or task.cancelling():
+                    raise
+                # gRPC cancels a call whose messages cannot be had.
+                raise CheckpointError(f"cannot read {file.path} any more") from None
+
+    @staticmethod
+    async def _look(path: Path, file: StageFile) -> str:
+        """What of a file there is on this host's disk."""
+        try:
+            return await asyncio.to_thread(files.check, path, file.sha256, file.size)
+        except OSError as error:
+            raise CheckpointError(f"cannot read {path}: {error.strerror or error}") from error
 
     async def _holders(self, manifest: Manifest) -> dict[str, list[str]]:
         """The servers that have each file, whole; none where only this host has it.
@@ -116,7 +131,7 @@ class Checkpointed:
             if found[file.file]:
                 continue
             path = Path(wanted[index].path)
-            ours = await asyncio.to_thread(files.check, path, file.sha256, file.size)
+            ours = await self._look(path, file)
             if ours != "ok":
                 said = "damaged" if "damaged" in (ours, *at.values()) else "missing"
                 raise CheckpointError(

@@ -225,6 +225,7 @@ class Run:
                     "kind": type(error).__name__,
                 }
             )
+            session.let_go()
             await asyncio.sleep(decision.pause)
             await fleet.wait_until_ready()
         except RpcmpError:

@@ -1,6 +1,6 @@
 """One group from birth to end: one generation of a job.
 
-    (1) the driver process imports torch and plans         driver ──planned──> session
+    (1) the driver process plans                           driver ──planned──> session
     (2) meanwhile every server is claimed and watched      session ──Prepare, Watch──> servers
     (3) each worker gets its stage and joins               session ──Start, Mirror──> servers
     (4) all have joined: the driver may train              session ──train, serve──> driver
@@ -197,7 +197,6 @@ class Session:
         The servers stay claimed, so that nobody else takes them before the next generation does.
         """
         self._failure.ignore()
-        self._stages.end()
         if self._driver is not None:
             await self._driver.kill()
         if self._listening is not None:
@@ -206,6 +205,10 @@ class Session:
         while not self._events.empty():
             unheard.append(self._events.get_nowait())
         return unheard
+
+    def let_go(self) -> None:
+        """Free the servers that are being stopped: nobody asks them for anything any more."""
+        self._stages.end()
 
     async def close(self) -> None:
         """End whatever still runs; the servers end their workers when nobody watches."""

@@ -150,7 +150,7 @@ class Stages:
         await asyncio.gather(*(client.remove(request) for client in away.values()))
 
     def end(self) -> None:
-        """Hear that the group has ended; servers stay claimed but for those that have to stop."""
+        """Hear that nobody wants anything of the group; servers that have to stop are let go."""
         self._ended.set()
 
     async def close(self) -> None:

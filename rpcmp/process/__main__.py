@@ -1,7 +1,7 @@
 """The fork server: a process that has imported torch, and forks those that then need not.
 
     supervisor ──fork: module, descriptors──> fork server ──fork──> child, runs the module
-               <──started: pid────────────────     │ <─────────────── ends
+               <──started: pid, or failed─────     │ <─────────────── ends
                <──ended: pid, exit code───────     │
                ──adopt: another line──────────>    └── the children of a line end with it
 
@@ -42,6 +42,7 @@ class ForkServer:
 
     def __init__(self, first: socket.socket) -> None:
         self._first = first
+        self._pid = os.getpid()
         self._children: dict[int, socket.socket] = {}
         self._lines = selectors.DefaultSelector()
         self._lines.register(first, selectors.EVENT_READ)
@@ -82,7 +83,13 @@ class ForkServer:
     def _fork(self, line: socket.socket, module: str, fds: Sequence[int]) -> None:
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
-        pid = os.fork()
+        try:
+            pid = os.fork()
+        except OSError as error:  # no more processes, no memory
+            for fd in fds:
+                os.close(fd)
+            _tell(line, {"event": "failed", "error": str(error)})
+            return
         if not pid:
             self._become(module, fds)
         with contextlib.suppress(OSError):  # it was faster, and has done so itself
@@ -103,7 +110,7 @@ class ForkServer:
         self._wakeup.close()
         self._lines.close()
         channel, *more = fds
-        sys.argv = [module, *map(str, (channel, os.getppid(), *more))]
+        sys.argv = [module, *map(str, (channel, self._pid, *more))]
         setproctitle(module)
         runpy.run_module(module, run_name="__main__", alter_sys=True)
         sys.exit()
@@ -119,12 +126,12 @@ class ForkServer:
 
     def _end(self, line: socket.socket) -> None:
         """A supervisor is gone: its children must not outlive it."""
-        if line is self._first:
-            os._exit(0)  # the kernel ends all of them
         for pid, asked_by in self._children.items():
-            if asked_by is line:
+            if line in (asked_by, self._first):
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(pid, signal.SIGKILL)
+        if line is self._first:
+            os._exit(0)
         self._lines.unregister(line)
         line.close()
 

@@ -1,7 +1,8 @@
 """A supervisor's one child: spawned or forked, listened to, ended.
 
-From the event loop's thread, which lives as long as the supervisor: PR_SET_PDEATHSIG fires when the
-*thread* that spawned ends.
+Spawned from the event loop's thread, which lives as long as the supervisor: PR_SET_PDEATHSIG fires
+when the *thread* that spawned ends. One that was forked ends with its fork server, and that with
+the supervisor.
 """
 
 from __future__ import annotations
@@ -80,14 +81,16 @@ class Child:
         ours, theirs = socket.socketpair()
         stacks, memory = Stacks(), os.memfd_create("rpcmp-activity")
         activity = Activity(memory)
-        with theirs, os.fdopen(memory):
+        with contextlib.ExitStack() as on_error, theirs, os.fdopen(memory):
+            on_error.enter_context(ours)  # its end is the end of a child that nobody owns
             inherited = (theirs.fileno(), stacks.fd, memory, *fds)
             process: asyncio.subprocess.Process | Forked
             if forks is None:
                 process = await _start(module, environment, inherited)
             else:
                 process = await forks.fork(module, environment, inherited)
-        reader, writer = await asyncio.open_connection(sock=ours, limit=MAX_MESSAGE)
+            reader, writer = await asyncio.open_connection(sock=ours, limit=MAX_MESSAGE)
+            on_error.pop_all()
         return cls(process, reader, writer, stacks, activity)
 
     @property

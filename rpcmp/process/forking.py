@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
-from rpcmp.errors import WorkerDiedError
+from rpcmp.errors import JobError, WorkerDiedError
 from rpcmp.process.environment import compute_environment
 
 WORKERS, DRIVERS = "rpcmp.worker.preload", "rpcmp.driver.process"
@@ -84,6 +84,7 @@ class Forks:
 
         Raises:
             WorkerDiedError: the fork server ended meanwhile.
+            JobError: the system gives no more processes.
         """
         await self._require(environment)
         asked = asyncio.get_running_loop().create_future()
@@ -165,6 +166,10 @@ class Forks:
         match message["event"]:
             case "started":
                 self._started(Forked(message["pid"]))
+            case "failed":
+                asked = self._asked.popleft()
+                if not asked.cancelled():
+                    asked.set_exception(JobError(f"cannot fork a process: {message['error']}"))
             case "ended":
                 self._children.pop(message["pid"]).end(message["code"])
 

@@ -103,7 +103,7 @@ class Claim:
         ]
 
     async def start(self, request: pb.StartRequest) -> None:
-        """Tell the worker its stage and its place in the group; it may still be importing torch.
+        """Tell the worker its stage and its place in the group, as soon as it listens.
 
         Raises:
             CheckpointError, UnavailableError: what it has to begin with is not to be had.
