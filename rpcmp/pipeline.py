@@ -33,6 +33,7 @@ from rpcmp.handoff import Handoff
 from rpcmp.job.background import BackgroundLoop
 from rpcmp.job.balancing import balanced
 from rpcmp.job.callhistory import Call, CallHistory
+from rpcmp.job.fleet import forks_for
 from rpcmp.job.service import Service
 
 LOST = (WorkerDiedError, WorkerHungError, UnavailableError)
@@ -292,7 +293,8 @@ class PipelineOptimizer:
 async def _start(
     config: Config, connect: Sequence[str] | None, connection: socket.socket
 ) -> Service:
-    config, _ = await balanced(config, connect)
+    async with forks_for(config, connect) as forks:
+        config, _ = await balanced(config, connect, forks)
     service = Service(config.model_copy(update={"checkpoint": None}), connect)
     await service.start(connection)
     return service

@@ -6,11 +6,12 @@ A file appears under its name only when all of its bytes are on the disk, and th
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
 import hashlib
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
@@ -18,6 +19,9 @@ from typing import Literal
 
 BLOCK = 1 << 22
 """Bytes that are read or written at a time."""
+
+PART = 1 << 20
+"""Bytes of a part that travels in one message."""
 
 ALIGNMENT = 4096
 """What offsets and lengths must be multiples of to pass the page cache by."""
@@ -95,15 +99,15 @@ def sha256_of(path: Path) -> str:
         return _hash(file)
 
 
-def blocks(path: Path, size: int) -> Iterator[bytes]:
-    """A file's content, `size` bytes at a time.
+async def parts(path: Path) -> AsyncIterator[bytes]:
+    """A file's content, in parts that a message can carry; read on another thread.
 
     Raises:
         OSError: it cannot be read.
     """
-    with path.open("rb", buffering=0) as file:
-        while block := file.read(size):
-            yield block
+    content = _parts(path)
+    while part := await asyncio.to_thread(next, content, b""):
+        yield part
 
 
 def check(path: Path, sha256: str, size: int) -> Literal["ok", "missing", "damaged"]:
@@ -124,6 +128,12 @@ def check(path: Path, sha256: str, size: int) -> Literal["ok", "missing", "damag
         if error.errno in (errno.EIO, errno.EISDIR):
             return "damaged"
         raise
+
+
+def _parts(path: Path) -> Iterator[bytes]:
+    with path.open("rb", buffering=0) as file:
+        while part := file.read(PART):
+            yield part
 
 
 def _write(path: Path, chunks: Iterable[bytes | memoryview]) -> Written:

@@ -17,7 +17,6 @@ from rpcmp.balance.prediction import Prediction, predict
 from rpcmp.config import Config
 from rpcmp.errors import ConfigError
 from rpcmp.job.calls import require_one_each
-from rpcmp.job.fleet import forks_for
 from rpcmp.job.hostprofiles import Measured, measure
 from rpcmp.process.child import Child
 from rpcmp.process.environment import compute_environment
@@ -36,15 +35,13 @@ class Balanced(NamedTuple):
     prediction: Prediction | None
 
 
-async def balanced(
-    config: Config, connect: Sequence[str] | None = None, forks: Forks | None = None
-) -> Balanced:
+async def balanced(config: Config, connect: Sequence[str] | None, forks: Forks) -> Balanced:
     """Measure the model and choose its balance, where the config leaves that to us.
 
     Args:
         config: the job.
         connect: addresses of running stage servers; see Session.
-        forks: where processes come from; None: one for this alone.
+        forks: where processes come from.
 
     Raises:
         ConfigError: more stages than layers, no balance fits into memory, or there is no data.
@@ -52,11 +49,8 @@ async def balanced(
     """
     if not config.is_balanced_by_measurement:
         return Balanced(config, None)
-    addresses = config.addresses if connect is None else connect
-    if forks is None:
-        async with forks_for(addresses) as own:
-            return await balanced(config, connect, own)
     held = inflight.held(config)
+    addresses = config.addresses if connect is None else connect
     require_one_each(config, addresses)
     measured = await measure(config, addresses, await _sample(config, forks), forks)
     hosts = [

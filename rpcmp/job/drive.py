@@ -49,26 +49,23 @@ async def drive(
     Raises:
         RpcmpError: why the job did not come to its end; InterruptedJobError for a signal.
     """
-    own = forks or forks_for(config.addresses if connect is None else connect)
-    run = Run(config, connect, report, resume, own)
-    task = asyncio.ensure_future(run.train(_order(evaluate, save_state, trace)))
-    with _signals(lambda signum: run.interrupt(signum, task)):
-        try:
-            return await task
-        except asyncio.CancelledError:
-            if not run.signals:
-                raise
-            if len(run.signals) == 1 and run.saves_on(
-                run.signals[0]
-            ):  # between two generations: there is no step to end
-                await run.leave()
-            raise InterruptedJobError(run.signals[-1], run.step) from None
-        finally:
+    own = forks_for(config, connect) if forks is None else contextlib.nullcontext(forks)
+    async with own as processes:
+        run = Run(config, connect, report, resume, processes)
+        task = asyncio.ensure_future(run.train(_order(evaluate, save_state, trace)))
+        with _signals(lambda signum: run.interrupt(signum, task)):
             try:
-                await run.close()
+                return await task
+            except asyncio.CancelledError:
+                if not run.signals:
+                    raise
+                if len(run.signals) == 1 and run.saves_on(
+                    run.signals[0]
+                ):  # between two generations: there is no step to end
+                    await run.leave()
+                raise InterruptedJobError(run.signals[-1], run.step) from None
             finally:
-                if forks is None:
-                    await own.close()
+                await run.close()
 
 
 def _order(evaluate: bool, save_state: Path | None, trace: Path | None) -> Message:

@@ -70,7 +70,7 @@ class Fleet:
         self._config = config
         self._report = report
         self._spares = list(config.recovery.spares)
-        self.forks = forks or forks_for(self.addresses)
+        self.forks = forks or forks_for(config, connect)
         self._owns_forks = forks is None
         self._local = None if self.addresses else LocalServers(self.forks)
 
@@ -159,8 +159,9 @@ class Fleet:
         return False
 
 
-def forks_for(addresses: Sequence[str]) -> Forks:
-    """What forks the processes of a job on these servers; none: on servers of its own."""
+def forks_for(config: Config, connect: Sequence[str] | None) -> Forks:
+    """What forks the processes of a job: its driver's, and its workers where it starts servers."""
+    addresses = config.addresses if connect is None else connect
     return Forks([DRIVERS] if addresses else [WORKERS, DRIVERS])
 
 

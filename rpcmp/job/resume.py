@@ -24,9 +24,6 @@ from rpcmp.job.session import Begin
 from rpcmp.process.channel import Message
 from rpcmp.v1 import control_pb2 as pb
 
-BLOCK = 2**20
-"""Bytes of a file that are sent at a time."""
-
 
 class Checkpointed:
     """The checkpoints that a run can go on from.
@@ -143,8 +140,7 @@ class Checkpointed:
 
 async def _parts(job_id: str, file: pb.CheckpointFile) -> AsyncIterator[pb.PutRequest]:
     yield pb.PutRequest(job_id=job_id, file=file)
-    content = files.blocks(Path(file.path), BLOCK)
-    while data := await asyncio.to_thread(next, content, b""):
+    async for data in files.parts(Path(file.path)):
         yield pb.PutRequest(data=data)
 
 

@@ -28,6 +28,7 @@ from typing import Any, NoReturn
 from setproctitle import setproctitle
 
 from rpcmp.process.channel import die_with_parent
+from rpcmp.process.interpreter import kill_group
 
 MAX_BYTES = 64 * 1024
 MAX_FDS = 64
@@ -128,8 +129,7 @@ class ForkServer:
         """A supervisor is gone: its children must not outlive it."""
         for pid, asked_by in self._children.items():
             if line in (asked_by, self._first):
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(pid, signal.SIGKILL)
+                kill_group(pid)
         if line is self._first:
             os._exit(0)
         self._lines.unregister(line)

@@ -14,15 +14,15 @@ import os
 import platform
 import signal
 import socket
-import sys
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rpcmp.errors import WorkerDiedError, WorkerHungError, from_wire
+from rpcmp.process import interpreter
 from rpcmp.process.activity import Activity
 from rpcmp.process.channel import STACKS_SIGNAL, Message
-from rpcmp.process.forking import Forked, Forks, has_fd
+from rpcmp.process.forking import Forked, Forks
 from rpcmp.process.stacks import Stacks
 
 MAX_MESSAGE = 64 * 2**20
@@ -67,8 +67,6 @@ class Child:
     ) -> Child:
         """Start `python -m module CHANNEL PARENT_PID STACKS ACTIVITY FDS...`.
 
-        Its standard output goes to our standard error: ours may be somebody's data.
-
         Args:
             module: has a `__main__` that calls `rpcmp.process.channel.begin_child`.
             environment: set in addition to our own.
@@ -86,7 +84,9 @@ class Child:
             inherited = (theirs.fileno(), stacks.fd, memory, *fds)
             process: asyncio.subprocess.Process | Forked
             if forks is None:
-                process = await _start(module, environment, inherited)
+                channel, *more = inherited
+                arguments = [str(each) for each in (channel, os.getpid(), *more)]
+                process = await interpreter.start(module, arguments, environment, inherited)
             else:
                 process = await forks.fork(module, environment, inherited)
             reader, writer = await asyncio.open_connection(sock=ours, limit=MAX_MESSAGE)
@@ -164,8 +164,7 @@ class Child:
 
     async def kill(self) -> None:
         """End the child at once, and what it has forked; returns when it is gone."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+        interpreter.kill_group(self._process.pid)
         await self._process.wait()
         self._writer.close()
 
@@ -208,19 +207,3 @@ def _state(pid: int) -> str:
     except OSError:
         return ""
     return next((line.replace("\t", " ") for line in lines if line.startswith("State:")), "")
-
-
-async def _start(
-    module: str, environment: Mapping[str, str], fds: Sequence[int]
-) -> asyncio.subprocess.Process:
-    channel, *more = fds
-    return await asyncio.create_subprocess_exec(
-        sys.executable,
-        # -P: a file in the current directory must not pass for a module.
-        *("-P", "-m", module, *map(str, (channel, os.getpid(), *more))),
-        env={**os.environ, **environment},
-        pass_fds=fds,
-        stdin=asyncio.subprocess.DEVNULL,
-        stdout=sys.stderr.fileno() if has_fd(sys.stderr) else None,
-        start_new_session=True,  # what the user's code forks is ended together with it
-    )

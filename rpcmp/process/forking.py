@@ -9,12 +9,12 @@ import os
 import platform
 import signal
 import socket
-import sys
 from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 from rpcmp.errors import JobError, WorkerDiedError
+from rpcmp.process import interpreter
 from rpcmp.process.environment import compute_environment
 
 WORKERS, DRIVERS = "rpcmp.worker.preload", "rpcmp.driver.process"
@@ -126,17 +126,12 @@ class Forks:
         self._environment = dict(environment)
         ours, theirs = _line()
         with theirs:
-            self._server = await asyncio.create_subprocess_exec(
-                sys.executable,
-                # -P: a file in the current directory must not pass for a module.
-                *("-P", "-m", "rpcmp.process", str(theirs.fileno()), str(os.getpid())),
-                *self._preloaded,
+            self._server = await interpreter.start(
+                "rpcmp.process",
+                [str(theirs.fileno()), str(os.getpid()), *self._preloaded],
                 # A process's title must not be written over its environment.
-                env={**os.environ, **environment, "SPT_NOENV": "1"},
-                pass_fds=[theirs.fileno()],
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=sys.stderr.fileno() if has_fd(sys.stderr) else None,
-                start_new_session=True,
+                {**environment, "SPT_NOENV": "1"},
+                [theirs.fileno()],
             )
         self._listen(ours)
 
@@ -177,7 +172,7 @@ class Forks:
         self._children[child.pid] = child
         asked = self._asked.popleft()
         if asked.cancelled():
-            _kill(child.pid)
+            interpreter.kill_group(child.pid)
         else:
             asked.set_result(child)
 
@@ -189,7 +184,7 @@ class Forks:
             self._line = None
         children, self._children = self._children, {}
         for child in children.values():
-            _kill(child.pid)
+            interpreter.kill_group(child.pid)
             child.end(-signal.SIGKILL)
         asked, self._asked = self._asked, deque()
         for waiting in asked:
@@ -197,19 +192,6 @@ class Forks:
                 waiting.set_exception(WorkerDiedError(GONE))
 
 
-def _kill(pid: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(pid, signal.SIGKILL)
-
-
 def _line() -> tuple[socket.socket, socket.socket]:
     """Two ends; what is sent arrives as one piece, with its descriptors."""
     return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-
-
-def has_fd(stream: object) -> bool:
-    """Whether a standard stream is a real file; a notebook's is not."""
-    try:
-        return stream.fileno() >= 0  # type: ignore[attr-defined, no-any-return]
-    except (OSError, AttributeError, ValueError):
-        return False

@@ -1,7 +1,7 @@
 """Starts a process that takes a sample of the data, or measures layers with one.
 
-The bond with the supervisor comes first and torch, which takes a second to import, after it: a
-supervisor that dies meanwhile must not leave a process behind.
+The bond with the supervisor comes first, before anything that may take time: a supervisor that dies
+meanwhile must not leave a process behind.
 """
 
 from rpcmp.process.channel import begin_child

@@ -12,14 +12,11 @@ from rpcmp.errors import CheckpointError, UnreachableError
 from rpcmp.snapshot.slots import Slots
 from rpcmp.v1 import control_pb2 as pb
 
-BLOCK = 2**20
-"""Bytes of a message that carries a part."""
-
 
 async def blocks(fd: int, length: int) -> AsyncIterator[pb.FetchResponse]:
-    """The first `length` bytes of a file or of memory."""
-    for offset in range(0, length, BLOCK):
-        data = await asyncio.to_thread(os.pread, fd, min(BLOCK, length - offset), offset)
+    """The first `length` bytes of a snapshot's memory."""
+    for offset in range(0, length, files.PART):
+        data = await asyncio.to_thread(os.pread, fd, min(files.PART, length - offset), offset)
         yield pb.FetchResponse(data=data)
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -228,14 +227,10 @@ class Vault:
     @staticmethod
     async def _file_blocks(path: str) -> AsyncIterator[pb.FetchResponse]:
         try:
-            fd = os.open(path, os.O_RDONLY)
+            async for data in files.parts(Path(path)):
+                yield pb.FetchResponse(data=data)
         except OSError as error:
             raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
-        try:
-            async for part in blocks(fd, os.fstat(fd).st_size):
-                yield part
-        finally:
-            os.close(fd)
 
     def _require(self, stage_name: str, step: int) -> Held:
         found = self.find(stage_name, step)
