@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from rpcmp import scratch
 from rpcmp.errors import ConfigError
 from rpcmp.job import code
 from rpcmp.server import codefolder
@@ -90,8 +91,8 @@ def test_odd_names_stay_inside(temporary: Path, path: str) -> None:
 
 def test_removing_leaves_nothing(temporary: Path) -> None:
     folder = codefolder.unpack([file("zoo/net.py")])
-    codefolder.remove(folder)
-    codefolder.remove(folder)  # the second time there is nothing to do
+    scratch.remove(folder)
+    scratch.remove(folder)  # the second time there is nothing to do
     assert list(temporary.iterdir()) == []
 
 
@@ -104,7 +105,7 @@ def test_sweeping_removes_what_dead_servers_left_and_nothing_else(temporary: Pat
     ours = codefolder.unpack([file("model.py")])
     (other := temporary / "rpcmp-other").mkdir()
     (unlocked := temporary / "rpcmp-code-file").touch()
-    codefolder.sweep()
+    scratch.sweep(codefolder.PREFIX)
     assert not dead.exists()
     assert sorted(temporary.iterdir()) == sorted([other, ours, unlocked])
 
@@ -117,10 +118,10 @@ def test_what_another_server_uses_stays(temporary: Path) -> None:
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as server:
         assert server.stdout is not None
         used = Path(server.stdout.readline().strip())
-        codefolder.sweep()
+        scratch.sweep(codefolder.PREFIX)
         assert (used / "model.py").exists()
         server.communicate("")
-    codefolder.sweep()
+    scratch.sweep(codefolder.PREFIX)
     assert not used.exists()
 
 
@@ -128,5 +129,5 @@ def test_sweeping_does_not_follow_links(temporary: Path) -> None:
     (kept := temporary / "kept").mkdir()
     (kept / "file").touch()
     (temporary / "rpcmp-code-x").symlink_to(kept)
-    codefolder.sweep()
+    scratch.sweep(codefolder.PREFIX)
     assert (kept / "file").exists()
