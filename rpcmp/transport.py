@@ -1,7 +1,8 @@
 """The one module that touches torch.distributed.rpc, its autograd and their private parts.
 
 A process joins one group, once. The agent is built directly instead of by `init_rpc`, which would
-open a TCPStore and a Gloo group beside it: like this a worker has one listening socket. What we
+open a TCPStore and a Gloo group beside it: like this a worker has one listening socket. It is built
+in a thread that is in the private network of `rpcmp.process.network`, and with it its own. What we
 rely on in torch is pinned down by tests/test_torch_contract.py:
 
 - `TensorPipeAgent` needs a store with `set`, `get`, `compare_set`, and for a graceful shutdown
@@ -11,6 +12,7 @@ rely on in torch is pinned down by tests/test_torch_contract.py:
   where both may: one host, one user, the same namespaces, as both sides find out when they connect.
   Where Yama restricts ptrace it lets other processes of the same user attach to a worker. Elsewhere
   "basic" sends them over the socket.
+- Messages are unpickled by `torch.distributed.rpc.internal._unpickler`, which we replace.
 - A handler's exception comes back garbled and `Future.set_exception` as a successful value, so
   nothing ever raises into torch: a `Raised` value carries the error, and every callback catches.
 - A response is recorded under its request's autograd context, whichever thread fulfils it.
@@ -40,9 +42,23 @@ from torch._C._distributed_rpc import TensorPipeAgent
 from torch.distributed import Store, rpc  # type: ignore[attr-defined]
 from torch.distributed import autograd as dist_autograd
 from torch.distributed.rpc import api as rpc_api
+from torch.distributed.rpc import internal as rpc_internal
 from torch.futures import Future
 
-from rpcmp.errors import JobError, RpcmpError, WorkerDiedError, from_wire, one_line, to_wire
+from rpcmp import unpickling
+from rpcmp.errors import (
+    JobError,
+    RpcmpError,
+    SecurityError,
+    WorkerDiedError,
+    from_wire,
+    one_line,
+    to_wire,
+)
+from rpcmp.process import network
+from rpcmp.process.listeners import listeners
+from rpcmp.process.network import address_of
+from rpcmp.unpickling import Method
 
 NUM_RPC_THREADS = 4
 """Threads that receive requests and run callbacks; handlers never block one."""
@@ -51,6 +67,8 @@ ACKNOWLEDGED_SECONDS = 1.0
 """How long the acknowledgement of a reference may be under way."""
 
 RRef = rpc.RRef
+
+rpc_internal._unpickler = unpickling.Unpickler  # what messages may name, see there
 
 
 class Raised(NamedTuple):
@@ -80,8 +98,8 @@ def reserve_threads(in_flight: int) -> None:
     torch.set_num_interop_threads(in_flight + 2)
 
 
-def join(members: Sequence[str], rank: int, store: Store, service: object) -> None:
-    """Join the group; returns when all members have announced themselves.
+def join(members: Sequence[str], rank: int, store: Store, service: object) -> str:
+    """Join the group; where this process listens, once all members have announced themselves.
 
     Whoever is called must have returned from this: the driver waits until its supervisor has heard
     so from all of them.
@@ -91,8 +109,26 @@ def join(members: Sequence[str], rank: int, store: Store, service: object) -> No
         rank: this process's place in `members`.
         store: where the members exchange addresses.
         service: the object whose methods the others may call.
+
+    Raises:
+        SecurityError: the agent listens where it should not.
     """
     _served.service, _served.store = service, store
+    os.environ["TP_SOCKET_IFNAME"] = network.current.interface(rank)
+    before = listeners()
+    network.current.run(lambda: _start_agent(members, rank, store))
+    opened = [address for socket, address in listeners().items() if socket not in before]
+    expected = address_of(rank) if network.current.is_private else "127.0.0.1"
+    if [address.rpartition(":")[0] for address in opened] != [expected]:
+        raise SecurityError(
+            f"{members[rank]!r} should listen on {expected} and nowhere else, but it listens on "
+            f"{', '.join(opened) or 'nothing'}: whoever reaches that runs code on this host"
+        )
+    return opened[0]
+
+
+def _start_agent(members: Sequence[str], rank: int, store: Store) -> None:
+    """In the thread whose network its threads are to be in."""
     # No timeout: a slow step is not a fault. Whether a peer lives is the supervisors' business.
     options = rpc.TensorPipeRpcBackendOptions(
         num_worker_threads=NUM_RPC_THREADS,
@@ -230,14 +266,12 @@ def live_state() -> dict[str, int]:
 
 
 @rpc.functions.async_execution  # type: ignore[untyped-decorator]
-def _dispatch(method: Callable[..., Any], args: tuple[Any, ...]) -> Future[Any]:
+def _dispatch(method: Method, args: tuple[Any, ...]) -> Future[Any]:
     return _answer(_served.service, method, args)
 
 
 @rpc.functions.async_execution  # type: ignore[untyped-decorator]
-def _dispatch_rref(
-    target_rref: RRef[Any], method: Callable[..., Any], args: tuple[Any, ...]
-) -> Future[Any]:
+def _dispatch_rref(target_rref: RRef[Any], method: Method, args: tuple[Any, ...]) -> Future[Any]:
     return _answer(target_rref.local_value(), method, args)
 
 
@@ -252,8 +286,8 @@ def attempt(function: Callable[[], Any]) -> Any:
         return Raised(to_wire(JobError(f"{one_line(error)}\n{text}")))
 
 
-def _answer(target: Any, method: Callable[..., Any], args: tuple[Any, ...]) -> Future[Any]:
-    value = attempt(lambda: method(target, *args))
+def _answer(target: Any, method: Method, args: tuple[Any, ...]) -> Future[Any]:
+    value = attempt(lambda: method.function(target, *args))
     if isinstance(value, Future):
         return value
     future: Future[Any] = Future()
@@ -265,5 +299,5 @@ def _get_service() -> Any:
     return _served.service
 
 
-def _get_part(owner_rref: RRef[Any], getter: Callable[[Any], Any]) -> Any:
-    return getter(owner_rref.local_value())
+def _get_part(owner_rref: RRef[Any], getter: Method) -> Any:
+    return getter.function(owner_rref.local_value())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import grpc
@@ -12,12 +12,18 @@ from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from grpc_health.v1.health_pb2_grpc import HealthStub
 
 from rpcmp.control.options import CHANNEL_OPTIONS
-from rpcmp.errors import RpcmpError, UnreachableError, from_wire
+from rpcmp.errors import RpcmpError, SecurityError, UnreachableError, from_wire
 from rpcmp.v1 import control_pb2 as pb
-from rpcmp.v1.control_pb2_grpc import ControlStub, SnapshotsStub
+from rpcmp.v1.control_pb2_grpc import ControlStub, RendezvousStub, SnapshotsStub
+from rpcmp.wire.dialer import Dialer
+from rpcmp.wire.tunnel import Tunnel
 
 if TYPE_CHECKING:
-    from rpcmp.v1.control_pb2_grpc import ControlAsyncStub, SnapshotsAsyncStub
+    from rpcmp.v1.control_pb2_grpc import (
+        ControlAsyncStub,
+        RendezvousAsyncStub,
+        SnapshotsAsyncStub,
+    )
 
 CONNECT_SECONDS = 6.0
 """How long a server may take to answer for the first time."""
@@ -37,25 +43,35 @@ class StageClient:
     Args:
         name: the stage's, for errors.
         address: HOST:PORT.
+        dialer: how this process talks to servers.
+        stage_index: which stage its certificate has to be for; None: any.
     """
 
-    def __init__(self, name: str, address: str) -> None:
+    def __init__(
+        self, name: str, address: str, dialer: Dialer, stage_index: int | None = None
+    ) -> None:
         self.name = name
         self.address = address
-        self._channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+        has_tls = dialer.security.credentials is not None
+        self._tunnel = Tunnel(dialer, address, stage_index) if has_tls else None
+        target = address if self._tunnel is None else self._tunnel.target
+        self._channel = grpc.aio.insecure_channel(target, options=CHANNEL_OPTIONS)
         self._stub: ControlAsyncStub = ControlStub(self._channel)
         self._snapshots: SnapshotsAsyncStub = SnapshotsStub(self._channel)
+        self._rendezvous: RendezvousAsyncStub = RendezvousStub(self._channel)
 
     async def connect(self, seconds: float = CONNECT_SECONDS) -> pb.DescribeResponse:
         """Wait until the server answers, and say who it is.
 
         Raises:
             UnreachableError: nobody answers within so many seconds.
+            SecurityError: it is not who it should be, or does not let us in.
         """
         request = pb.DescribeRequest()
         try:
             async with asyncio.timeout(seconds):
-                return await self._stub.Describe(request, wait_for_ready=True)
+                described = self._stub.Describe(request, wait_for_ready=True)
+                return await self._unless_refused(described)
         except TimeoutError as error:
             raise UnreachableError(
                 f"stage {self.name!r} at {self.address} does not answer within "
@@ -81,6 +97,10 @@ class StageClient:
     async def start(self, request: pb.StartRequest) -> pb.StartResponse:
         """Hand the worker its stage; takes as long as it takes to fetch what it begins with."""
         return await self._call(self._stub.Start(request))
+
+    async def link(self, request: pb.LinkRequest) -> pb.LinkResponse:
+        """Tell the server where the agents of the others listen."""
+        return await self._call(self._stub.Link(request, timeout=CALL_SECONDS))
 
     async def stop(self, request: pb.StopRequest) -> pb.StopResponse:
         """Free the server."""
@@ -127,6 +147,32 @@ class StageClient:
         async for part in self._stream(self._snapshots.Fetch(request)):
             yield part
 
+    async def store_set(self, job: Mapping[str, Any], key: str, value: bytes) -> bytes:
+        """Set a key of a group's rendezvous store."""
+        await self._call(self._rendezvous.Set(pb.SetRequest(**job, key=key, value=value)))
+        return b""
+
+    async def store_get(self, job: Mapping[str, Any], keys: Sequence[str]) -> bytes:
+        """The value of the first of some keys, once all are set."""
+        answer = await self._call(self._rendezvous.Get(pb.GetRequest(**job, keys=keys)))
+        value: bytes = answer.value
+        return value
+
+    async def store_compare_set(
+        self, job: Mapping[str, Any], key: str, expected: bytes, desired: bytes
+    ) -> bytes:
+        """Set a key that has the value `expected`; what it has then."""
+        request = pb.CompareSetRequest(**job, key=key, expected=expected, desired=desired)
+        answer = await self._call(self._rendezvous.CompareSet(request))
+        value: bytes = answer.value
+        return value
+
+    async def store_add(self, job: Mapping[str, Any], key: str, amount: int) -> bytes:
+        """Add to a key that counts; what it has then, in decimal."""
+        request = pb.AddRequest(**job, key=key, amount=amount)
+        answer = await self._call(self._rendezvous.Add(request))
+        return str(answer.value).encode()
+
     async def watch(self, request: pb.WatchRequest) -> AsyncIterator[pb.WatchResponse]:
         """What happens to the worker, until the claim ends.
 
@@ -139,12 +185,31 @@ class StageClient:
     async def close(self) -> None:
         """Close the connection."""
         await self._channel.close(None)
+        if self._tunnel is not None:
+            await self._tunnel.close()
 
     async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *raised: object) -> None:
         await self.close()
+
+    async def _unless_refused(self, call: Awaitable[Answer]) -> Answer:
+        """What the server answers; not waited for where it has turned out not to be the one."""
+        if self._tunnel is None:
+            return await call
+        answer, refused = asyncio.ensure_future(call), self._tunnel.refused
+        both: list[asyncio.Future[Any]] = [answer, refused]
+        try:
+            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+            if not answer.done():
+                raise self._place(refused.result())
+            return await answer
+        finally:
+            answer.cancel()
+
+    def _place(self, error: SecurityError) -> SecurityError:
+        return SecurityError(f"stage {self.name!r}: {error}")
 
     async def _stream(self, stream: Any) -> AsyncIterator[Any]:
         try:
@@ -165,6 +230,11 @@ class StageClient:
         """The error that the server raised, with its place; else that it is unreachable."""
         where = f"stage {self.name!r} at {self.address}"
         details = error.details() or ""
+        refused = self._tunnel.refused if self._tunnel is not None else None
+        if refused is not None and refused.done() and not refused.cancelled():
+            return self._place(refused.result())
+        if error.code() is grpc.StatusCode.PERMISSION_DENIED:
+            return SecurityError(f"{where}: {details}")
         if error.code() is grpc.StatusCode.FAILED_PRECONDITION and details.startswith("{"):
             data = json.loads(details)
             if set(data["fields"]) == {"message"}:

@@ -1,6 +1,7 @@
 """The driver process: plan, join the group, then train or take calls.
 
 supervisor ──plan──> driver ──planned──> ...  ──join──> driver ──joined──> ...
+           ──stored──> driver ──store──> ...: what the agent asks of the rendezvous
            ──train──> driver ──start, progress, step, eval, report, summary, done──> ...
            ──saved──> driver: a checkpoint is on the disks
            ──segments──> driver: a few steps for each "segment", until "finish"; under
@@ -18,9 +19,8 @@ import threading
 import traceback
 from pathlib import Path
 
-from rpcmp import factory, inflight, plan, transport
+from rpcmp import factory, inflight, plan, transport, unpickling
 from rpcmp.config import Config
-from rpcmp.control.store import GrpcStore
 from rpcmp.driver import calls
 from rpcmp.driver.group import Group
 from rpcmp.driver.progress import Progress
@@ -31,6 +31,7 @@ from rpcmp.process import heartbeat
 from rpcmp.process.channel import Bond, Message
 from rpcmp.setting import Setting
 from rpcmp.source import Source
+from rpcmp.store import ChannelStore
 from rpcmp.tensorfile import save_tensors
 
 LEAVE_SECONDS = 10.0
@@ -62,6 +63,7 @@ class DriverProcess:
         self._training: Training | None = None
         self._saves_at_end = False
         self._datasets: Datasets | None = None
+        self._store = ChannelStore(self._channel.send)
         threading.Thread(target=self._listen, daemon=True).start()
 
     def run(self) -> None:
@@ -71,8 +73,8 @@ class DriverProcess:
         heartbeat.begin(self._channel)
         order = self._messages.get()
         with self._activity.doing("join"):
-            self._join(config, order)
-        self._channel.send({"event": "joined"})
+            address = transport.join(order["members"], order["rank"], self._store, self._source)
+        self._channel.send({"event": "joined", "address": address})
         work = self._messages.get()
         group = Group(config, self._source)
         match work["op"]:
@@ -92,6 +94,7 @@ class DriverProcess:
         folder = Path(message["folder"])
         sys.path.insert(0, str(folder))
         config = Config.model_validate_json(message["config"]).with_folder(folder)
+        unpickling.allow(config.modules, (path.stem for path in folder.iterdir()))
         settings = [Setting(**setting) for setting in message["settings"]]
         configs = [config, *(setting.on(config) for setting in settings)]
         transport.reserve_threads(max(map(inflight.in_flight, configs)))
@@ -102,10 +105,6 @@ class DriverProcess:
             factory.resolve(config.report.callable, "report")
         self._channel.send({"event": "planned", "assignments": assignments})
         return config
-
-    def _join(self, config: Config, order: Message) -> None:
-        store = GrpcStore(order["rendezvous"], order["job_id"], order["generation"])
-        transport.join(order["members"], order["rank"], store, self._source)
 
     def _train(self, config: Config, group: Group, order: Message) -> None:
         tracer = Tracer(config, group) if order["trace"] else None
@@ -173,6 +172,8 @@ class DriverProcess:
     def _listen(self) -> None:
         while (message := self._channel.receive()) is not None:
             match message["op"]:
+                case "stored":
+                    self._store.heard(message)
                 case "finish_step":
                     self._saves_at_end |= message["save"]
                     self._stop.set()

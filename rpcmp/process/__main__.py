@@ -4,6 +4,7 @@
                <──started: pid, or failed─────     │ <─────────────── ends
                <──ended: pid, exit code───────     │
                ──adopt: another line──────────>    └── the children of a line end with it
+               ──network, socket, listener────>  what the supervisor needs of their network
 
 To import torch takes two seconds of a core, to fork some milliseconds; and what was imported lies
 in memory once. It imports and does nothing else: a lock that another thread held, or a GPU's
@@ -22,11 +23,12 @@ import selectors
 import signal
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from setproctitle import setproctitle
 
+from rpcmp.process import network
 from rpcmp.process.channel import die_with_parent
 from rpcmp.process.interpreter import kill_group
 
@@ -80,6 +82,17 @@ class ForkServer:
             case "adopt":
                 (fd,) = fds
                 self._lines.register(socket.socket(fileno=fd), selectors.EVENT_READ)
+            case "network":
+                here = network.current
+                told = {"name": here.name, "is_private": here.is_private, "reason": here.reason}
+                _tell(line, {"event": "network", **told})
+            case "namespaces":
+                socket.send_fds(line, [b'{"event": "namespaces"}'], network.current.namespaces)
+            case "socket":
+                _give(line, network.current.connectable)
+            case "listener":
+                host, port = message["host"], message["port"]
+                _give(line, lambda: network.current.listener(host, port))
 
     def _fork(self, line: socket.socket, module: str, fds: Sequence[int]) -> None:
         for stream in (sys.stdout, sys.stderr):
@@ -142,12 +155,28 @@ def _tell(line: socket.socket, message: dict[str, Any]) -> None:
         line.send(json.dumps(message).encode())
 
 
+def _give(line: socket.socket, make: Callable[[], socket.socket]) -> None:
+    """Give a supervisor a socket of our network."""
+    try:
+        with make() as made:
+            socket.send_fds(line, [json.dumps({"event": "socket"}).encode()], [made.fileno()])
+    except OSError as error:
+        _tell(line, {"event": "failed", "error": error.strerror or str(error)})
+
+
 def main() -> NoReturn:
-    """Serve the line with the first argument's descriptor; the others are parent and modules."""
-    fd, parent_pid, *modules = sys.argv[1:]
-    os.set_inheritable(int(fd), False)
+    """Serve the line whose descriptor comes first.
+
+    Then come the parent, descriptors of the namespaces to live in ("": new ones), and modules.
+    """
+    fd, parent_pid, namespaces, *modules = sys.argv[1:]
+    shared = [int(each) for each in namespaces.split(",") if each]
+    for each in (int(fd), *shared):
+        os.set_inheritable(each, False)
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, signal.SIG_IGN)
+    # Takes a process that has one thread.
+    network.current = network.share(shared) if shared else network.open_private()
     die_with_parent(int(parent_pid), signal.SIGKILL)
     for module in modules:
         importlib.import_module(module)

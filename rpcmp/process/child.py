@@ -143,7 +143,11 @@ class Child:
         """The next line; nothing where there will be none."""
         reading = asyncio.ensure_future(self._reader.readline())
         either: list[asyncio.Future[Any]] = [reading, ended]
-        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        try:
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        except asyncio.CancelledError:
+            reading.cancel()
+            raise
         if not reading.done():  # it has ended: what it said before is on its way
             await asyncio.wait([reading], timeout=LAST_WORDS_SECONDS)
         if not reading.done():

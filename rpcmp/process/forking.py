@@ -11,6 +11,7 @@ import signal
 import socket
 from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Self
 
 from rpcmp.errors import JobError, WorkerDiedError
@@ -21,11 +22,28 @@ WORKERS, DRIVERS = "rpcmp.worker.preload", "rpcmp.driver.process"
 """Imported before any worker is forked, and before any driver process."""
 
 MAX_BYTES = 64 * 1024
+MAX_FDS = 2
+MAX_ASKED = 16
 
 GONE = (
     f"the process on {platform.node()} that imports torch and forks workers has died; its standard "
     "error says why"
 )
+
+
+@dataclass(frozen=True)
+class NetworkOf:
+    """Where the RPC agents of forked processes listen, see `rpcmp.process.network`.
+
+    Attributes:
+        name: equal for those who reach each other by loopback.
+        is_private: whether no other user of the machine is in it.
+        reason: why it is not.
+    """
+
+    name: str
+    is_private: bool
+    reason: str
 
 
 class Forked:
@@ -67,10 +85,11 @@ class Forks:
         self._preloaded = preloaded
         self._environment = compute_environment(threads=1)
         self._starting = asyncio.Lock()
+        self._giving = asyncio.Semaphore(MAX_ASKED)  # what is asked for waits in the line's buffer
         self._server: asyncio.subprocess.Process | None = None
         self._line: socket.socket | None = None
         self._children: dict[int, Forked] = {}
-        self._asked: deque[asyncio.Future[Forked]] = deque()
+        self._asked: deque[asyncio.Future[Any]] = deque()
         if line is not None:
             self._listen(line)
 
@@ -87,11 +106,29 @@ class Forks:
             JobError: the system gives no more processes.
         """
         await self._require(environment)
-        asked = asyncio.get_running_loop().create_future()
-        self._asked.append(asked)
-        self._send({"op": "fork", "module": module}, fds)
-        forked: Forked = await asked
+        forked: Forked = await self._ask({"op": "fork", "module": module}, fds)
         return forked
+
+    async def network(self) -> NetworkOf:
+        """The network of what is forked."""
+        await self._require(self._environment)
+        found: NetworkOf = await self._ask({"op": "network"})
+        return found
+
+    async def connectable(self) -> socket.socket:
+        """A TCP socket in the network of what is forked."""
+        async with self._giving:
+            made: socket.socket = await self._ask({"op": "socket"})
+            return made
+
+    async def listener(self, host: str, port: int) -> socket.socket:
+        """A TCP socket there that listens.
+
+        Raises:
+            JobError: the port is taken, which only happens where the network is not private.
+        """
+        made: socket.socket = await self._ask({"op": "listener", "host": host, "port": port})
+        return made
 
     async def another_line(self) -> socket.socket:
         """A line for another supervisor on this machine to fork by; its children end with it."""
@@ -122,16 +159,22 @@ class Forks:
                 await self._start(environment)
 
     async def _start(self, environment: Mapping[str, str]) -> None:
+        namespaces: list[int] = []
+        if self._line is not None:  # who was forked elsewhere, in the same network, stays in reach
+            namespaces = await self._ask({"op": "namespaces"})
         await self.close()
         self._environment = dict(environment)
         ours, theirs = _line()
-        with theirs:
+        shared = ",".join(map(str, namespaces))
+        with theirs, contextlib.ExitStack() as opened:
+            for fd in namespaces:
+                opened.callback(os.close, fd)
             self._server = await interpreter.start(
                 "rpcmp.process",
-                [str(theirs.fileno()), str(os.getpid()), *self._preloaded],
+                [str(theirs.fileno()), str(os.getpid()), shared, *self._preloaded],
                 # A process's title must not be written over its environment.
                 {**environment, "SPT_NOENV": "1"},
-                [theirs.fileno()],
+                [theirs.fileno(), *namespaces],
             )
         self._listen(ours)
 
@@ -139,6 +182,16 @@ class Forks:
         line.setblocking(False)
         self._line = line
         asyncio.get_running_loop().add_reader(line, self._hear, line)
+
+    def _ask(self, message: dict[str, Any], fds: Sequence[int] = ()) -> asyncio.Future[Any]:
+        """The answer to a message; answers come in the order of what was asked."""
+        asked = asyncio.get_running_loop().create_future()
+        if self._line is None:
+            asked.set_exception(WorkerDiedError(GONE))
+            return asked
+        self._asked.append(asked)
+        self._send(message, fds)
+        return asked
 
     def _send(self, message: dict[str, Any], fds: Sequence[int]) -> None:
         assert self._line is not None
@@ -149,11 +202,11 @@ class Forks:
 
     def _hear(self, line: socket.socket) -> None:
         try:
-            data = line.recv(MAX_BYTES)
+            data, fds, _, _ = socket.recv_fds(line, MAX_BYTES, MAX_FDS)
         except BlockingIOError:
             return
         except OSError:
-            data = b""
+            data, fds = b"", []
         if not data:
             self._hang_up()
             return
@@ -161,20 +214,33 @@ class Forks:
         match message["event"]:
             case "started":
                 self._started(Forked(message["pid"]))
-            case "failed":
+            case "network":
+                del message["event"]
+                self._answer(NetworkOf(**message))
+            case "namespaces":
+                self._answer(fds)
+            case "socket" if fds:
+                self._answer(socket.socket(fileno=fds[0]))
+            case "socket" | "failed":
+                why = message.get("error", "too many open files")
                 asked = self._asked.popleft()
                 if not asked.cancelled():
-                    asked.set_exception(JobError(f"cannot fork a process: {message['error']}"))
+                    asked.set_exception(JobError(f"the system refuses it: {why}"))
             case "ended":
                 self._children.pop(message["pid"]).end(message["code"])
 
     def _started(self, child: Forked) -> None:
         self._children[child.pid] = child
+        if not self._answer(child):
+            interpreter.kill_group(child.pid)
+
+    def _answer(self, answer: Forked | NetworkOf | socket.socket | list[int]) -> bool:
+        """Give the answer to who has asked; whether he still waits."""
         asked = self._asked.popleft()
         if asked.cancelled():
-            interpreter.kill_group(child.pid)
-        else:
-            asked.set_result(child)
+            return False
+        asked.set_result(answer)
+        return True
 
     def _hang_up(self) -> None:
         """The fork server is gone, or we let go of it, and all children with it."""

@@ -38,7 +38,7 @@ class Links:
         """Have the kernel ask on all connections that are new; call it now and then."""
         present = set(_sockets())
         for _, fd in present - self._known:
-            _keep_alive(fd)
+            keep_alive(fd)
         self._known = present
 
 
@@ -55,8 +55,8 @@ def _sockets() -> list[tuple[str, int]]:
     return found
 
 
-def _keep_alive(fd: int) -> None:
-    """Sockets of other kinds refuse these options, which is as well.
+def keep_alive(fd: int) -> None:
+    """Have the kernel ask on one connection; other kinds of sockets refuse that, which is as well.
 
     Not by Python's socket, which may change the blocking mode of what it is made for.
     """

@@ -1,6 +1,7 @@
 """A worker's life: build the stage, join the group, serve it, leave.
 
     supervisor ──start──> worker                 worker ──ready, built, joined──> supervisor
+               ──stored──>                              ──store──> of the rendezvous
                ──mirrored, saved──>                     ──beat──> every half second
                                                         ──snapshot──> after a step
 
@@ -13,15 +14,16 @@ from __future__ import annotations
 import os
 import sys
 import threading
+from pathlib import Path
 
-from rpcmp import split, transport
-from rpcmp.control.store import GrpcStore
+from rpcmp import factory, split, transport, unpickling
 from rpcmp.errors import CheckpointError, JobError, RpcmpError, StageError, one_line, to_wire
 from rpcmp.factory import explain
 from rpcmp.plan import Assignment
 from rpcmp.process import heartbeat
 from rpcmp.process.channel import Bond, Message
 from rpcmp.snapshot.slots import Slots
+from rpcmp.store import ChannelStore
 from rpcmp.worker.snapshots import StageSnapshots, restore
 from rpcmp.worker.stage import Stage
 
@@ -61,12 +63,17 @@ class WorkerProcess:
         self._slots = Slots(bond.fds)
         self._start = start
         self._snapshots: StageSnapshots | None = None
+        self._store = ChannelStore(self._channel.send)
 
     def run(self) -> None:
         """From the build to the end of the group; the process ends here."""
-        if self._start["code_folder"]:
-            sys.path.insert(0, self._start["code_folder"])
         assignment = Assignment.model_validate_json(self._start["assignment"])
+        factory.limit(self._start["allowed"])
+        files: list[str] = []
+        if folder := self._start["code_folder"]:
+            sys.path.insert(0, folder)
+            files = [path.stem for path in Path(folder).iterdir()]
+        unpickling.allow(assignment.config.modules, files)
         transport.reserve_threads(assignment.in_flight)
         if any(limits.splits for limits in assignment.all_limits):
             split.install()
@@ -77,8 +84,10 @@ class WorkerProcess:
             if (begin := self._start["restore"]) is not None:
                 self._restore(stage, begin["step"], begin["files"])
         with self._activity.doing("join"):
-            self._join(stage)
-        self._channel.send({"event": "joined"})
+            address = transport.join(
+                self._start["members"], self._start["rank"], self._store, stage
+            )
+        self._channel.send({"event": "joined", "address": address})
         stage.finished.wait()
         transport.leave(LEAVE_SECONDS)
         self._channel.send({"event": "left"})
@@ -118,18 +127,14 @@ class WorkerProcess:
             self._channel.send,
         )
 
-    def _join(self, stage: Stage) -> None:
-        start = self._start
-        store = GrpcStore(start["rendezvous"], start["job_id"], start["generation"])
-        transport.join(start["members"], start["rank"], store, stage)
-
     def _listen(self) -> None:
         """Hear from the supervisor, and end with it."""
         while (message := self._channel.receive()) is not None:
-            if self._snapshots is not None:
-                match message["op"]:
-                    case "mirrored":
-                        self._snapshots.note_mirrored(message["step"])
-                    case "saved":
-                        self._snapshots.note_saved()
+            match message["op"]:
+                case "stored":
+                    self._store.heard(message)
+                case "mirrored" if self._snapshots is not None:
+                    self._snapshots.note_mirrored(message["step"])
+                case "saved" if self._snapshots is not None:
+                    self._snapshots.note_saved()
         os._exit(1)

@@ -102,16 +102,25 @@ def _supervisor() -> int:
 
 
 def cut_links() -> None:
-    """Have all packets from and to this process vanish; in a network namespace of the test's own.
+    """Have all packets from and to this process's agent vanish, in the network that it is in.
 
     A rule by port: fresh processes have other ports, so they are not concerned.
     """
-    listed = subprocess.run(["ss", "-tanpH"], capture_output=True, text=True, check=True).stdout
+    threads = Path("/proc/self/task").iterdir()
+    ours = Path("/proc/self/ns/net").readlink()
+    there = next(thread / "ns/net" for thread in threads if (thread / "ns/net").readlink() != ours)
+    inside = ["nsenter", f"--net={there}"]
+    if "0:" in subprocess.run([*inside, "ip", "rule"], capture_output=True, text=True).stdout:
+        for change in (["add", "pref", "10", "lookup", "local"], ["del", "pref", "0"]):
+            subprocess.run([*inside, "ip", "rule", *change], check=True)
+    listed = subprocess.run(
+        [*inside, "ss", "-tanpH"], capture_output=True, text=True, check=True
+    ).stdout
     own = [line.split()[3] for line in listed.splitlines() if f"pid={os.getpid()}," in line]
     for port in sorted({address.rpartition(":")[2] for address in own}):
         for side in ("sport", "dport"):
-            rule = ["ip", "rule", "add", "pref", "5", "ipproto", "tcp", side, port, "blackhole"]
-            subprocess.run(rule, check=True)
+            rule = ["add", "pref", "5", "ipproto", "tcp", side, port, "blackhole"]
+            subprocess.run([*inside, "ip", "rule", *rule], check=True)
 
 
 def layers(
@@ -195,9 +204,9 @@ def _watch_process(planted: Planted) -> None:
     _planted.append(planted)
     join, write = transport.join, writer.SnapshotWriter.write
 
-    def watched_join(*args: Any) -> None:
+    def watched_join(*args: Any) -> str:
         planted.begin("joining", 0)
-        join(*args)
+        return join(*args)
 
     def watched_write(self: Any, slot: int, step: int, *args: Any, **kwargs: Any) -> Any:
         planted.begin("saving", step)
