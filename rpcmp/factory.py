@@ -5,11 +5,28 @@ from __future__ import annotations
 import functools
 import importlib
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from rpcmp.errors import FactoryError, RpcmpError, one_line
 from rpcmp.sections import Factory
+
+_allowed: list[str] = []
+"""Where a job's callables may come from; empty: from anywhere."""
+
+
+def limit(prefixes: Sequence[str]) -> None:
+    """Resolve only what is in these modules, or below them; nothing: whatever is asked for."""
+    _allowed[:] = prefixes
+
+
+def _require_allowed(name: str, what: str) -> None:
+    module = name.partition(":")[0]
+    if _allowed and not any(f"{module}.".startswith(f"{prefix}.") for prefix in _allowed):
+        raise FactoryError(
+            f"{what} = {name!r} is not among what this host allows, {', '.join(_allowed)}: its "
+            "server was started with --allow"
+        )
 
 
 def resolve(name: str, what: str) -> Callable[..., Any]:
@@ -20,8 +37,9 @@ def resolve(name: str, what: str) -> Callable[..., Any]:
         what: the config key, for the error message.
 
     Raises:
-        FactoryError: it does not import, does not exist, or is not callable.
+        FactoryError: it does not import, does not exist, is not callable, or not allowed here.
     """
+    _require_allowed(name, what)
     module_name, _, attribute = name.partition(":")
     try:
         target: Any = importlib.import_module(module_name)

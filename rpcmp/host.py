@@ -10,7 +10,7 @@ import torch
 def facts() -> dict[str, str]:
     """Torch's version, the vector instructions it uses, the machine, and its compute threads."""
     return {
-        "torch": torch.__version__,
+        "torch": str(torch.__version__),
         "CPU capability": torch.backends.cpu.get_cpu_capability(),
         "machine": platform.machine(),
         "threads": str(torch.get_num_threads()),

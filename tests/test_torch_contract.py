@@ -26,7 +26,7 @@ from torch.distributed import Store, rpc  # type: ignore[attr-defined]
 from torch.futures import Future
 from torch.utils.checkpoint import checkpoint
 
-from rpcmp import transport
+from rpcmp import transport, unpickling
 
 TEXT = "Zürich →"
 ALONE = "alone"
@@ -123,6 +123,8 @@ def find() -> Findings:
         (connection.laddr.ip, connection.status)
         for connection in psutil.Process().net_connections(kind="inet")
     ]
+    found["evil"] = _error(lambda: rpc.rpc_async(ALONE, os.getpid).wait())
+    unpickling._PLAIN[__name__] = set(globals())  # from here on, functions of this file
     found["interop_threads"] = torch.get_num_interop_threads()
     found["debug_info"] = sorted(rpc._get_debug_info())
     found["agent_is_current"] = _is_current_rpc_agent_set()
@@ -209,6 +211,11 @@ def test_a_graceful_end_needs_two_more_operations(found: Findings) -> None:
 
 def test_an_agent_has_one_socket_and_it_listens_on_loopback(found: Findings) -> None:
     assert found["listening"] == [["127.0.0.1", "LISTEN"]]
+
+
+def test_messages_name_only_what_is_allowed(found: Findings) -> None:
+    """They are unpickled by what stands in torch's `internal._unpickler` when they arrive."""
+    assert "a message names posix.getpid, which nobody may send" in found["evil"]
 
 
 def test_the_transport_can_be_chosen(found: Findings) -> None:

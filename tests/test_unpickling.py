@@ -1,0 +1,156 @@
+"""What a message of torch RPC may name, and what it may not."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import struct
+import subprocess
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from rpcmp import transport, unpickling
+from rpcmp.errors import SecurityError
+from rpcmp.work import End, Mode, Work
+from rpcmp.worker.optimizer import StageOptimizer
+from rpcmp.worker.stage import Stage
+
+
+class Batch(NamedTuple):
+    image: int
+    label: int
+
+
+class NoTuple:
+    pass
+
+
+def load(value: Any) -> Any:
+    return unpickling.Unpickler(io.BytesIO(pickle.dumps(value))).load()
+
+
+def naming(module: str, name: str) -> bytes:
+    """A pickle that only names something."""
+    return (
+        b"\x80\x04"
+        + b"".join(b"\x8c" + bytes([len(part)]) + part.encode() for part in (module, name))
+        + b"\x93."
+    )
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        Work(1, 1, 0, 4, 0, 8, 32, Mode.TRAIN, End.STEP),
+        transport.Raised("x"),
+        {"a": [1, 2.5, (None, "text")], "b": OrderedDict(c=1)},
+        torch.float32,
+        torch.Size([2, 3]),
+    ],
+)
+def test_what_the_protocol_is_made_of_arrives(value: Any) -> None:
+    assert load(value) == value
+
+
+def test_what_is_called_from_afar_arrives_but_cannot_be_called_yet() -> None:
+    method = load(Stage.train)
+    assert method.function is Stage.train
+    with pytest.raises(TypeError, match="not callable"):
+        load(Evil(Stage.train, None))
+
+
+class Evil:
+    def __init__(self, function: Callable[..., Any], *arguments: Any) -> None:
+        self._reduced = function, arguments
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return self._reduced
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        Evil(os.system, "true"),
+        Evil(subprocess.check_output, ["true"]),
+        Evil(eval, "1"),
+        Evil(getattr, "text", "upper"),
+        Evil(torch.load, "file"),
+        Stage,
+        StageOptimizer,
+        Stage.__init__,
+        NoTuple(),
+    ],
+)
+def test_everything_else_is_refused(value: Any) -> None:
+    with pytest.raises(SecurityError, match="which nobody may send"):
+        load(value)
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        ("rpcmp.transport", "os.system"),
+        ("rpcmp.transport", "os"),
+        ("rpcmp.worker.stage", "Stage.__init__.__globals__"),
+        ("rpcmp.process.interpreter", "kill_group"),
+        ("rpcmp.factory", "resolve"),
+        ("builtins", "exec"),
+        ("torch.distributed.rpc.internal", "_InternalRPCPickler._script_module_receiver"),
+    ],
+)
+def test_what_is_merely_in_reach_of_ours_is_refused(module: str, name: str) -> None:
+    with pytest.raises((SecurityError, AttributeError)):
+        unpickling.Unpickler(io.BytesIO(naming(module, name))).load()
+
+
+def test_batches_may_be_made_of_named_tuples_of_the_jobs_own_modules(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(unpickling, "_named", set())
+    with pytest.raises(SecurityError):
+        load(Batch(1, 2))
+    unpickling.allow([__name__])
+    assert load(Batch(1, 2)) == Batch(1, 2)
+    with pytest.raises(SecurityError):
+        load(NoTuple())
+
+
+def test_nothing_is_imported_because_a_message_says_so(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "unguarded.py").write_text("raise AssertionError('was imported')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(unpickling, "_named", {"unguarded"})
+    with pytest.raises(SecurityError):
+        unpickling.Unpickler(io.BytesIO(naming("unguarded", "Batch"))).load()
+
+
+def test_a_pickle_that_makes_a_tool_of_our_own_classes_is_refused(tmp_path: Path) -> None:
+    """It changes classes that it finds, and has one of ours call what a string names."""
+    marker = tmp_path / "was-here"
+
+    def text(value: str) -> bytes:
+        data = value.encode()
+        return pickle.BINUNICODE + struct.pack("<I", len(data)) + data
+
+    def found(module: str, name: str) -> bytes:
+        return text(module) + text(name) + pickle.STACK_GLOBAL
+
+    def changed(kind: bytes, name: str, value: bytes) -> bytes:
+        names = pickle.EMPTY_DICT + pickle.MARK + text(name) + value + pickle.SETITEMS
+        return kind + pickle.NONE + names + pickle.TUPLE2 + pickle.BUILD + pickle.POP
+
+    raised = found("rpcmp.transport", "Raised")
+    evil = changed(raised, "callable", text("pathlib:Path.touch"))
+    evil += changed(found("rpcmp.source", "Source"), "named_parameters", text(str(marker)))
+    evil += found("rpcmp.worker.optimizer", "StageOptimizer") + pickle.EMPTY_TUPLE + pickle.REDUCE
+    with pytest.raises(SecurityError, match=r"rpcmp\.source\.Source"):
+        unpickling.Unpickler(io.BytesIO(evil + pickle.STOP)).load()
+    assert not marker.exists()
+    del transport.Raised.callable  # type: ignore[attr-defined]
