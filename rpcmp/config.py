@@ -24,6 +24,7 @@ from rpcmp.sections import (
     Positive,
     RecoveryConfig,
     Schedule,
+    SecurityConfig,
     StageConfig,
     Strict,
 )
@@ -92,6 +93,9 @@ class Config(Strict):
     )
     data: DataConfig | None = Field(default=None, description="needed by the command line")
     checkpoint: CheckpointConfig | None = Field(default=None, description="checkpoints on disks")
+    security: SecurityConfig = Field(
+        default_factory=SecurityConfig, description="who may talk to whom"
+    )
     recovery: RecoveryConfig = Field(
         default_factory=RecoveryConfig, description="what happens when something is lost"
     )
@@ -148,6 +152,18 @@ class Config(Strict):
         return [address for stage in self.stages for address in stage.addresses]
 
     @property
+    def modules(self) -> set[str]:
+        """The modules of all callables that the job names."""
+        given = [self.loss, self.optimizer, self.scheduler, self.report, *self.metrics.values()]
+        if self.data is not None:
+            given += [self.data.train, self.data.test]
+        names = [factory.callable for factory in given if factory is not None]
+        names += [stage.module for stage in self.stages if stage.module is not None]
+        if self.model is not None:
+            names.append(self.model.layers)
+        return {name.partition(":")[0] for name in names}
+
+    @property
     def takes_snapshots(self) -> bool:
         """Whether stages keep in memory what they were after their last steps."""
         return self.recovery.enabled or self.checkpoint is not None
@@ -162,6 +178,12 @@ class Config(Strict):
         """Where checkpoints lie; without a section for them, those of a run that had to end."""
         given = self.checkpoint.dir if self.checkpoint is not None else f"rpcmp-{self.name}"
         return (self.folder / given).absolute()
+
+    @property
+    def certs_folder(self) -> Path | None:
+        """Where the driver's certificate lies; None: it has none."""
+        certs = self.security.certs
+        return None if certs is None else (self.folder / certs).absolute()
 
     def without_recovery(self) -> Self:
         """A copy of this config that keeps nothing, to be measured."""

@@ -4,11 +4,13 @@
     ├── ConfigError                exit 2   the config, the command line or the user's factories
     │   ├── FactoryError                    a "module:callable" does not import, or raised
     │   ├── VersionError                    hosts that run different software
-    │   └── CheckpointError                 a checkpoint is damaged, or of another model
+    │   ├── CheckpointError                 a checkpoint is damaged, or of another model
+    │   └── SecurityError                   a certificate, a key or a role that does not do
     ├── UnavailableError           exit 75  try again later, nothing is wrong with the job
     │   ├── UnreachableError                no answer from a stage server
     │   ├── BusyError                       the server trains another job
     │   ├── DrainingError                   the server is being stopped
+    │   ├── RelayError                      a connection between two hosts broke
     │   └── ExhaustedError                  recovery has been tried often enough
     ├── JobError                   exit 1   the job failed
     │   ├── StageError                      the user's code raised at a stage
@@ -64,6 +66,10 @@ class CheckpointError(ConfigError):
     """A checkpoint is damaged, incomplete, or of another model."""
 
 
+class SecurityError(ConfigError):
+    """A certificate or key cannot be used, or a host is not who it should be."""
+
+
 class UnavailableError(RpcmpError):
     """A stage server cannot take the job now."""
 
@@ -80,6 +86,10 @@ class BusyError(UnavailableError):
 
 class DrainingError(UnavailableError):
     """A stage server was told to stop; the job ended after its current step."""
+
+
+class RelayError(UnavailableError):
+    """A connection that carries tensors from host to host broke, or does not speak as it should."""
 
 
 class ExhaustedError(UnavailableError):

@@ -186,6 +186,21 @@ class CheckpointConfig(Strict):
     )
 
 
+class SecurityConfig(Strict):
+    """`[security]`."""
+
+    certs: str | None = Field(
+        default=None, description="folder with the driver's ca.crt, tls.crt and tls.key"
+    )
+    insecure: bool = Field(default=False, description="talk to other machines without certificates")
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.certs is not None and self.insecure:
+            raise ValueError("give `certs` or `insecure`, not both")
+        return self
+
+
 class RecoveryConfig(Strict):
     """What happens when something is lost."""
 

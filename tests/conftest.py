@@ -8,10 +8,14 @@ import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 from tests import processes
 from tests.processes import Server, poll_for
+
+hypothesis.settings.register_profile("rpcmp", deadline=None)  # this machine may be busy
+hypothesis.settings.load_profile("rpcmp")
 
 ALLOWED_SKIPS: dict[str, str] = {}
 """Tests that may be skipped, by node id, and why. Any other skip fails the run."""

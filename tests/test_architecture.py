@@ -16,8 +16,10 @@ PROTOS = PACKAGE.parent / "protos"
 
 LAYERS = """
     __init__ errors members seeds metrics tree tensorfile digest v1 host examples
-    graph partition schedule addresses microbatch treespec transport control split process
-    simulation sizes work handoff snapshot
+    graph partition schedule addresses microbatch treespec split process scratch
+    simulation sizes work handoff snapshot unpickling
+    transport store wire
+    control
     sections source trace weights
     config checkpoint
     configfile factory setting inflight

@@ -21,6 +21,7 @@ from rpcmp.sections import (
     Factory,
     ModelConfig,
     RecoveryConfig,
+    SecurityConfig,
     StageConfig,
 )
 
@@ -54,6 +55,7 @@ SECTIONS: list[type[BaseModel]] = [
     DataConfig,
     CheckpointConfig,
     RecoveryConfig,
+    SecurityConfig,
     Factory,
 ]
 
@@ -83,6 +85,7 @@ def test_the_defaults_are_as_documented() -> None:
         "init": None,
         "data": None,
         "checkpoint": None,
+        "security": {"certs": None, "insecure": False},
         "recovery": RecoveryConfig().model_dump(),
     }
 

@@ -41,6 +41,8 @@ EXAMPLES: list[RpcmpError] = [
             errors.BusyError,
             errors.DrainingError,
             errors.ExhaustedError,
+            errors.RelayError,
+            errors.SecurityError,
             errors.JobError,
             errors.WorkerDiedError,
             errors.MismatchError,

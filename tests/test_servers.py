@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import socket
+import sys
+from pathlib import Path
+
 import grpc
 import psutil
 import pytest
@@ -70,9 +74,20 @@ def test_status_shows_a_running_job(job: JobFolder, servers: list[Server]) -> No
         assert servers[1].address in table.out
 
 
-def test_a_worker_has_one_listening_socket_on_loopback(
-    job: JobFolder, servers: list[Server]
-) -> None:
+def private_listeners(process: psutil.Process) -> set[str]:
+    """Where anybody listens in the network of a process's RPC agent, which is not the host's."""
+    found = set()
+    for thread in Path(f"/proc/{process.pid}/task").iterdir():
+        if (thread / "ns/net").readlink() != Path("/proc/self/ns/net").readlink():
+            rows = [row.split() for row in (thread / "net/tcp").read_text().splitlines()[1:]]
+            found |= {row[1] for row in rows if row[3] == "0A"}
+    return {
+        socket.inet_ntoa(int(address.partition(":")[0], 16).to_bytes(4, sys.byteorder))
+        for address in found
+    }
+
+
+def test_only_a_group_itself_reaches_its_workers(job: JobFolder, servers: list[Server]) -> None:
     config = job.config(LONG_JOB)
     with running("drive", config, "--connect", connect(servers), "--json") as run:
         run.wait_for_line('"step"')
@@ -80,14 +95,26 @@ def test_a_worker_has_one_listening_socket_on_loopback(
         (driver,) = [child for child in children if runs(child, "rpcmp.driver")]
         workers = [psutil.Process(stage["worker_pid"]) for stage in status(config, servers)]
         for process in [*workers, driver]:
-            sockets = process.net_connections("all")
-            listening = [s for s in sockets if s.status == psutil.CONN_LISTEN]
-            assert len(listening) == 1
-            assert listening[0].laddr.ip == "127.0.0.1"
+            assert process.net_connections("inet") == []
+            assert private_listeners(process) == {"127.77.0.1", "127.77.0.2", "127.77.0.3"}
         for server in servers:
             sockets = psutil.Process(server.pid).net_connections("inet")
             listening = [s for s in sockets if s.status == psutil.CONN_LISTEN]
-            assert [s.laddr.ip.removeprefix("::ffff:") for s in listening] == ["127.0.0.1"]
+            assert [s.laddr.ip for s in listening] == ["127.0.0.1"]
+
+
+NO_NAMESPACES = 'echo 0 > /proc/sys/user/max_net_namespaces && exec "$@"'
+
+
+def test_where_the_kernel_makes_no_networks_a_job_runs_and_says_so(job: JobFolder) -> None:
+    config = job.config('[model]\nlayers = "zoo:mlp"\nbalance = [2, 2]')
+    under = ("unshare", "--user", "--map-root-user", "sh", "-c", NO_NAMESPACES, "sh")
+    with running("drive", config, "--json", under=under) as run:
+        result = run.wait()
+    said = result.event("warning")["text"]
+    assert "other users of their hosts can reach the processes of stage0, stage1, driver" in said
+    expected = rpcmp("drive", config, "--json").event("summary")["parameters_sha256"]
+    assert result.event("summary")["parameters_sha256"] == expected
 
 
 def test_drain_ends_the_job_after_its_step_and_then_the_server(

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
 import click
+
+from rpcmp.cli.options import certs_options
 
 
 @click.command()
 @click.argument("address")
+@certs_options
 @click.option("--wait/--no-wait", default=True, help="Return when the server has ended.")
-def drain(address: str, wait: bool) -> None:
+def drain(address: str, certs: Path | None, insecure: bool, wait: bool) -> None:
     """Stop the stage server at ADDRESS once its job's running step is done and saved.
 
     It takes no new job from now on. A job that runs goes on when the server, or a spare, is there.
@@ -19,10 +23,10 @@ def drain(address: str, wait: bool) -> None:
     Example:
       rpcmp drain 127.0.0.1:50051
     """
-    from rpcmp.addresses import parse, require_loopback
+    from rpcmp.addresses import parse
     from rpcmp.job.drain import drain as run
+    from rpcmp.wire.security import Security
 
     parse(address)
-    require_loopback([address])
-    job = asyncio.run(run(address, wait))
+    job = asyncio.run(run(address, wait, Security(certs, insecure)))
     click.echo(f"{address} is draining job {job!r}" if job and not wait else f"{address} has ended")

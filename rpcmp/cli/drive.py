@@ -45,6 +45,7 @@ def drive(
     Example:
       rpcmp drive config.toml --steps 100 --set data.batch_size=64
     """
+    from rpcmp.cli.aside import aside
     from rpcmp.cli.output import printer
     from rpcmp.job.drive import drive as run
 
@@ -53,5 +54,5 @@ def drive(
     if trace is not None:
         require_writable(trace)
     job = configfile.load(config, overrides)
-    with printer(job, as_json, verbose, quiet) as report:
+    with printer(job, as_json, verbose, quiet) as show, aside(show) as report:
         asyncio.run(run(job, report, addresses_of(connect, job), trace=trace, resume=resume))

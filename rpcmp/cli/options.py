@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,7 +20,24 @@ DEFAULT_PORTS = "default"
 
 
 def config_argument(command: Command) -> Command:
-    """The config file, and `--set`."""
+    """The config file, `--set`, `--certs` and `--insecure`, which are overrides as well."""
+
+    @functools.wraps(command)
+    def with_security(
+        *args: Any,
+        certs: Path | None,
+        insecure: bool,
+        overrides: tuple[str, ...],
+        **kwargs: Any,
+    ) -> Any:
+        more = [f"security.certs={json.dumps(str(certs.absolute()))}"] if certs else []
+        more += ["security.insecure=true"] if insecure else []
+        return command(*args, overrides=(*more, *overrides), **kwargs)
+
+    return _config_options(certs_options(with_security))  # type: ignore[return-value]
+
+
+def _config_options(command: Command) -> Command:
     command = click.option(
         "--set",
         "overrides",
@@ -33,10 +52,27 @@ def connect_option(command: Command) -> Command:
     """`--connect`, with or without addresses."""
     return click.option(
         "--connect",
-        metavar="[HOST:PORT,...]",
+        metavar="[HOST[:PORT],...]",
         is_flag=False,
         flag_value=DEFAULT_PORTS,
         help="Use running stage servers, one address a stage; bare: localhost's default ports.",
+    )(command)
+
+
+def certs_options(command: Command) -> Command:
+    """`--certs` and `--insecure`."""
+    command = click.option(
+        "--insecure",
+        is_flag=True,
+        help="Talk to other machines without certificates: only where nobody else is on the "
+        "network.",
+    )(command)
+    return click.option(
+        "--certs",
+        metavar="DIR",
+        envvar="RPCMP_CERTS",
+        type=click.Path(path_type=Path, file_okay=False, exists=True),
+        help="Folder with ca.crt, tls.crt and tls.key; see `rpcmp certs`.",
     )(command)
 
 
@@ -46,7 +82,8 @@ def addresses_of(connect: str | None, config: Config) -> list[str] | None:
         return None
     if connect == DEFAULT_PORTS:
         return [f"127.0.0.1:{addresses.default_port(i)}" for i in range(config.num_stages)]
-    given = [part.strip() for part in connect.split(",") if part.strip()]
+    parts = [part.strip() for part in connect.split(",") if part.strip()]
+    given = [addresses.with_port(part, index) for index, part in enumerate(parts)]
     if not given:
         raise ConfigError("--connect: no address given; leave it bare for the default ports")
     return given

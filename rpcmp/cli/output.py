@@ -6,7 +6,7 @@ import contextlib
 import json
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import click
@@ -15,10 +15,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from rpcmp import sizes
 from rpcmp.cli import faultlines
+from rpcmp.cli.aside import Report
 from rpcmp.config import Config
 from rpcmp.process.channel import Message
-
-Report = Callable[[Message], None]
 
 PLAIN_SECONDS = 2.0
 """Between step lines where there is no terminal."""

@@ -6,10 +6,12 @@ import asyncio
 import signal
 import socket
 import sys
+from pathlib import Path
 
 import click
 
 from rpcmp import addresses
+from rpcmp.cli.options import certs_options
 from rpcmp.process.channel import die_with_parent
 
 
@@ -20,10 +22,19 @@ from rpcmp.process.channel import die_with_parent
 @click.option(
     "--listen",
     metavar="HOST:PORT",
-    help="Where to listen; port 0 takes a free one. [default: 127.0.0.1 and port "
-    f"{addresses.FIRST_PORT} + stage + {addresses.PORTS_A_REPLICA} x replica]",
+    help="Where to listen; port 0 takes a free one. [default: 127.0.0.1, with --certs 0.0.0.0, and "
+    f"port {addresses.FIRST_PORT} + stage + {addresses.PORTS_A_REPLICA} x replica]",
 )
+@certs_options
 @click.option("--no-code", is_flag=True, help="Refuse jobs that bring Python files along.")
+@click.option(
+    "--allow",
+    "allowed",
+    metavar="MODULE",
+    multiple=True,
+    help="Let jobs use callables of this module and those below it alone, and bring no files "
+    "along. Repeatable.",
+)
 @click.option("--parent", type=int, hidden=True, help="End with this process.")
 @click.option("--forks", type=int, hidden=True, help="Descriptor of a line to its fork server.")
 def serve(
@@ -31,7 +42,10 @@ def serve(
     spare: bool,
     replica: int,
     listen: str | None,
+    certs: Path | None,
+    insecure: bool,
     no_code: bool,
+    allowed: tuple[str, ...],
     parent: int | None,
     forks: int | None,
 ) -> None:
@@ -43,16 +57,22 @@ def serve(
     \b
     Examples:
       rpcmp serve --stage 1
+      rpcmp serve --stage 1 --certs stage1
       rpcmp serve --spare --listen 127.0.0.1:50100
     """
     if (stage is None) is not spare:
         raise click.UsageError("give --stage N, or --spare")
     if stage is None and listen is None:
         raise click.UsageError("a spare has no port of its own: give --listen HOST:PORT")
+    from rpcmp.wire.security import Security
+
     if parent is not None:
         die_with_parent(parent, signal.SIGTERM)
-    address = listen or f"127.0.0.1:{addresses.default_port(stage or 0, replica)}"
-    addresses.require_loopback([address])
+    everywhere = "127.0.0.1" if certs is None else "0.0.0.0"
+    address = listen or f"{everywhere}:{addresses.default_port(stage or 0, replica)}"
+    security = Security(certs, insecure)
+    security.require_allowed([address])
+    security.require_may_serve(stage)
     host, port = addresses.parse(address)
 
     def announce(bound: int) -> None:
@@ -66,7 +86,7 @@ def serve(
         from rpcmp.server.server import StageServer
 
         line = None if forks is None else socket.socket(fileno=forks)
-        server = StageServer(stage, replica, not no_code, Forks([WORKERS], line))
+        server = StageServer(stage, replica, not no_code, Forks([WORKERS], line), security, allowed)
         return await run_server(server, host, port, announce)
 
     sys.exit(asyncio.run(run()))

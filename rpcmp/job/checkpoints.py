@@ -20,7 +20,6 @@ from typing import Any
 from rpcmp.checkpoint.folder import CheckpointFolder
 from rpcmp.checkpoint.manifest import Cursor, Manifest, StageFile
 from rpcmp.config import Config
-from rpcmp.control.client import StageClient
 from rpcmp.control.options import versions
 from rpcmp.errors import CheckpointError, RpcmpError
 from rpcmp.job.fleet import Fleet
@@ -203,9 +202,8 @@ class Checkpoints:
             job_id=self._fleet.job_id,
             stage_name=stage,
             step=found.step,
-            folder=str(self._config.checkpoint_folder),
         )
-        async with StageClient(stage, self._fleet.addresses[holder]) as client:
+        async with self._fleet.client(self._fleet.addresses[holder]) as client:
             try:
                 return await client.save(request)
             except RpcmpError as error:

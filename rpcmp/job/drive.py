@@ -10,6 +10,7 @@ from pathlib import Path
 
 from rpcmp.config import Config
 from rpcmp.errors import InterruptedJobError
+from rpcmp.job.dialing import warnings
 from rpcmp.job.fleet import forks_for
 from rpcmp.job.run import Run
 from rpcmp.process.channel import Message
@@ -50,7 +51,7 @@ async def drive(
         RpcmpError: why the job did not come to its end; InterruptedJobError for a signal.
     """
     own = forks_for(config, connect) if forks is None else contextlib.nullcontext(forks)
-    async with own as processes:
+    async with own as processes, warnings(config, report):
         run = Run(config, connect, report, resume, processes)
         task = asyncio.ensure_future(run.train(_order(evaluate, save_state, trace)))
         with _signals(lambda signum: run.interrupt(signum, task)):

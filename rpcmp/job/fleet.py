@@ -13,11 +13,11 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Sequence
 
-from rpcmp import addresses as address_rules
 from rpcmp.config import Config
 from rpcmp.control.client import StageClient
 from rpcmp.errors import ConfigError, ExhaustedError, RpcmpError, UnreachableError
 from rpcmp.job.calls import require_one_each
+from rpcmp.job.dialing import dialer_of
 from rpcmp.job.localservers import LocalServers
 from rpcmp.job.restore import Holdings
 from rpcmp.process.channel import Message
@@ -42,11 +42,13 @@ class Fleet:
             one of its own.
 
     Raises:
-        ConfigError: not one address a stage, or one that is not on loopback; spares for servers
-            that this run starts by itself.
+        ConfigError: not one address a stage, or one that is not on loopback and there are no
+            certificates; spares for servers that this run starts by itself.
+        SecurityError: the certificate cannot be used.
 
     Attributes:
         addresses: of the servers, by stage.
+        dialer: how they are talked to.
         forks: as given.
         job_id: unique for each run.
     """
@@ -60,7 +62,7 @@ class Fleet:
     ) -> None:
         self.addresses = list(config.addresses if connect is None else connect)
         require_one_each(config, self.addresses)
-        address_rules.require_loopback(config.recovery.spares)
+        self.dialer = dialer_of(config, [*self.addresses, *config.recovery.spares])
         if config.recovery.spares and not self.addresses:
             raise ConfigError(
                 "recovery.spares stand in for hosts, and the stages have no addresses: servers "
@@ -97,10 +99,15 @@ class Fleet:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
+    def client(self, address: str) -> StageClient:
+        """A connection to one of the servers, which has to be who it should be."""
+        index = self.addresses.index(address)
+        return StageClient(self._config.stage_names[index], address, self.dialer, index)
+
     async def holdings(self) -> dict[str, Holdings]:
         """Which of the job's snapshots every stage's server holds; nothing where it is gone."""
         names = self._config.stage_names
-        found = await asyncio.gather(*map(describe, names, self.addresses))
+        found = await asyncio.gather(*(answer_of(self.client(at)) for at in self.addresses))
         return {
             name: holdings_of(answer.holdings)
             if answer is not None and answer.holdings_of == self.job_id
@@ -112,12 +119,18 @@ class Fleet:
         """Free all servers; stop those that were started here."""
         stop = pb.StopRequest(job_id=self.job_id, generation=generation)
         try:
-            await asyncio.gather(*(_try_stop(address, stop) for address in self.addresses))
+            await asyncio.gather(*(self._try_stop(address, stop) for address in self.addresses))
             if self._local is not None:
                 await self._local.stop()
         finally:
             if self._owns_forks:
                 await self.forks.close()
+
+    async def _try_stop(self, address: str, request: pb.StopRequest) -> None:
+        async with self.client(address) as client:
+            with contextlib.suppress(RpcmpError):  # gone, free already, or another job's
+                await client.connect(ANSWER_SECONDS)
+                await client.stop(request)
 
     async def _wait_for(self, index: int) -> None:
         stage, lost = self._config.stage_names[index], time.monotonic()
@@ -143,14 +156,14 @@ class Fleet:
     async def _is_ready(self, index: int) -> bool:
         if self._local is not None and self._local.has_ended(index):
             return False
-        found = await describe(self._config.stage_names[index], self.addresses[index])
+        found = await answer_of(self.client(self.addresses[index]))
         return found is not None and not found.draining
 
     async def _replace(self, index: int) -> bool:
         """Let a spare that is free take over a stage."""
         stage = self._config.stage_names[index]
         for spare in self._spares:
-            found = await describe(stage, spare)
+            found = await answer_of(StageClient(stage, spare, self.dialer, index))
             if found is not None and found.spare and not found.job and not found.draining:
                 self._spares.remove(spare)
                 lost, self.addresses[index] = self.addresses[index], spare
@@ -171,17 +184,10 @@ def holdings_of(said: Iterable[pb.Holding]) -> Holdings:
     return Holdings(by_name.pop("", []), by_name)
 
 
-async def describe(stage: str, address: str) -> pb.DescribeResponse | None:
-    """Who the server at `address` says it is; None where nobody answers."""
-    async with StageClient(stage, address) as client:
+async def answer_of(client: StageClient) -> pb.DescribeResponse | None:
+    """Who a server says it is; None where nobody answers. Closes the connection."""
+    async with client:
         try:
             return await client.connect(ANSWER_SECONDS)
         except UnreachableError:
             return None
-
-
-async def _try_stop(address: str, request: pb.StopRequest) -> None:
-    async with StageClient("", address) as client:
-        with contextlib.suppress(RpcmpError):  # gone, free already, or another job's
-            await client.connect(ANSWER_SECONDS)
-            await client.stop(request)

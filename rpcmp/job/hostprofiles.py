@@ -18,6 +18,7 @@ from rpcmp.control.client import StageClient
 from rpcmp.control.options import versions
 from rpcmp.job import code
 from rpcmp.job.calls import all_of
+from rpcmp.job.dialing import dialer_of
 from rpcmp.job.localservers import LocalServers
 from rpcmp.process.forking import Forks
 from rpcmp.v1 import control_pb2 as pb
@@ -111,10 +112,14 @@ async def _clients(
     """Connections to the servers; with none running, to the first ones, started for the while."""
     local = LocalServers(forks)
     clients: list[StageClient] = []
+    dialer = dialer_of(config, addresses)
     try:
         found = addresses or await local.start(num_local)
         names = config.stage_names[: len(found)]
-        clients += [StageClient(name, at) for name, at in zip(names, found, strict=True)]
+        clients += [
+            StageClient(name, at, dialer, index)
+            for index, (name, at) in enumerate(zip(names, found, strict=True))
+        ]
         yield clients
     finally:
         await asyncio.gather(*(client.close() for client in clients))

@@ -54,6 +54,7 @@ class LocalServers:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.PIPE,
                 pass_fds=[forks.fileno()],
+                env={key: value for key, value in os.environ.items() if key != "RPCMP_CERTS"},
                 start_new_session=True,  # a Ctrl-C is for the driver, which then ends its servers
             )
         self._processes[stage_index] = process

@@ -17,7 +17,6 @@ from rpcmp.checkpoint import files
 from rpcmp.checkpoint.folder import CheckpointFolder
 from rpcmp.checkpoint.manifest import Manifest, StageFile, check_model
 from rpcmp.config import Config
-from rpcmp.control.client import StageClient
 from rpcmp.errors import CheckpointError
 from rpcmp.job.fleet import Fleet
 from rpcmp.job.session import Begin
@@ -94,7 +93,7 @@ class Checkpointed:
 
     async def _send(self, file: pb.CheckpointFile, address: str) -> None:
         """Have a server write a file that this host has to its disk."""
-        async with StageClient("", address) as client:
+        async with self._fleet.client(address) as client:
             try:
                 await client.put(_parts(self._fleet.job_id, file))
             except asyncio.CancelledError:
@@ -112,6 +111,10 @@ class Checkpointed:
         except OSError as error:
             raise CheckpointError(f"cannot read {path}: {error.strerror or error}") from error
 
+    async def _check(self, address: str, request: pb.CheckRequest) -> list[str]:
+        async with self._fleet.client(address) as client:
+            return await client.check(request)
+
     async def _holders(self, manifest: Manifest) -> dict[str, list[str]]:
         """The servers that have each file, whole; none where only this host has it.
 
@@ -120,7 +123,7 @@ class Checkpointed:
         """
         wanted = [self._file(manifest, file) for file in manifest.stages]
         request = pb.CheckRequest(files=wanted)
-        states = await asyncio.gather(*(_check(a, request) for a in self._fleet.addresses))
+        states = await asyncio.gather(*(self._check(a, request) for a in self._fleet.addresses))
         found: dict[str, list[str]] = {}
         for index, file in enumerate(manifest.stages):
             at = dict(zip(self._fleet.addresses, (each[index] for each in states), strict=True))
@@ -142,8 +145,3 @@ async def _parts(job_id: str, file: pb.CheckpointFile) -> AsyncIterator[pb.PutRe
     yield pb.PutRequest(job_id=job_id, file=file)
     async for data in files.parts(Path(file.path)):
         yield pb.PutRequest(data=data)
-
-
-async def _check(address: str, request: pb.CheckRequest) -> list[str]:
-    async with StageClient("", address) as client:
-        return await client.check(request)

@@ -3,8 +3,10 @@
     (1) the driver process plans                           driver ──planned──> session
     (2) meanwhile every server is claimed and watched      session ──Prepare, Watch──> servers
     (3) each worker gets its stage and joins               session ──Start, Mirror──> servers
-    (4) all have joined: the driver may train              session ──train, serve──> driver
-    (5) the end, good or bad: all processes are gone, what the servers hold is kept
+    (4) all have joined: connections that have to cross
+        hosts are carried from now on                      session ──Link──> servers
+    (5) the driver may train                               session ──train, serve──> driver
+    (6) the end, good or bad: all processes are gone, what the servers hold is kept
 
 Whatever goes wrong anywhere fails `failure`, and everybody who waits for anything waits for that
 too, so the first error ends the generation.
@@ -18,6 +20,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rpcmp.config import Config
+from rpcmp.control.client import StageClient
+from rpcmp.control.exchange import Exchange
 from rpcmp.errors import (
     DrainingError,
     RpcmpError,
@@ -36,6 +40,7 @@ from rpcmp.process.environment import compute_environment
 from rpcmp.process.pulse import Pulse
 from rpcmp.setting import Setting
 from rpcmp.v1 import control_pb2 as pb
+from rpcmp.wire.relay import Relay
 
 LEAVE_SECONDS = 15.0
 """How long the group may take to end by itself before it is ended."""
@@ -102,14 +107,19 @@ class Session:
         self._load_data = load_data
         self._fds = fds
         self._forks = fleet.forks
+        self._dialer = fleet.dialer
+        self._identity = Identity(fleet.job_id, generation)
+        self._relay = Relay(fleet.job_id, generation, fleet.forks, fleet.dialer)
+        self._exchange: Exchange | None = None
         self._settings = settings
         self._choose = choose
         self._events: asyncio.Queue[Message] = asyncio.Queue()
         self._failure = FirstFailure()
         self._stages = Stages(
             config,
-            Identity(fleet.job_id, generation),
+            self._identity,
             fleet.addresses,
+            fleet.dialer,
             self._failure,
             self._note,
         )
@@ -216,14 +226,33 @@ class Session:
         if self._driver is not None:
             await self._driver.kill()
         await self._failure.close()
+        await self._relay.close()
+        if self._exchange is not None:
+            await self._exchange.close()
         await self._stages.close()
 
     async def _join(self, assignments: list[str]) -> None:
         self.begin = await self._choose(assignments, self._stages.holdings)
         await self._stages.start(assignments, self.begin.restores, self.begin.step)
+        rendezvous = StageClient("rendezvous", self._stages.rendezvous, self._dialer, stage_index=0)
+        self._exchange = Exchange(rendezvous, **vars(self._identity), tell=self.send)
         self.send({"op": "join", **self._stages.place(rank=len(assignments))})
-        await self._expect("joined")
+        joined = await self._expect("joined")
         await self._stages.wait_until_running()
+        await self._link(joined["address"])
+
+    async def _link(self, listens: str) -> None:
+        """Carry connections between members that do not reach each other by themselves."""
+        network = await self._forks.network()
+        exposed = {**self._stages.exposed, **({"driver": network.reason} if network.reason else {})}
+        if exposed:
+            where, why = ", ".join(exposed), "; ".join(sorted(set(exposed.values())))
+            text = f"other users of their hosts can reach the processes of {where}: {why}"
+            self._events.put_nowait({"event": "warning", "text": text})
+        away = await self._stages.link(network.name, listens)
+        await self._relay.open(listens, away)
+        for peer in away:
+            self._relay.wait_for(peer)
 
     async def _listen(self, driver: Child) -> None:
         async for message in driver.messages():
@@ -231,6 +260,9 @@ class Session:
             match message["event"]:
                 case "beat":
                     self._watchdog.note(driver.activity.read())
+                    continue
+                case "store" if self._exchange is not None:
+                    self._exchange.heard(message)
                     continue
                 case "error":
                     error = from_wire(message["error"])

@@ -19,6 +19,8 @@ from rpcmp.job.restore import Holdings, neighbours
 from rpcmp.members import members
 from rpcmp.process.channel import Message
 from rpcmp.v1 import control_pb2 as pb
+from rpcmp.wire.dialer import Dialer
+from rpcmp.wire.relay import Peer
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,7 @@ class Stages:
         config: the job.
         identity: which generation of which run.
         addresses: of the servers, one a stage.
+        dialer: how they are talked to.
         failure: told what goes wrong at a stage.
         report: told when a server is being stopped ("draining") and when one has saved ("saved").
     """
@@ -50,6 +53,7 @@ class Stages:
         config: Config,
         identity: Identity,
         addresses: Sequence[str],
+        dialer: Dialer,
         failure: FirstFailure,
         report: Callable[[Message], None],
     ) -> None:
@@ -58,8 +62,11 @@ class Stages:
         self._addresses = list(addresses)
         self._failure = failure
         self._report = report
-        pairs = zip(config.stage_names, addresses, strict=True)
-        self._clients = [StageClient(name, address) for name, address in pairs]
+        self._clients = [
+            StageClient(name, address, dialer, index)
+            for index, (name, address) in enumerate(zip(config.stage_names, addresses, strict=True))
+        ]
+        self._listens: dict[str, str] = {}
         self._claims: list[pb.PrepareResponse] = []
         self._running: set[str] = set()
         self._all_running = asyncio.Event()
@@ -80,14 +87,56 @@ class Stages:
         pairs = zip(self._clients, self._claims, strict=True)
         return {client.name: holdings_of(claim.holdings) for client, claim in pairs}
 
+    @property
+    def rendezvous(self) -> str:
+        """The address of the server where the members find each other."""
+        return self._addresses[0]
+
+    @property
+    def exposed(self) -> dict[str, str]:
+        """Why other users of its host could reach a stage's worker, of those that they could."""
+        pairs = zip(self._clients, self._claims, strict=True)
+        return {client.name: claim.exposed for client, claim in pairs if claim.exposed}
+
     def place(self, rank: int) -> dict[str, Any]:
-        """Where in the group the process with `rank` is, and how it finds the others."""
-        return {
-            **self._identity,
-            "rendezvous": self._addresses[0],
-            "members": members(self._config.stage_names),
-            "rank": rank,
-        }
+        """Where in the group the process with `rank` is."""
+        return {"members": members(self._config.stage_names), "rank": rank}
+
+    async def link(self, network: str, listens: str) -> list[Peer]:
+        """Have every server carry its worker's connections to members that are in other networks.
+
+        Args:
+            network, listens: the driver process's network, and where its agent listens.
+
+        Returns:
+            the stages that the driver process cannot reach by itself.
+
+        Raises:
+            WorkerDiedError: an address is taken on a host that cannot make networks.
+        """
+        stages = [
+            (claim.network, Peer(self._listens[client.name], client.address, index))
+            for index, (client, claim) in enumerate(zip(self._clients, self._claims, strict=True))
+        ]
+        everybody = [*stages, (network, Peer(listens))]
+        await all_of(
+            client.link(
+                pb.LinkRequest(
+                    **self._identity,
+                    peers=[
+                        pb.Peer(
+                            listens=peer.listens,
+                            server=peer.server,
+                            stage_index=peer.stage_index or 0,
+                        )
+                        for other, peer in everybody
+                        if other != claim.network
+                    ],
+                )
+            )
+            for client, claim in zip(self._clients, self._claims, strict=True)
+        )
+        return [peer for other, peer in stages if other != network]
 
     async def start(
         self, assignments: Sequence[str], restores: Mapping[str, pb.Restore], step: int
@@ -106,12 +155,13 @@ class Stages:
         await all_of(
             client.start(
                 pb.StartRequest(
+                    **self._identity,
                     **self.place(rank),
+                    rendezvous=self.rendezvous,
                     stage_name=client.name,
                     assignment=assignments[rank],
                     restore=restores.get(client.name),
                     is_mirrored=is_mirrored[rank],
-                    checkpoint_folder=str(self._config.checkpoint_folder),
                 )
             )
             for rank, client in enumerate(self._clients)
@@ -199,6 +249,7 @@ class Stages:
                 threads=self._config.stage(index).threads,
                 code=code,
                 heartbeat_timeout=self._config.recovery.heartbeat_timeout,
+                checkpoint_folder=str(self._config.checkpoint_folder),
             )
         )
         self._failure.follow(self._watch(client))
@@ -219,6 +270,7 @@ class Stages:
                     self._report({"event": "saved", "stage": client.name, "saved": one})
             if change.state == pb.SERVER_STATE_RUNNING:
                 self._running.add(client.name)
+                self._listens[client.name] = change.listens
             if len(self._running) == len(self._clients):
                 self._all_running.set()
         raise DrainingError(f"stage {client.name!r} at {client.address} ended the job")

@@ -6,11 +6,12 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
-from rpcmp import addresses as address_rules
 from rpcmp.config import Config
 from rpcmp.control.client import StageClient
 from rpcmp.errors import ConfigError, UnreachableError
+from rpcmp.job.dialing import dialer_of
 from rpcmp.v1 import control_pb2 as pb
+from rpcmp.wire.dialer import Dialer
 
 ANSWER_SECONDS = 2.0
 """How long a server may take to answer; somebody waits for the table."""
@@ -20,21 +21,21 @@ async def ask_all(config: Config, addresses: Sequence[str]) -> list[dict[str, An
     """One record a stage, in the config's order; unreachable ones say so.
 
     Raises:
-        ConfigError: not one address a stage, or one that is not on loopback.
+        ConfigError: not one address a stage, or one that is not on loopback and no certificates.
     """
-    address_rules.require_loopback(addresses)
+    dialer = dialer_of(config, addresses, drives=False)
     if len(addresses) != config.num_stages:
         raise ConfigError(f"{config.num_stages} stages need as many addresses")
     return await asyncio.gather(
         *(
-            _ask(index, name, address)
+            _ask(index, name, address, dialer)
             for index, (name, address) in enumerate(zip(config.stage_names, addresses, strict=True))
         )
     )
 
 
-async def _ask(index: int, name: str, address: str) -> dict[str, Any]:
-    client = StageClient(name, address)
+async def _ask(index: int, name: str, address: str, dialer: Dialer) -> dict[str, Any]:
+    client = StageClient(name, address, dialer, index)
     try:
         found = await client.connect(ANSWER_SECONDS)
         health = await client.health()

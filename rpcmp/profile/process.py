@@ -12,7 +12,7 @@ import sys
 import threading
 from pathlib import Path
 
-from rpcmp import data, handoff, layers, microbatch, sizes, split
+from rpcmp import data, factory, handoff, layers, microbatch, sizes, split
 from rpcmp.balance.profile import Order
 from rpcmp.config import Config
 from rpcmp.errors import ConfigError, JobError, RpcmpError, to_wire
@@ -61,6 +61,7 @@ def _sample(order: Message) -> Message:
 def _profile(message: Message) -> Message:
     if message["code_folder"]:
         sys.path.insert(0, message["code_folder"])
+    factory.limit(message["allowed"])
     split.install()  # weight gradients are timed by themselves; before the user's code is imported
     sample = handoff.loads(base64.b64decode(message["sample"]))
     found = measure(Order.model_validate_json(message["order"]), *sample)

@@ -16,18 +16,24 @@ from __future__ import annotations
 import asyncio
 import platform
 from collections import deque
+from collections.abc import Sequence
 from pathlib import Path
 
+from rpcmp import scratch
+from rpcmp.control.client import StageClient
+from rpcmp.control.exchange import Exchange
 from rpcmp.errors import WorkerDiedError, one_line, to_wire
 from rpcmp.process.activity import NO_MICROBATCH, Doing
 from rpcmp.process.channel import Message
 from rpcmp.process.child import Child
 from rpcmp.process.environment import compute_environment
-from rpcmp.process.forking import Forks
+from rpcmp.process.forking import Forks, NetworkOf
 from rpcmp.process.pulse import Pulse
 from rpcmp.server import codefolder
 from rpcmp.server.vault import Vault
 from rpcmp.v1 import control_pb2 as pb
+from rpcmp.wire.dialer import Dialer
+from rpcmp.wire.relay import Peer, Relay
 
 State = pb.ServerState
 
@@ -44,9 +50,21 @@ class Claim:
         request: what the driver asked for in Prepare.
         vault: where the worker's snapshots lie.
         forks: where the worker comes from.
+        dialer: how this server talks to others.
+        allowed: modules that the job's callables may come from; none: any.
+
+    Attributes:
+        relay: carries the worker's connections to other networks.
     """
 
-    def __init__(self, request: pb.PrepareRequest, vault: Vault, forks: Forks) -> None:
+    def __init__(
+        self,
+        request: pb.PrepareRequest,
+        vault: Vault,
+        forks: Forks,
+        dialer: Dialer,
+        allowed: Sequence[str] = (),
+    ) -> None:
         self.job = request.job
         self.job_id = request.job_id
         self.generation = request.generation
@@ -61,7 +79,12 @@ class Claim:
         self.changed = asyncio.Condition()
         self.saved: deque[pb.Saved] = deque(maxlen=SAVED_KEPT)
         self._vault = vault
+        self.listens = ""
         self._forks = forks
+        self._dialer = dialer
+        self._allowed = list(allowed)
+        self.relay = Relay(request.job_id, request.generation, forks, dialer)
+        self._exchange: Exchange | None = None
         self._pulse = Pulse(request.heartbeat_timeout)
         self._threads = request.threads
         self._folder: Path | None = None
@@ -109,24 +132,36 @@ class Claim:
             CheckpointError, UnavailableError: what it has to begin with is not to be had.
         """
         self.stage_name = request.stage_name
+        rendezvous = StageClient("rendezvous", request.rendezvous, self._dialer, stage_index=0)
+        self._exchange = Exchange(rendezvous, self.job_id, self.generation, self._tell)
         restore = request.restore if request.HasField("restore") else None
         self.step = restore.step if restore else 0
-        files = await self._vault.prepare(request.stage_name, request.checkpoint_folder, restore)
+        files = await self._vault.prepare(request.stage_name, restore)
         self._start = {
             "op": "start",
             "restore": {"step": restore.step, "files": files} if restore else None,
             "is_mirrored": request.is_mirrored,
             "assignment": request.assignment,
+            "allowed": self._allowed,
             "code_folder": str(self._folder) if self._folder else "",
-            "rendezvous": request.rendezvous,
-            "job_id": request.job_id,
-            "generation": request.generation,
             "rank": request.rank,
             "members": list(request.members),
         }
         if self.state == State.SERVER_STATE_CLAIMED:
             await self._become(State.SERVER_STATE_BUILDING)
         self._start_if_ready()
+
+    async def link(self, request: pb.LinkRequest) -> None:
+        """Carry the worker's connections to those whom it cannot reach by itself."""
+        peers = [
+            Peer(peer.listens, peer.server, peer.stage_index if peer.server else None)
+            for peer in request.peers
+        ]
+        await self.relay.open(self.listens, peers)
+
+    async def network(self) -> NetworkOf:
+        """Where the worker's agent will listen."""
+        return await self._forks.network()
 
     async def close(self) -> None:
         """End the worker and remove the job's code."""
@@ -135,8 +170,11 @@ class Claim:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.relay.close()
+        if self._exchange is not None:
+            await self._exchange.close()
         if self._folder is not None:
-            codefolder.remove(self._folder)
+            scratch.remove(self._folder)
         await self._become(State.SERVER_STATE_ENDED)
 
     def snapshot(self) -> pb.WatchResponse:
@@ -148,6 +186,7 @@ class Claim:
             exit_code=self.exit_code,
             num_parameters=self.num_parameters,
             saved=self.saved,
+            listens=self.listens,
         )
 
     async def stacks(self) -> str:
@@ -185,7 +224,10 @@ class Claim:
                 self._start_if_ready()
             case "built":
                 self.num_parameters = message["num_parameters"]
+            case "store" if self._exchange is not None:
+                self._exchange.heard(message)
             case "joined":
+                self.listens = message["address"]
                 await self._become(State.SERVER_STATE_RUNNING)
             case "beat":
                 self.step = max(self.step, self.doing.step)

@@ -65,7 +65,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         self, request: pb.PrepareRequest, grpc_context: GrpcContext
     ) -> pb.PrepareResponse:
         claim = await self._server.prepare(request)
-        vault = self._server.vault
+        vault, network = self._server.vault, await claim.network()
         return pb.PrepareResponse(
             generation=claim.generation,
             worker_pid=claim.worker_pid,
@@ -74,6 +74,8 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
             supervisor_pid=os.getpid(),
             snapshot_fds=vault.slots.fds,
             snapshot_inodes=[os.fstat(fd).st_ino for fd in vault.slots.fds],
+            network=network.name,
+            exposed=network.reason,
         )
 
     @answers_errors
@@ -81,6 +83,12 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         claim = self._server.claimed_by(request.job_id, request.generation)
         await claim.start(request)
         return pb.StartResponse(generation=claim.generation)
+
+    @answers_errors
+    async def Link(self, request: pb.LinkRequest, grpc_context: GrpcContext) -> pb.LinkResponse:
+        claim = self._server.claimed_by(request.job_id, request.generation)
+        await claim.link(request)
+        return pb.LinkResponse(generation=claim.generation)
 
     async def Watch(
         self, request: pb.WatchRequest, grpc_context: GrpcContext

@@ -18,6 +18,7 @@ from rpcmp.errors import RpcmpError
 from rpcmp.server.stream import receive
 from rpcmp.snapshot.slots import Slots, Snapshot
 from rpcmp.v1 import control_pb2 as pb
+from rpcmp.wire.dialer import Dialer
 
 RETRY_SECONDS = 1.0
 
@@ -32,6 +33,7 @@ class Mirror:
     Args:
         request: which neighbour.
         arrived: told of each snapshot that has been copied.
+        dialer: how this server talks to others.
         kept: copies that there are already; owned from now on.
 
     Attributes:
@@ -41,11 +43,16 @@ class Mirror:
     """
 
     def __init__(
-        self, request: pb.MirrorRequest, arrived: Arrived, kept: Slots | None = None
+        self,
+        request: pb.MirrorRequest,
+        arrived: Arrived,
+        dialer: Dialer,
+        kept: Slots | None = None,
     ) -> None:
         self.stage_name = request.stage_name
         self._request = request
         self._arrived = arrived
+        self._dialer = dialer
         opened = _open(request) if request.machine == machine() else None
         self.is_copy = opened is None
         self.slots = opened or kept or Slots.create()
@@ -78,7 +85,7 @@ class Mirror:
         """Copy every snapshot until told to stop; a neighbour may be away for a while."""
         snapshots = self.slots.all()
         have = snapshots[-1].step if snapshots else 0
-        async with StageClient(self.stage_name, self._request.address) as client:
+        async with StageClient(self.stage_name, self._request.address, self._dialer) as client:
             while True:
                 try:
                     have = await self._copy_next(client, have)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from rpcmp import scratch
 from rpcmp.process.child import Child
 from rpcmp.process.environment import compute_environment
 from rpcmp.process.forking import Forks
@@ -15,11 +16,12 @@ from rpcmp.server import codefolder
 from rpcmp.v1 import control_pb2 as pb
 
 
-async def profile(request: pb.ProfileRequest, forks: Forks) -> str:
+async def profile(request: pb.ProfileRequest, forks: Forks, allowed: Sequence[str]) -> str:
     """JSON of what was measured; the child ends where the caller goes away.
 
     Args:
         forks: where the child comes from.
+        allowed: modules that the job's callables may come from; none: any.
 
     Raises:
         RpcmpError: what a layer failed with, or why the child ended.
@@ -32,6 +34,7 @@ async def profile(request: pb.ProfileRequest, forks: Forks) -> str:
                 "op": "profile",
                 "order": request.order,
                 "code_folder": str(folder or ""),
+                "allowed": list(allowed),
                 "sample": base64.b64encode(request.sample).decode(),
             }
         )
@@ -47,4 +50,4 @@ def _unpacked(code: Iterable[pb.CodeFile]) -> Iterator[Path | None]:
         yield folder
     finally:
         if folder is not None:
-            codefolder.remove(folder)
+            scratch.remove(folder)

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import signal
 from collections.abc import Callable
 
+from rpcmp.server.notify import keep_alive, notify
 from rpcmp.server.server import DRAIN_SECONDS, StageServer
+from rpcmp.wire.security import INSECURE, WARN_SECONDS, Security
+
+log = logging.getLogger(__name__)
 
 
 async def serve(server: StageServer, host: str, port: int, announce: Callable[[int], None]) -> int:
@@ -26,12 +31,16 @@ async def serve(server: StageServer, host: str, port: int, announce: Callable[[i
     Raises:
         ConfigError: the port cannot be had.
     """
+    warning = asyncio.create_task(_warn(server.security))
     received: asyncio.Queue[signal.Signals] = asyncio.Queue()
     loop = asyncio.get_running_loop()
     for signum in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(signum, received.put_nowait, signum)
     announce(await server.start(host, port))
+    notify("READY=1")
+    alive = asyncio.create_task(keep_alive())
     first = await _first(received, server)
+    notify("STOPPING=1")
     await server.drain()
     stopping = asyncio.create_task(server.stop(DRAIN_SECONDS))
     second = asyncio.create_task(received.get())
@@ -42,7 +51,16 @@ async def serve(server: StageServer, host: str, port: int, announce: Callable[[i
             await stopping
         await server.stop(0)
     second.cancel()
+    warning.cancel()
+    alive.cancel()
     return 128 + first if first is signal.SIGINT else 0
+
+
+async def _warn(security: Security) -> None:
+    """Say each minute that everybody may come, where that is so."""
+    while security.insecure:
+        log.warning("%s", INSECURE)
+        await asyncio.sleep(WARN_SECONDS)
 
 
 async def _first(

@@ -5,17 +5,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
+from rpcmp import scratch
 from rpcmp.control.options import SERVER_OPTIONS, differences, machine, versions
-from rpcmp.errors import BusyError, ConfigError, DrainingError, VersionError
+from rpcmp.errors import BusyError, ConfigError, DrainingError, RelayError, VersionError
 from rpcmp.process.forking import WORKERS, Forks
 from rpcmp.server import codefolder, profiling
 from rpcmp.server.claim import Claim, State
 from rpcmp.server.control import ControlServicer
+from rpcmp.server.peers import OnlyPeers
 from rpcmp.server.rendezvous import RendezvousServicer
 from rpcmp.server.snapshots import SnapshotsServicer
 from rpcmp.server.vault import Vault
@@ -25,9 +28,16 @@ from rpcmp.v1.control_pb2_grpc import (
     add_RendezvousServicer_to_server,
     add_SnapshotsServicer_to_server,
 )
+from rpcmp.wire import tunnel
+from rpcmp.wire.dialer import Dialer
+from rpcmp.wire.front import Front, Visitor
+from rpcmp.wire.security import Security
 
 SERVICES = ("", "rpcmp.v1.Control", "rpcmp.v1.Rendezvous", "rpcmp.v1.Snapshots")
 """What the health service answers for; "" is the server as a whole."""
+
+SOCKETS = "rpcmp-server-"
+"""Beginning of the name of the folder where the gRPC servers listen."""
 
 UNWATCHED_SECONDS = 5.0
 """How long a claim lives that no driver watches."""
@@ -46,12 +56,15 @@ class StageServer:
         stage_index, replica: which stage it serves; None: any, as a spare.
         accept_code: whether jobs may bring Python files along.
         forks: where workers come from; owned from now on.
+        security: who may come; None: this user's processes on this machine.
+        allowed: modules that jobs' callables may come from; none: any.
 
     Attributes:
         draining: whether it takes no new job.
         claim: the job that it works for.
         vault: the snapshots that it holds.
         drain_requested: set as soon as it has to stop.
+        security: as given.
     """
 
     def __init__(
@@ -60,13 +73,18 @@ class StageServer:
         replica: int = 0,
         accept_code: bool = True,
         forks: Forks | None = None,
+        security: Security | None = None,
+        allowed: Sequence[str] = (),
     ) -> None:
         self.stage_index = stage_index
         self.replica = replica
         self.draining = False
         self.claim: Claim | None = None
-        self.vault = Vault()
-        self._accept_code = accept_code
+        self.security = security or Security()
+        self._dialer = Dialer(self.security)
+        self.vault = Vault(self._dialer)
+        self._accept_code = accept_code and not allowed  # it could call itself what it likes
+        self._allowed = list(allowed)
         self._forks = forks or Forks([WORKERS])
         self._forgetting: asyncio.TimerHandle | None = None
         self._changing = asyncio.Lock()  # held while a claim begins or ends
@@ -75,12 +93,11 @@ class StageServer:
         self.drain_requested = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
-        self._grpc = grpc.aio.server(options=SERVER_OPTIONS)
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc)
-        add_ControlServicer_to_server(ControlServicer(self), self._grpc)
-        add_RendezvousServicer_to_server(RendezvousServicer(self), self._grpc)
-        add_SnapshotsServicer_to_server(SnapshotsServicer(self), self._grpc)
+        self._sockets = scratch.create(SOCKETS)
+        self._drivers = self._make_grpc([])
+        self._peers = self._make_grpc([OnlyPeers()])
+        self._front = Front(self.security, self._path("drivers"), self._path("peers"), self._take)
 
     async def start(self, host: str, port: int) -> int:
         """Listen; returns the port, which is a free one for port 0.
@@ -88,18 +105,44 @@ class StageServer:
         Raises:
             ConfigError: the port is in use, or the host is not this machine's.
         """
-        address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        for prefix in (SOCKETS, tunnel.PREFIX, codefolder.PREFIX):
+            scratch.sweep(prefix)
+        for server, name in ((self._drivers, "drivers"), (self._peers, "peers")):
+            server.add_insecure_port(f"unix:{self._path(name)}")
+            await server.start()
         try:
-            bound = self._grpc.add_insecure_port(address)
-        except RuntimeError as error:
-            raise ConfigError(
-                f"cannot listen on {address}: the port is in use or the address is not this "
-                "machine's; stop the other server or choose another with --listen"
-            ) from error
-        await self._grpc.start()
-        codefolder.sweep()
+            bound = await self._front.start(host, port)
+        except ConfigError:
+            await self._close()
+            raise
         await self._set_health(health_pb2.HealthCheckResponse.SERVING)
         return bound
+
+    def _make_grpc(self, interceptors: Sequence[OnlyPeers]) -> grpc.aio.Server:
+        server = grpc.aio.server(interceptors=interceptors, options=SERVER_OPTIONS)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        add_ControlServicer_to_server(ControlServicer(self), server)
+        add_RendezvousServicer_to_server(RendezvousServicer(self), server)
+        add_SnapshotsServicer_to_server(SnapshotsServicer(self), server)
+        return server
+
+    def _path(self, name: str) -> Path:
+        return self._sockets / name
+
+    async def _take(self, visitor: Visitor) -> None:
+        """A connection that carries tensors.
+
+        Raises:
+            RelayError: nothing runs here.
+        """
+        if self.claim is None:
+            raise RelayError("no group runs here")
+        await self.claim.relay.take(visitor)
+
+    async def _close(self) -> None:
+        await self._front.stop()
+        await asyncio.gather(*(server.stop(grace=0.5) for server in (self._drivers, self._peers)))
+        scratch.remove(self._sockets)
 
     async def drain(self) -> None:
         """Take no new job and tell the running one to end after its current step."""
@@ -114,7 +157,7 @@ class StageServer:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._idle.wait(), seconds)
         await self.release(self.claim)
-        await self._grpc.stop(grace=0.5)
+        await self._close()
         await self._forks.close()
 
     async def profile(self, request: pb.ProfileRequest) -> str:
@@ -128,7 +171,7 @@ class StageServer:
         self._profiling = request.job.job
         self._idle.clear()
         try:
-            return await profiling.profile(request, self._forks)
+            return await profiling.profile(request, self._forks, self._allowed)
         finally:
             self._profiling = ""
             self._idle.set()
@@ -147,9 +190,9 @@ class StageServer:
         if self._forgetting is not None:
             self._forgetting.cancel()
         await self._release(self.claim)
-        await self.vault.open(request.job_id)
+        await self.vault.open(request.job_id, request.checkpoint_folder)
         await self.vault.pause()
-        claim = self.claim = Claim(request, self.vault, self._forks)
+        claim = self.claim = Claim(request, self.vault, self._forks, self._dialer, self._allowed)
         self._idle.clear()
         try:
             await claim.open(list(request.code))
@@ -167,7 +210,7 @@ class StageServer:
     async def _release(self, claim: Claim | None) -> None:
         if claim is not None and claim is self.claim:
             self.claim = None
-            await claim.close()
+            await asyncio.shield(claim.close())  # whoever waits for it may be told not to
             loop = asyncio.get_running_loop()
             self._forgetting = loop.call_later(KEEP_SECONDS, self._forget)
             self._idle.set()
@@ -255,8 +298,9 @@ class StageServer:
         if found := differences(self._versions, request.versions):
             raise VersionError(f"other software than the driver's: {'; '.join(found)}")
         if request.code and not self._accept_code:
+            option = "--allow" if self._allowed else "--no-code"
             raise ConfigError(
-                f"was started with --no-code and refuses {len(request.code)} Python files; "
+                f"was started with {option} and refuses {len(request.code)} Python files; "
                 "install the model's package on the host and set ship_code = false"
             )
 

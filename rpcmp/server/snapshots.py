@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -44,7 +43,7 @@ class SnapshotsServicer(control_pb2_grpc.SnapshotsServicer):
     @answers_errors
     async def Save(self, request: pb.SaveRequest, grpc_context: GrpcContext) -> pb.SaveResponse:
         vault = self._vault_of(request.job_id)
-        saved = await vault.save(request.stage_name, request.step, request.folder)
+        saved = await vault.save(request.stage_name, request.step)
         return pb.SaveResponse(saved=saved)
 
     @answers_errors
@@ -57,9 +56,10 @@ class SnapshotsServicer(control_pb2_grpc.SnapshotsServicer):
 
     @answers_errors
     async def Check(self, request: pb.CheckRequest, grpc_context: GrpcContext) -> pb.CheckResponse:
+        paths = [self._server.vault.require_ours(file.path) for file in request.files]
         states = [
-            await asyncio.to_thread(files.check, Path(file.path), file.sha256, file.size)
-            for file in request.files
+            await asyncio.to_thread(files.check, path, file.sha256, file.size)
+            for path, file in zip(paths, request.files, strict=True)
         ]
         return pb.CheckResponse(states=states)
 
@@ -68,7 +68,7 @@ class SnapshotsServicer(control_pb2_grpc.SnapshotsServicer):
         self, requests: AsyncIterator[pb.PutRequest], grpc_context: GrpcContext
     ) -> pb.PutResponse:
         head = await anext(requests)
-        self._vault_of(head.job_id)
+        self._vault_of(head.job_id).require_ours(head.file.path)
         await receive_file((request.data async for request in requests), head.file)
         return pb.PutResponse()
 
@@ -76,12 +76,12 @@ class SnapshotsServicer(control_pb2_grpc.SnapshotsServicer):
     async def Remove(
         self, request: pb.RemoveRequest, grpc_context: GrpcContext
     ) -> pb.RemoveResponse:
-        folder = Path(request.folder)
+        folder = self._server.vault.require_ours(request.folder)
         await asyncio.to_thread(CheckpointFolder(folder.parent).remove, folder)
         return pb.RemoveResponse()
 
     def _vault_of(self, job_id: str) -> Vault:
         """The vault, which must hold what is the caller's."""
-        if self._server.vault.job_id != job_id:
+        if not job_id or self._server.vault.job_id != job_id:
             raise BusyError("this server holds nothing of the job")
         return self._server.vault

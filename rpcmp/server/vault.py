@@ -23,6 +23,7 @@ from rpcmp.server.saving import Disk
 from rpcmp.server.stream import blocks, receive, receive_file
 from rpcmp.snapshot.slots import Slots, Snapshot
 from rpcmp.v1 import control_pb2 as pb
+from rpcmp.wire.dialer import Dialer
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +43,9 @@ def _nobody() -> None:
 class Vault:
     """The snapshots that one server holds for one job.
 
+    Args:
+        dialer: how this server talks to others.
+
     Attributes:
         job_id: whose; empty: nobody's.
         stage_name: of the server's own stage.
@@ -50,7 +54,8 @@ class Vault:
         freed: called when a slot can be written to again.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, dialer: Dialer) -> None:
+        self._dialer = dialer
         self.job_id = ""
         self.stage_name = ""
         self.slots = Slots.create()
@@ -64,11 +69,27 @@ class Vault:
         self._being_saved: set[int] = set()
         self._changed = asyncio.Condition()
 
-    async def open(self, job_id: str) -> None:
-        """Hold snapshots of this job from now on, and none of any other."""
+    async def open(self, job_id: str, folder: str) -> None:
+        """Hold snapshots of this job from now on, and none of any other.
+
+        Args:
+            folder: of its checkpoints; what others ask for has to be in there.
+        """
         if job_id != self.job_id:
             await self.clear()
             self.job_id = job_id
+        self._folder = folder
+
+    def require_ours(self, path: str) -> Path:
+        """A file or folder of the job's checkpoints: links do not lead out of theirs.
+
+        Raises:
+            CheckpointError: it is somewhere else, and none of the caller's business.
+        """
+        found, folder = Path(path).resolve(), Path(self._folder).resolve()
+        if not self._folder or folder not in found.parents:
+            raise CheckpointError(f"{path} is not in the folder of the job's checkpoints")
+        return found
 
     async def clear(self) -> None:
         """Let go of everything, once nothing of it is being saved any more."""
@@ -76,7 +97,7 @@ class Vault:
         if self.mirror is not None:
             await self.mirror.close()
         self.mirror = None
-        self.job_id = self.stage_name = ""
+        self.job_id = self.stage_name = self._folder = ""
         self.slots.clear()
         await self.notify()
 
@@ -116,23 +137,20 @@ class Vault:
         """Hold the snapshots of another stage as well."""
         before = self.mirror
         kept = before.take_copies() if before and before.stage_name == request.stage_name else None
-        self.mirror = Mirror(request, self._arrived, kept)
+        self.mirror = Mirror(request, self._arrived, self._dialer, kept)
         self._saves_mirror = request.saves
         if before is not None:
             await before.close()
 
-    async def prepare(self, stage_name: str, folder: str, restore: pb.Restore | None) -> list[str]:
+    async def prepare(self, stage_name: str, restore: pb.Restore | None) -> list[str]:
         """Get ready what a fresh worker begins with; names the files that it finds it in, where it
         is not a snapshot in memory.
-
-        Args:
-            folder: of checkpoints.
 
         Raises:
             CheckpointError: it is not to be had.
             UnavailableError: the server that has it does not answer.
         """
-        self.stage_name, self._folder = stage_name, folder
+        self.stage_name = stage_name
         while not self._acknowledged.empty():  # of a time that was undone
             self._acknowledged.get_nowait()
         if restore is None:
@@ -154,7 +172,7 @@ class Vault:
             CheckpointError: it is not here.
         """
         if request.path:
-            async for part in self._file_blocks(request.path):
+            async for part in self._file_blocks(self.require_ours(request.path)):
                 yield part
             return
         held = await self._wanted(request)
@@ -205,7 +223,7 @@ class Vault:
         self.freed()
         await done(saved)
 
-    async def save(self, stage_name: str, step: int, folder: str) -> pb.Saved:
+    async def save(self, stage_name: str, step: int) -> pb.Saved:
         """Write a snapshot that this server holds into the checkpoint of its step.
 
         Raises:
@@ -213,7 +231,7 @@ class Vault:
         """
         held = self._require(stage_name, step)
         held.slots.pin(held.snapshot.slot)
-        return await self._disk.save(held.slots, held.snapshot, stage_name, folder)
+        return await self._disk.save(held.slots, held.snapshot, stage_name, self._folder)
 
     async def _arrived(self, mirror: Mirror, snapshot: Snapshot) -> None:
         """A neighbour's snapshot is here; it goes to the disk where its own does."""
@@ -225,9 +243,9 @@ class Vault:
         mirror.slots.unpin(snapshot)
 
     @staticmethod
-    async def _file_blocks(path: str) -> AsyncIterator[pb.FetchResponse]:
+    async def _file_blocks(path: Path) -> AsyncIterator[pb.FetchResponse]:
         try:
-            async for data in files.parts(Path(path)):
+            async for data in files.parts(path):
                 yield pb.FetchResponse(data=data)
         except OSError as error:
             raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
@@ -258,15 +276,15 @@ class Vault:
     async def _fetch(self, restore: pb.Restore) -> None:
         """Copy a snapshot of this stage that another server holds."""
         request = pb.FetchRequest(job_id=self.job_id, stage_name=self.stage_name, step=restore.step)
-        async with StageClient(self.stage_name, restore.address) as client:
+        async with StageClient(self.stage_name, restore.address, self._dialer) as client:
             await receive(client.fetch(request), self.slots)
 
     async def _file(self, file: pb.CheckpointFile) -> str:
         """A file of a checkpoint, on this host's disk from now on."""
-        path = Path(file.path)
+        path = self.require_ours(file.path)
         if file.address:
             request = pb.FetchRequest(job_id=self.job_id, path=file.path)
-            async with StageClient(self.stage_name, file.address) as client:
+            async with StageClient(self.stage_name, file.address, self._dialer) as client:
                 await receive_file((part.data async for part in client.fetch(request)), file)
         state = await asyncio.to_thread(files.check, path, file.sha256, file.size)
         if state != "ok":

@@ -218,6 +218,7 @@ class PrepareRequest(_message.Message):
     THREADS_FIELD_NUMBER: _builtins.int
     CODE_FIELD_NUMBER: _builtins.int
     HEARTBEAT_TIMEOUT_FIELD_NUMBER: _builtins.int
+    CHECKPOINT_FOLDER_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     """the name that people see"""
     job_id: _builtins.str
@@ -229,6 +230,8 @@ class PrepareRequest(_message.Message):
     """of the worker's compute, for OpenMP and MKL"""
     heartbeat_timeout: _builtins.float
     """seconds without a sign of life after which a worker is ended"""
+    checkpoint_folder: _builtins.str
+    """absolute; the only place where the job's files are"""
     @_builtins.property
     def versions(self) -> Global___Versions: ...
     @_builtins.property
@@ -245,10 +248,11 @@ class PrepareRequest(_message.Message):
         threads: _builtins.int = ...,
         code: _abc.Iterable[Global___CodeFile] | None = ...,
         heartbeat_timeout: _builtins.float = ...,
+        checkpoint_folder: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["versions", b"versions"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["code", b"code", "generation", b"generation", "heartbeat_timeout", b"heartbeat_timeout", "job", b"job", "job_id", b"job_id", "replica", b"replica", "stage_index", b"stage_index", "threads", b"threads", "versions", b"versions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint_folder", b"checkpoint_folder", "code", b"code", "generation", b"generation", "heartbeat_timeout", b"heartbeat_timeout", "job", b"job", "job_id", b"job_id", "replica", b"replica", "stage_index", b"stage_index", "threads", b"threads", "versions", b"versions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -265,10 +269,16 @@ class PrepareResponse(_message.Message):
     SUPERVISOR_PID_FIELD_NUMBER: _builtins.int
     SNAPSHOT_FDS_FIELD_NUMBER: _builtins.int
     SNAPSHOT_INODES_FIELD_NUMBER: _builtins.int
+    NETWORK_FIELD_NUMBER: _builtins.int
+    EXPOSED_FIELD_NUMBER: _builtins.int
     generation: _builtins.int
     worker_pid: _builtins.int
     machine: _builtins.str
     supervisor_pid: _builtins.int
+    network: _builtins.str
+    """equal for workers that reach each other by loopback"""
+    exposed: _builtins.str
+    """why other users of the host could reach it; empty: they cannot"""
     @_builtins.property
     def holdings(self) -> _containers.RepeatedCompositeFieldContainer[Global___Holding]: ...
     @_builtins.property
@@ -287,10 +297,12 @@ class PrepareResponse(_message.Message):
         supervisor_pid: _builtins.int = ...,
         snapshot_fds: _abc.Iterable[_builtins.int] | None = ...,
         snapshot_inodes: _abc.Iterable[_builtins.int] | None = ...,
+        network: _builtins.str = ...,
+        exposed: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "holdings", b"holdings", "machine", b"machine", "snapshot_fds", b"snapshot_fds", "snapshot_inodes", b"snapshot_inodes", "supervisor_pid", b"supervisor_pid", "worker_pid", b"worker_pid"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["exposed", b"exposed", "generation", b"generation", "holdings", b"holdings", "machine", b"machine", "network", b"network", "snapshot_fds", b"snapshot_fds", "snapshot_inodes", b"snapshot_inodes", "supervisor_pid", b"supervisor_pid", "worker_pid", b"worker_pid"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -385,7 +397,6 @@ class StartRequest(_message.Message):
     MEMBERS_FIELD_NUMBER: _builtins.int
     RESTORE_FIELD_NUMBER: _builtins.int
     IS_MIRRORED_FIELD_NUMBER: _builtins.int
-    CHECKPOINT_FOLDER_FIELD_NUMBER: _builtins.int
     job_id: _builtins.str
     generation: _builtins.int
     stage_name: _builtins.str
@@ -396,8 +407,6 @@ class StartRequest(_message.Message):
     rank: _builtins.int
     is_mirrored: _builtins.bool
     """whether another host holds this stage's snapshots as well"""
-    checkpoint_folder: _builtins.str
-    """absolute; where snapshots that are to be saved go"""
     @_builtins.property
     def members(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """RPC names, by rank"""
@@ -418,11 +427,10 @@ class StartRequest(_message.Message):
         members: _abc.Iterable[_builtins.str] | None = ...,
         restore: Global___Restore | None = ...,
         is_mirrored: _builtins.bool = ...,
-        checkpoint_folder: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["restore", b"restore"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["assignment", b"assignment", "checkpoint_folder", b"checkpoint_folder", "generation", b"generation", "is_mirrored", b"is_mirrored", "job_id", b"job_id", "members", b"members", "rank", b"rank", "rendezvous", b"rendezvous", "restore", b"restore", "stage_name", b"stage_name"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["assignment", b"assignment", "generation", b"generation", "is_mirrored", b"is_mirrored", "job_id", b"job_id", "members", b"members", "rank", b"rank", "rendezvous", b"rendezvous", "restore", b"restore", "stage_name", b"stage_name"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -509,6 +517,80 @@ class StartResponse(_message.Message):
 Global___StartResponse: _TypeAlias = StartResponse  # noqa: Y015
 
 @_typing.final
+class Peer(_message.Message):
+    """A member of the group that is in another network than the server's worker."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LISTENS_FIELD_NUMBER: _builtins.int
+    SERVER_FIELD_NUMBER: _builtins.int
+    STAGE_INDEX_FIELD_NUMBER: _builtins.int
+    listens: _builtins.str
+    """HOST:PORT of its agent, on its own loopback"""
+    server: _builtins.str
+    """HOST:PORT of its stage server; empty: the driver"""
+    stage_index: _builtins.int
+    def __init__(
+        self,
+        *,
+        listens: _builtins.str = ...,
+        server: _builtins.str = ...,
+        stage_index: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["listens", b"listens", "server", b"server", "stage_index", b"stage_index"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Peer: _TypeAlias = Peer  # noqa: Y015
+
+@_typing.final
+class LinkRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_ID_FIELD_NUMBER: _builtins.int
+    GENERATION_FIELD_NUMBER: _builtins.int
+    PEERS_FIELD_NUMBER: _builtins.int
+    job_id: _builtins.str
+    generation: _builtins.int
+    @_builtins.property
+    def peers(self) -> _containers.RepeatedCompositeFieldContainer[Global___Peer]: ...
+    def __init__(
+        self,
+        *,
+        job_id: _builtins.str = ...,
+        generation: _builtins.int = ...,
+        peers: _abc.Iterable[Global___Peer] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "job_id", b"job_id", "peers", b"peers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LinkRequest: _TypeAlias = LinkRequest  # noqa: Y015
+
+@_typing.final
+class LinkResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GENERATION_FIELD_NUMBER: _builtins.int
+    generation: _builtins.int
+    def __init__(
+        self,
+        *,
+        generation: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LinkResponse: _TypeAlias = LinkResponse  # noqa: Y015
+
+@_typing.final
 class WatchRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -541,6 +623,7 @@ class WatchResponse(_message.Message):
     EXIT_CODE_FIELD_NUMBER: _builtins.int
     NUM_PARAMETERS_FIELD_NUMBER: _builtins.int
     SAVED_FIELD_NUMBER: _builtins.int
+    LISTENS_FIELD_NUMBER: _builtins.int
     generation: _builtins.int
     state: Global___ServerState.ValueType
     draining: _builtins.bool
@@ -549,6 +632,8 @@ class WatchResponse(_message.Message):
     exit_code: _builtins.int
     """of the worker; -n: ended by signal n"""
     num_parameters: _builtins.int
+    listens: _builtins.str
+    """HOST:PORT of the worker's agent, once it has joined"""
     @_builtins.property
     def saved(self) -> _containers.RepeatedCompositeFieldContainer[Global___Saved]:
         """the last few, oldest first"""
@@ -563,10 +648,11 @@ class WatchResponse(_message.Message):
         exit_code: _builtins.int = ...,
         num_parameters: _builtins.int = ...,
         saved: _abc.Iterable[Global___Saved] | None = ...,
+        listens: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "error", b"error", "exit_code", b"exit_code", "generation", b"generation", "num_parameters", b"num_parameters", "saved", b"saved", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "error", b"error", "exit_code", b"exit_code", "generation", b"generation", "listens", b"listens", "num_parameters", b"num_parameters", "saved", b"saved", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -774,22 +860,19 @@ class SaveRequest(_message.Message):
     JOB_ID_FIELD_NUMBER: _builtins.int
     STAGE_NAME_FIELD_NUMBER: _builtins.int
     STEP_FIELD_NUMBER: _builtins.int
-    FOLDER_FIELD_NUMBER: _builtins.int
     job_id: _builtins.str
     stage_name: _builtins.str
     step: _builtins.int
-    folder: _builtins.str
     def __init__(
         self,
         *,
         job_id: _builtins.str = ...,
         stage_name: _builtins.str = ...,
         step: _builtins.int = ...,
-        folder: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["folder", b"folder", "job_id", b"job_id", "stage_name", b"stage_name", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["job_id", b"job_id", "stage_name", b"stage_name", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -58,6 +58,11 @@ class ControlStub:
                 request_serializer=rpcmp_dot_v1_dot_control__pb2.StartRequest.SerializeToString,
                 response_deserializer=rpcmp_dot_v1_dot_control__pb2.StartResponse.FromString,
                 _registered_method=True)
+        self.Link = channel.unary_unary(
+                '/rpcmp.v1.Control/Link',
+                request_serializer=rpcmp_dot_v1_dot_control__pb2.LinkRequest.SerializeToString,
+                response_deserializer=rpcmp_dot_v1_dot_control__pb2.LinkResponse.FromString,
+                _registered_method=True)
         self.Watch = channel.unary_stream(
                 '/rpcmp.v1.Control/Watch',
                 request_serializer=rpcmp_dot_v1_dot_control__pb2.WatchRequest.SerializeToString,
@@ -116,6 +121,14 @@ class ControlServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Link(self, request, context):
+        """Tells where the agents of all members listen, once all have joined, so that the server carries
+        its worker's connections to those that are in other networks.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Watch(self, request, context):
         """Streams what happens to the worker. The claim lasts as long as this stream.
         """
@@ -167,6 +180,11 @@ def add_ControlServicer_to_server(servicer, server):
                     servicer.Start,
                     request_deserializer=rpcmp_dot_v1_dot_control__pb2.StartRequest.FromString,
                     response_serializer=rpcmp_dot_v1_dot_control__pb2.StartResponse.SerializeToString,
+            ),
+            'Link': grpc.unary_unary_rpc_method_handler(
+                    servicer.Link,
+                    request_deserializer=rpcmp_dot_v1_dot_control__pb2.LinkRequest.FromString,
+                    response_serializer=rpcmp_dot_v1_dot_control__pb2.LinkResponse.SerializeToString,
             ),
             'Watch': grpc.unary_stream_rpc_method_handler(
                     servicer.Watch,
@@ -301,6 +319,33 @@ class Control:
             '/rpcmp.v1.Control/Start',
             rpcmp_dot_v1_dot_control__pb2.StartRequest.SerializeToString,
             rpcmp_dot_v1_dot_control__pb2.StartResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Link(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rpcmp.v1.Control/Link',
+            rpcmp_dot_v1_dot_control__pb2.LinkRequest.SerializeToString,
+            rpcmp_dot_v1_dot_control__pb2.LinkResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -53,6 +53,10 @@ class ControlStub:
     """Claims the server for a job, unpacks the job's code and spawns the worker process."""
     Start: _grpc.UnaryUnaryMultiCallable[_control_pb2.StartRequest, _control_pb2.StartResponse]
     """Hands the worker its stage and its place in the group. Progress comes by Watch."""
+    Link: _grpc.UnaryUnaryMultiCallable[_control_pb2.LinkRequest, _control_pb2.LinkResponse]
+    """Tells where the agents of all members listen, once all have joined, so that the server carries
+    its worker's connections to those that are in other networks.
+    """
     Watch: _grpc.UnaryStreamMultiCallable[_control_pb2.WatchRequest, _control_pb2.WatchResponse]
     """Streams what happens to the worker. The claim lasts as long as this stream."""
     Drain: _grpc.UnaryUnaryMultiCallable[_control_pb2.DrainRequest, _control_pb2.DrainResponse]
@@ -83,6 +87,10 @@ class ControlAsyncStub(ControlStub):
     """Claims the server for a job, unpacks the job's code and spawns the worker process."""
     Start: _aio.UnaryUnaryMultiCallable[_control_pb2.StartRequest, _control_pb2.StartResponse]  # type: ignore[assignment]
     """Hands the worker its stage and its place in the group. Progress comes by Watch."""
+    Link: _aio.UnaryUnaryMultiCallable[_control_pb2.LinkRequest, _control_pb2.LinkResponse]  # type: ignore[assignment]
+    """Tells where the agents of all members listen, once all have joined, so that the server carries
+    its worker's connections to those that are in other networks.
+    """
     Watch: _aio.UnaryStreamMultiCallable[_control_pb2.WatchRequest, _control_pb2.WatchResponse]  # type: ignore[assignment]
     """Streams what happens to the worker. The claim lasts as long as this stream."""
     Drain: _aio.UnaryUnaryMultiCallable[_control_pb2.DrainRequest, _control_pb2.DrainResponse]  # type: ignore[assignment]
@@ -134,6 +142,16 @@ class ControlServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_control_pb2.StartResponse, _abc.Awaitable[_control_pb2.StartResponse]]:
         """Hands the worker its stage and its place in the group. Progress comes by Watch."""
+
+    @_abc_1.abstractmethod
+    def Link(
+        self,
+        request: _control_pb2.LinkRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_control_pb2.LinkResponse, _abc.Awaitable[_control_pb2.LinkResponse]]:
+        """Tells where the agents of all members listen, once all have joined, so that the server carries
+        its worker's connections to those that are in other networks.
+        """
 
     @_abc_1.abstractmethod
     def Watch(

@@ -1,0 +1,104 @@
+"""Opening connections to stage servers."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import ssl
+
+from rpcmp.addresses import parse
+from rpcmp.errors import SecurityError, UnreachableError
+from rpcmp.process.links import keep_alive
+from rpcmp.wire import role
+from rpcmp.wire.end import End, refusal
+from rpcmp.wire.security import Security
+from rpcmp.wire.session import Session
+
+OPEN_SECONDS = 6.0
+"""How long a host may take to answer, handshake included."""
+
+
+class Dialer:
+    """Opens connections to stage servers, as whom our certificate says that we are.
+
+    Args:
+        security: what this process was told about it.
+
+    Attributes:
+        security: as given.
+    """
+
+    def __init__(self, security: Security) -> None:
+        self.security = security
+
+    async def open(self, address: str, protocol: str, stage_index: int | None) -> End:
+        """A connection to the server at `address`.
+
+        Args:
+            protocol: what will be spoken, GRPC or RELAY.
+            stage_index: of the stage that it has to be; None: any.
+
+        Raises:
+            UnreachableError: nobody answers.
+            SecurityError: it is not who it should be.
+        """
+        try:
+            async with asyncio.timeout(OPEN_SECONDS):
+                return await self._open(address, protocol, stage_index)
+        except TimeoutError as error:
+            raise UnreachableError(
+                f"{address} does not answer within {OPEN_SECONDS:.0f} s"
+            ) from error
+        except ssl.SSLError as error:
+            raise SecurityError(f"{address} is not trusted: {refusal(error)}") from error
+        except EOFError as error:
+            raise UnreachableError(f"{address} hung up during the handshake") from error
+        except OSError as error:
+            raise UnreachableError(
+                f"{address} cannot be reached: {error.strerror or error}"
+            ) from error
+
+    async def _open(self, address: str, protocol: str, stage_index: int | None) -> End:
+        host, port = parse(address)
+        credentials = self.security.credentials
+        session = None if credentials is None else Session(credentials.client(protocol), host)
+        end = End(await _connect(host, port), session)
+        try:
+            await end.shake_hands()
+            if session is not None:
+                self._require(session, address, stage_index)
+        except BaseException:
+            end.close()
+            raise
+        return end
+
+    @staticmethod
+    def _require(session: Session, address: str, stage_index: int | None) -> None:
+        names = session.peer_certificate.get("subjectAltName", ())
+        found = role.find(value for kind, value in names if kind == "URI")
+        if found is None or not found.may_serve(stage_index):
+            wanted = "a stage" if stage_index is None else f"stage {stage_index}"
+            raise SecurityError(
+                f"{address} has a certificate for {found or 'no role of rpcmp'}, not for {wanted}"
+            )
+
+
+async def _connect(host: str, port: int) -> socket.socket:
+    loop = asyncio.get_running_loop()
+    found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    for index, (family, kind, number, _, address) in enumerate(found):
+        connection = socket.socket(family, kind, number)
+        connection.setblocking(False)
+        keep_alive(connection.fileno())
+        try:
+            await loop.sock_connect(connection, address)
+        except OSError:
+            connection.close()
+            if index + 1 == len(found):
+                raise
+        except BaseException:
+            connection.close()
+            raise
+        else:
+            return connection
+    raise OSError(f"{host} has no address")

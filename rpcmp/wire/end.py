@@ -1,0 +1,175 @@
+"""One end of a connection that the relay carries: a socket, with TLS or without.
+
+Two protocols pass over it. gRPC's goes as it is. The relay's own is cut into frames, a length of
+four bytes and so many bytes of payload, and an empty frame says that nothing more will come: TLS
+has no sound way to close one direction only, and a connection that merely breaks must not look like
+one that has ended well.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import socket
+import ssl
+import struct
+from typing import Any
+
+from rpcmp.errors import RelayError
+from rpcmp.wire.session import Session
+
+CHUNK = 256 * 1024
+"""Bytes that are read at once; more would not stay in a core's cache."""
+
+HEADER = struct.Struct("!I")
+
+MAX_GREETING = 16 * 1024
+"""Bytes of a frame before the stream begins."""
+
+
+class End:
+    """A connected socket; owned, and non-blocking from now on.
+
+    Args:
+        connection: the socket.
+        session: its TLS; None: none.
+
+    Attributes:
+        socket: the socket.
+        session: its TLS.
+        has_frames: whether it speaks the relay's protocol.
+        decrypted: what has been received and not been used yet.
+        gone: set when it is closed.
+    """
+
+    def __init__(self, connection: socket.socket, session: Session | None = None) -> None:
+        connection.setblocking(False)
+        if connection.family != socket.AF_UNIX:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.socket = connection
+        self.session = session
+        self.has_frames = False
+        self.decrypted = bytearray()
+        self.gone = asyncio.Event()
+
+    async def shake_hands(self) -> None:
+        """Complete the TLS handshake, where there is TLS.
+
+        Raises:
+            ssl.SSLError: the other side is not who it should be, or says so of us.
+            OSError, EOFError: it is gone.
+        """
+        loop = asyncio.get_running_loop()
+        while self.session is not None:
+            try:
+                is_done = self.session.handshake()
+            finally:  # also what tells the other side why it is refused
+                if data := self.session.to_send():
+                    with contextlib.suppress(BrokenPipeError):  # it has refused us: read why
+                        await loop.sock_sendall(self.socket, data)
+            if is_done:
+                return
+            self.session.feed(await self._receive())
+
+    async def read(self, count: int) -> bytes:
+        """The next `count` bytes.
+
+        Raises:
+            EOFError: they will not come.
+            OSError: the connection broke; ssl.SSLError, which is one, also: it was refused.
+        """
+        self._decrypt()  # what came together with the handshake
+        while len(self.decrypted) < count:
+            data = await self._receive()
+            if self.session is None:
+                self.decrypted += data
+            else:
+                self.session.feed(data)
+                self._decrypt()
+        result = bytes(self.decrypted[:count])
+        del self.decrypted[:count]
+        return result
+
+    async def write(self, data: bytes) -> None:
+        """Send all of `data`."""
+        if self.session is not None:
+            self.session.encrypt(data)
+            data = self.session.to_send()
+        await asyncio.get_running_loop().sock_sendall(self.socket, data)
+
+    async def read_message(self) -> dict[str, Any]:
+        """The next frame as JSON; only before the stream begins.
+
+        Raises:
+            RelayError: it is none, or too long.
+            EOFError, OSError: it will not come.
+        """
+        (size,) = HEADER.unpack(await self.read(HEADER.size))
+        if size > MAX_GREETING:
+            raise RelayError(f"the first frame has {size} bytes")
+        try:
+            message = json.loads(await self.read(size))
+        except ValueError as error:
+            raise RelayError("the first frame is not JSON") from error
+        if not isinstance(message, dict):
+            raise RelayError("the first frame is no JSON object")
+        return message
+
+    async def write_message(self, message: dict[str, Any]) -> None:
+        """Send one frame of JSON."""
+        data = json.dumps(message).encode()
+        await self.write(HEADER.pack(len(data)) + data)
+
+    def close(self) -> None:
+        """Close it at once; says goodbye where that needs no waiting."""
+        if self.session is not None:
+            self.session.close()
+            with contextlib.suppress(OSError):
+                self.socket.send(self.session.to_send())
+        self.socket.close()
+        self.gone.set()
+
+    def abort(self) -> None:
+        """Close it so that the other side sees a broken connection, not an end."""
+        with contextlib.suppress(OSError):
+            linger = struct.pack("ii", 1, 0)
+            self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+        self.socket.close()
+        self.gone.set()
+
+    def _decrypt(self) -> None:
+        if self.session is not None:
+            part = memoryview(bytearray(MAX_GREETING))
+            while got := self.session.decrypt(part):
+                self.decrypted += part[:got]
+
+    async def _receive(self) -> bytes:
+        data = await asyncio.get_running_loop().sock_recv(self.socket, CHUNK)
+        if not data:
+            raise EOFError("the other side has closed the connection")
+        return data
+
+
+def refusal(error: BaseException) -> str:
+    """Why a handshake failed, for people."""
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return str(error.verify_message)
+    if isinstance(error, ssl.SSLError) and error.reason:
+        return ALERTS.get(error.reason, error.reason.lower().replace("_", " "))
+    return str(error) or type(error).__name__
+
+
+ALERTS = {
+    "TLSV13_ALERT_CERTIFICATE_REQUIRED": "the other side wants a certificate",
+    "TLSV1_ALERT_UNKNOWN_CA": "the other side does not know the CA of our certificate",
+    "SSLV3_ALERT_CERTIFICATE_EXPIRED": "the other side says that our certificate has expired",
+    "SSLV3_ALERT_BAD_CERTIFICATE": "the other side does not accept our certificate",
+    "TLSV1_ALERT_PROTOCOL_VERSION": "the other side does not speak TLS 1.3",
+    "UNSUPPORTED_PROTOCOL": "the other side does not speak TLS 1.3",
+    "WRONG_VERSION_NUMBER": "the other side does not speak TLS at all",
+    "HTTP_REQUEST": "the other side does not speak TLS at all",
+    "PEER_DID_NOT_RETURN_A_CERTIFICATE": "it has no certificate",
+    "NO_SHARED_CIPHER": "no cipher in common",
+    "TLSV1_ALERT_NO_APPLICATION_PROTOCOL": "the other side is no rpcmp server",
+}

@@ -1,0 +1,265 @@
+"""Tensors from host to host: torch RPC's connections, carried by the supervisors.
+
+    worker 0 ──loopback──> supervisor 0 ══TLS══> supervisor 1 ──loopback──> worker 1
+             (listens at worker 1's                           (worker 1 listens)
+              very address and port)
+
+An agent listens on the loopback of its own network and nowhere else. When it is connected to, it
+tells its own address and is dialled again at that, so a supervisor listens for its worker at the
+same address and port that the other worker has on its host, and passes on what comes there. Every
+connection of an agent is one of the relay, from port to port; which member of which generation it
+is for stands in its first frame.
+
+A driver may be where nobody can connect to, behind NAT. It keeps one connection open to every
+server, for the next time that the worker there connects to the driver's process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+from collections.abc import Awaitable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rpcmp.addresses import parse
+from rpcmp.errors import JobError, RelayError, RpcmpError, SecurityError, WorkerDiedError
+from rpcmp.process.forking import Forks
+from rpcmp.wire.accept import connections
+from rpcmp.wire.credentials import RELAY
+from rpcmp.wire.dialer import Dialer
+from rpcmp.wire.end import End
+from rpcmp.wire.front import Visitor
+from rpcmp.wire.localpeer import is_ours
+from rpcmp.wire.role import Role
+from rpcmp.wire.security import is_loopback
+from rpcmp.wire.splice import splice
+
+RETRY_SECONDS = 0.5
+
+MAX_WAITING = 8
+"""Connections that a driver may keep open for a worker to come."""
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A member of the group that is in another network.
+
+    Attributes:
+        listens: HOST:PORT of its agent, on its own loopback.
+        server: HOST:PORT of its stage server; empty: it is the driver, which has none.
+        stage_index: which stage that serves.
+    """
+
+    listens: str
+    server: str = ""
+    stage_index: int | None = None
+
+
+class Relay:
+    """Carries the connections of one member of one generation.
+
+    Args:
+        job_id, generation: whose; nobody else's are carried.
+        forks: has sockets in the member's network.
+        dialer: opens connections to servers.
+    """
+
+    def __init__(self, job_id: str, generation: int, forks: Forks, dialer: Dialer) -> None:
+        self._greeting = {"job_id": job_id, "generation": generation}
+        self._forks, self._dialer = forks, dialer
+        self._own = ""
+        self._stages: set[int | None] = set()
+        self._waiting: asyncio.Queue[End] = asyncio.Queue(MAX_WAITING)
+        self._is_shared = False
+        self._is_closed = False
+        self._listeners: list[socket.socket] = []
+        self._tasks: set[asyncio.Future[None]] = set()
+
+    async def open(self, own: str, peers: Sequence[Peer]) -> None:
+        """Carry from now on.
+
+        Args:
+            own: HOST:PORT of the member's agent.
+            peers: all others that it cannot reach by itself.
+
+        Raises:
+            WorkerDiedError: an address is taken; only where workers are on the host's loopback.
+        """
+        for peer in peers:
+            if not is_loopback(parse(peer.listens)[0]):
+                raise SecurityError(
+                    f"a peer says that it listens at {peer.listens}, for all to see"
+                )
+        self._is_shared = not (await self._forks.network()).is_private
+        self._own = own
+        self._stages = {peer.stage_index for peer in peers if peer.server}
+        for peer in peers:
+            try:
+                listener = await self._forks.listener(*parse(peer.listens))
+            except JobError as error:
+                raise WorkerDiedError(
+                    f"cannot listen on {peer.listens} for a peer: {error}; fresh processes will "
+                    "have other ports"
+                ) from error
+            listener.setblocking(False)
+            self._listeners.append(listener)
+            self._require_open()
+            self._spawn(self._listen(listener, peer))
+
+    def wait_for(self, stage: Peer) -> None:
+        """Keep a connection open for the worker of a stage to come to us, who are the driver."""
+        self._spawn(self._keep_waiting(stage))
+
+    async def take(self, visitor: Visitor) -> None:
+        """Serve a connection that somebody has opened to our server, until it ends.
+
+        Raises:
+            RelayError, OSError: it broke.
+        """
+        greeting = await visitor.end.read_message()
+        if {key: greeting.get(key) for key in self._greeting} != self._greeting or not self._own:
+            raise RelayError("it is of a group that does not run here")
+        self._require_open()
+        visitor.end.has_frames = True
+        serving = self._spawn(self._serve(visitor, greeting))
+        try:
+            await asyncio.wait([serving])
+        finally:
+            serving.cancel()
+        if not serving.cancelled() and (error := serving.exception()) is not None:
+            raise error
+
+    async def _serve(self, visitor: Visitor, greeting: dict[str, Any]) -> None:
+        if greeting.get("op") == "wait":
+            if visitor.role is not None and not visitor.role.is_driver:
+                raise RelayError(f"a {visitor.role.kind} has nothing to wait for")
+            await self._park(visitor.end)
+        else:
+            if not self._is_member(visitor.role):
+                raise RelayError(f"{visitor.role} is not of this group")
+            await self._connect(visitor.end)
+
+    def _is_member(self, role: Role | None) -> bool:
+        return role is None or role.is_driver or any(map(role.may_serve, self._stages))
+
+    async def close(self) -> None:
+        """Carry nothing more; all connections break."""
+        self._is_closed = True
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for listener in self._listeners:
+            listener.close()
+        while not self._waiting.empty():
+            self._waiting.get_nowait().close()
+
+    def _require_open(self) -> None:
+        if self._is_closed:
+            raise RelayError("the group has ended")
+
+    def _spawn(self, work: Awaitable[None]) -> asyncio.Future[None]:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _listen(self, listener: socket.socket, peer: Peer) -> None:
+        """Pass on what our worker sends to where it believes a peer to be."""
+        async for connection in connections(listener):
+            if self._is_shared and not is_ours(connection):
+                log.warning("another user of this host has tried to reach %s", peer.server)
+                connection.close()
+                continue
+            self._spawn(self._pass_on(End(connection), peer))
+
+    async def _pass_on(self, here: End, peer: Peer) -> None:
+        try:
+            there = await self._reach(peer)
+        except (RpcmpError, OSError, EOFError) as error:
+            log.warning("cannot carry to %s: %s", peer.server or "the driver", error)
+            here.abort()
+            return
+        except BaseException:
+            here.abort()
+            raise
+        await _carry(here, there)
+
+    async def _reach(self, peer: Peer) -> End:
+        while not peer.server:
+            there = await self._waiting.get()
+            try:
+                await there.write_message({"go": True})
+            except OSError:  # the driver's network has changed meanwhile, and it has opened another
+                there.abort()
+            except BaseException:
+                there.abort()
+                raise
+            else:
+                return there
+        return await self._dial(peer.server, peer.stage_index, "connect")
+
+    async def _dial(self, server: str, stage_index: int | None, op: str) -> End:
+        there = await self._dialer.open(server, RELAY, stage_index)
+        try:
+            await there.write_message({**self._greeting, "op": op})
+            if op == "wait":
+                await there.read_message()
+        except BaseException:
+            there.abort()
+            raise
+        there.has_frames = True
+        return there
+
+    async def _park(self, end: End) -> None:
+        """Keep a driver's connection until our worker wants to reach it."""
+        if self._waiting.full():  # of a driver whose network comes and goes
+            self._waiting.get_nowait().abort()
+        self._waiting.put_nowait(end)
+        # Whoever takes it owns the connection; this one task must not close it meanwhile.
+        await end.gone.wait()
+
+    async def _keep_waiting(self, stage: Peer) -> None:
+        while True:
+            try:
+                there = await self._dial(stage.server, stage.stage_index, "wait")
+            except (
+                RpcmpError,
+                OSError,
+                EOFError,
+            ) as error:  # hosts may be lost
+                if isinstance(error, SecurityError):
+                    log.warning("the worker of %s cannot reach the driver: %s", stage.server, error)
+                await asyncio.sleep(RETRY_SECONDS)
+                continue
+            self._spawn(self._come(there))
+
+    async def _come(self, there: End) -> None:
+        with contextlib.suppress(OSError, RpcmpError):
+            await self._connect(there)
+
+    async def _connect(self, there: End) -> None:
+        """Pass on to our own worker what comes from elsewhere."""
+        try:
+            connection = await self._forks.connectable()
+        except BaseException:
+            there.abort()
+            raise
+        try:
+            connection.setblocking(False)
+            await asyncio.get_running_loop().sock_connect(connection, parse(self._own))
+        except BaseException:
+            connection.close()
+            there.abort()
+            raise
+        await _carry(End(connection), there)
+
+
+async def _carry(here: End, there: End) -> None:
+    """Carry until one of them is gone; the agents see that by themselves."""
+    with contextlib.suppress(OSError, RelayError):
+        await splice(here, there)

@@ -1,0 +1,115 @@
+"""How a process talks to others: with certificates, on its own machine only, or open to all.
+
+It fails closed: without certificates everything stays on loopback, and there between the processes
+of one user, unless somebody says `insecure` in so many words.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Iterable
+from pathlib import Path
+
+from rpcmp.addresses import parse
+from rpcmp.errors import ConfigError, SecurityError
+from rpcmp.wire.credentials import Credentials
+from rpcmp.wire.role import Role
+
+INSECURE = (
+    "insecure: nothing is encrypted, and whoever reaches a stage server runs code on its host"
+)
+
+WARN_SECONDS = 60.0
+"""How often that is said."""
+
+
+class Security:
+    """What a process was told about it.
+
+    Args:
+        certs: folder with its certificate; None: it has none.
+        insecure: talk to other machines without.
+
+    Raises:
+        SecurityError: the certificate cannot be used.
+        ConfigError: both are given.
+    """
+
+    def __init__(self, certs: Path | None = None, insecure: bool = False) -> None:
+        if certs is not None and insecure:
+            raise ConfigError("give --certs or --insecure, not both")
+        self.insecure = insecure
+        self.credentials = None if certs is None else Credentials(certs)
+
+    @property
+    def role(self) -> Role | None:
+        """What our certificate allows us to be; None where we have none.
+
+        Raises:
+            SecurityError: it says nothing of that.
+        """
+        if self.credentials is None:
+            return None
+        from rpcmp.wire.certificate import Certificate  # only who has one needs its libraries
+
+        certificate = Certificate.load(self.credentials.folder)
+        if certificate.role is None:
+            raise SecurityError(
+                f"{certificate.path} has no role: among its alternative names there has to be one "
+                "URI such as rpcmp://stage/1, rpcmp://spare or rpcmp://driver"
+            )
+        return certificate.role
+
+    def require_allowed(self, addresses: Iterable[str]) -> None:
+        """Refuse addresses that other machines could reach, or that are on them, in the open.
+
+        Raises:
+            ConfigError: an address is not on loopback, and there is no certificate.
+        """
+        if self.credentials is not None or self.insecure:
+            for address in addresses:
+                parse(address)
+            return
+        for address in addresses:
+            if not is_loopback(parse(address)[0]):
+                raise ConfigError(
+                    f"{address} is not a loopback address: whoever reaches a stage server runs "
+                    "code on its host. Give --certs DIR, which `rpcmp certs issue` makes, so that "
+                    "only the hosts of the job do; or --insecure, where nobody else is on the "
+                    "network"
+                )
+
+    def require_may_serve(self, stage_index: int | None) -> None:
+        """Refuse to be a stage that our certificate is not for.
+
+        Raises:
+            SecurityError: it is for another stage, or for the driver.
+        """
+        role = self.role
+        if role is None:
+            return
+        if stage_index is None and role.kind != "spare":
+            raise SecurityError(f"the certificate is for {role}, not for a spare")
+        if not role.may_serve(stage_index):
+            raise SecurityError(f"the certificate is for {role}, not for stage {stage_index}")
+
+    def require_may_drive(self) -> None:
+        """Refuse to drive with the certificate of a stage.
+
+        Raises:
+            SecurityError: it is one.
+        """
+        role = self.role
+        if role is not None and not role.is_driver:
+            raise SecurityError(
+                f"the certificate is for {role}, which cannot drive: `rpcmp certs issue DIR "
+                "--driver` makes one that can"
+            )
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can mean itself by it."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

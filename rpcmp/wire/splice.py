@@ -1,0 +1,252 @@
+"""Carrying bytes between two ends of a relay, both ways, until both are done.
+
+Back-pressure is the kernel's: where one end takes no more, nothing is read from the other until it
+does, so that a connection holds no more than CHUNK bytes each way however large a tensor is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable
+
+from rpcmp.errors import RelayError
+from rpcmp.wire.end import CHUNK, HEADER, End
+
+_buffer = memoryview(bytearray(HEADER.size + CHUNK))
+_plain = memoryview(bytearray(HEADER.size + CHUNK))
+"""What is read is passed on before anything else is read, so one buffer serves all connections."""
+
+
+async def splice(one: End, other: End) -> None:
+    """Carry everything from each end to the other; both are closed afterwards.
+
+    Raises:
+        OSError, RelayError: one of them broke, and so does the other.
+    """
+    done = asyncio.get_running_loop().create_future()
+    splicing = _Splice(one, other, done)
+    splicing.begin()
+    try:
+        await done
+    except BaseException:
+        splicing.end()
+        one.abort()
+        other.abort()
+        raise
+    splicing.end()
+    one.close()
+    other.close()
+
+
+class _Splice:
+    """Two directions."""
+
+    def __init__(self, one: End, other: End, done: asyncio.Future[None]) -> None:
+        self._done = done
+        self._directions = [
+            _Direction(one, other, self._ended, self._failed),
+            _Direction(other, one, self._ended, self._failed),
+        ]
+
+    def begin(self) -> None:
+        for direction in self._directions:
+            direction.begin()
+
+    def end(self) -> None:
+        for direction in self._directions:
+            direction.end()
+
+    def _ended(self) -> None:
+        whole = any(direction.has_ended and not direction.is_half for direction in self._directions)
+        if (whole or all(each.has_ended for each in self._directions)) and not self._done.done():
+            self._done.set_result(None)
+
+    def _failed(self, error: Exception) -> None:
+        if not self._done.done():
+            self._done.set_exception(error)
+
+
+class _Direction:
+    """From one end to the other.
+
+    Attributes:
+        has_ended: whether all has been carried.
+        is_half: whether the other direction may go on then.
+    """
+
+    def __init__(
+        self,
+        source: End,
+        sink: End,
+        ended: Callable[[], None],
+        failed: Callable[[Exception], None],
+    ) -> None:
+        self._source, self._sink = source, sink
+        self._ended, self._failed = ended, failed
+        self._loop = asyncio.get_running_loop()
+        self._unsent = b""
+        self._left = 0  # bytes of the frame that is being received
+        self._header = bytearray()
+        self._is_reading = False
+        self._at_end = False
+        self.has_ended = False
+        self.is_half = source.has_frames or sink.has_frames
+
+    def begin(self) -> None:
+        rest = bytes(self._source.decrypted)
+        self._source.decrypted.clear()
+        self._guard(self._begin, rest)
+
+    def _begin(self, rest: bytes) -> None:
+        if rest:
+            self._carry(memoryview(rest))
+        if self._source.session is not None:
+            self._decrypt()  # what came together with the handshake
+        self._go_on()
+
+    def end(self) -> None:
+        """Leave the sockets alone."""
+        self._stop_reading()
+        if self._sink.socket.fileno() >= 0:
+            self._loop.remove_writer(self._sink.socket)
+
+    def _guard(self, action: Callable[..., None], *args: object) -> None:
+        try:
+            action(*args)
+        except (BlockingIOError, InterruptedError):
+            pass
+        except Exception as error:  # a callback has nobody else to tell
+            self._failed(error)
+
+    def _readable(self) -> None:
+        self._guard(self._read)
+
+    def _writable(self) -> None:
+        self._guard(self._flush)
+
+    def _read(self) -> None:
+        if self._source.session is None:
+            self._read_plain()
+        else:
+            self._read_tls(self._source)
+        if self._unsent:
+            self._stop_reading()
+
+    def _read_plain(self) -> None:
+        payload = _buffer[HEADER.size :]
+        count = self._source.socket.recv_into(payload)
+        if not count:
+            self._broke_off()
+        elif self._sink.has_frames:  # the header lies right before what has been read
+            HEADER.pack_into(_buffer, 0, count)
+            self._push(_buffer[: HEADER.size + count])
+        else:
+            self._carry(payload[:count])
+
+    def _read_tls(self, source: End) -> None:
+        count = source.socket.recv_into(_buffer)
+        if not count:
+            self._broke_off()
+            return
+        assert source.session is not None
+        source.session.feed(_buffer[:count])
+        self._decrypt()
+
+    def _decrypt(self) -> None:
+        session = self._source.session
+        assert session is not None
+        payload = _plain[HEADER.size :]
+        try:
+            while count := session.decrypt(payload):
+                if self._sink.has_frames and not self._source.has_frames:
+                    HEADER.pack_into(_plain, 0, count)
+                    self._push(_plain[: HEADER.size + count])
+                else:
+                    self._carry(payload[:count])
+        except EOFError:
+            self._broke_off()
+
+    def _broke_off(self) -> None:
+        """The connection has ended: with frames that is not how a stream ends."""
+        if self._at_end:
+            self._stop_reading()
+        elif self._source.has_frames:
+            raise RelayError("the connection broke off")
+        else:
+            self._finish()
+
+    def _carry(self, data: memoryview) -> None:
+        """Pass on what was read; where it is cut into frames, what is in them."""
+        if not self._source.has_frames:
+            if self._sink.has_frames:
+                self._push(HEADER.pack(len(data)) + data)
+            else:
+                self._push(data)
+            return
+        while data and not self._at_end:
+            if self._left:
+                part = data[: self._left]
+                self._push(part)
+                self._left -= len(part)
+                data = data[len(part) :]
+                continue
+            missing = HEADER.size - len(self._header)
+            self._header += data[:missing]
+            data = data[missing:]
+            if len(self._header) == HEADER.size:
+                (self._left,) = HEADER.unpack(self._header)
+                self._header.clear()
+                if not self._left:
+                    self._finish()
+
+    def _finish(self) -> None:
+        """The source will send nothing more."""
+        self._at_end = True
+        if self._sink.has_frames:
+            self._push(HEADER.pack(0))
+        if not self._source.has_frames:
+            self._stop_reading()
+        if not self._unsent:
+            self._end_sink()
+
+    def _end_sink(self) -> None:
+        if self._sink.session is None and self.is_half:
+            self._sink.socket.shutdown(socket.SHUT_WR)
+        self.has_ended = True
+        self._ended()
+
+    def _push(self, data: memoryview | bytes) -> None:
+        """Send, and keep what the sink does not take at once."""
+        if self._sink.session is not None:
+            self._sink.session.encrypt(data)
+            data = self._sink.session.to_send()
+        if self._unsent:
+            self._unsent += data
+            return
+        try:
+            sent = self._sink.socket.send(data)
+        except (BlockingIOError, InterruptedError):
+            sent = 0
+        if sent < len(data):
+            self._unsent = bytes(data[sent:])
+            self._loop.add_writer(self._sink.socket, self._writable)
+
+    def _flush(self) -> None:
+        sent = self._sink.socket.send(self._unsent)
+        self._unsent = self._unsent[sent:]
+        if not self._unsent:
+            self._loop.remove_writer(self._sink.socket)
+            if self._at_end:
+                self._end_sink()
+            self._go_on()
+
+    def _go_on(self) -> None:
+        if not self._is_reading and not self._unsent and not self._at_end:
+            self._is_reading = True
+            self._loop.add_reader(self._source.socket, self._readable)
+
+    def _stop_reading(self) -> None:
+        if self._is_reading and self._source.socket.fileno() >= 0:
+            self._loop.remove_reader(self._source.socket)
+        self._is_reading = False

@@ -1,0 +1,170 @@
+"""A driver and three stages on four hosts: mutual TLS on all that crosses the network."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import shlex
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from rpcmp.examples import digits
+from tests.lan import Host, driving, issue, lan, serving
+from tests.processes import JobFolder, Running, Server, rpcmp, running
+
+EXAMPLE = Path(digits.__file__).with_suffix(".toml")
+
+PORT = 50051
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Running stage servers.
+
+    Attributes:
+        driver: the host that drives.
+        hosts: those that serve.
+        servers: what runs there.
+        certs: of all of them.
+    """
+
+    driver: Host
+    hosts: list[Host]
+    servers: list[Server]
+    certs: Path
+
+    @property
+    def connect(self) -> tuple[str, ...]:
+        """What leads `rpcmp drive` to them."""
+        where = ",".join(server.address for server in self.servers)
+        return ("--connect", where, "--set", "model.num_stages=3")
+
+
+def test_the_quick_start_on_two_hosts(tmp_path: Path) -> None:
+    """The README's commands, word for word; only the copying is between two folders."""
+    commands = [shlex.split(line, comments=True) for line in quick_start().splitlines()]
+    assert len(commands) <= 6
+    init, copy, serve_a, serve_b, drive = commands
+    home_a, home_b = tmp_path / "host-a", tmp_path / "host-b"
+    home_b.mkdir()
+    JobFolder(home_a).config(
+        'steps = 3\n[model]\nlayers = "zoo:mlp"\nbalance = [2, 2]', "config.toml"
+    )
+    with lan(2, tmp_path) as (host_a, host_b), contextlib.ExitStack() as started:
+
+        def start(command: list[str], host: Host, home: Path) -> Running:
+            assert command[0] == "rpcmp"
+            return started.enter_context(running(*command[1:], cwd=home, under=host.inside))
+
+        assert start(init, host_a, home_a).wait().code == 0
+        assert (copy[:2], copy[3]) == (["scp", "-r"], "host-b:")
+        shutil.copytree(home_a / copy[2], home_b / Path(copy[2]).name)
+        for server in (start(serve_a, host_a, home_a), start(serve_b, host_b, home_b)):
+            server.wait_for_line("is SERVING on")
+        result = start(drive, host_a, home_a).wait()
+    assert result.code == 0, result.err
+    assert "done: 3 steps" in result.out
+
+
+def quick_start() -> str:
+    """The block of the README that begins with the certificates."""
+    readme = (Path(__file__).parent.parent / "README.md").read_text()
+    blocks: list[str] = re.findall(r"```sh\n(.*?)```", readme, re.DOTALL)
+    return next(block for block in blocks if block.startswith("rpcmp certs init"))
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    folder = tmp_path_factory.mktemp("lan")
+    with lan(4, folder) as (driver, *hosts), contextlib.ExitStack() as started:
+        certs = issue(folder / "certs", *(host.address for host in hosts))
+        servers = [
+            started.enter_context(serving(index, f"{host.address}:{PORT}", certs, host.inside))
+            for index, host in enumerate(hosts)
+        ]
+        yield Cluster(driver, hosts, servers, certs)
+
+
+@pytest.fixture(scope="module")
+def parameters() -> str:
+    """The hash of what four epochs of digits give on one machine."""
+    result = rpcmp("drive", EXAMPLE, "--json", "--set", "model.num_stages=3", "--steps", "90")
+    return str(result.event("summary")["parameters_sha256"])
+
+
+def test_the_bits_are_those_of_one_process(cluster: Cluster) -> None:
+    options = ("--steps", "3", "--certs", str(cluster.certs / "driver"), *cluster.connect)
+    with running("verify", EXAMPLE, *options, under=cluster.driver.inside) as run:
+        result = run.wait()
+    assert result.code == 0, result.err
+    assert "identical" in result.out
+
+
+def test_nothing_but_the_one_port_of_each_server_answers(cluster: Cluster) -> None:
+    """While a job runs. The driver answers nowhere at all: it needs no port."""
+    with driving(EXAMPLE, cluster.certs, *cluster.connect, on=cluster.driver) as run:
+        run.wait_for_line('"step": 5,')
+        for host in (cluster.driver, *cluster.hosts):
+            expected = set() if host is cluster.driver else {(host.address, PORT)}
+            assert listening(host) == expected
+        prober, target = cluster.hosts[0], cluster.hosts[1].address
+        assert answering(prober, target) == [PORT]
+        assert answering(prober, cluster.driver.address) == []
+
+
+def listening(host: Host) -> set[tuple[str, int]]:
+    """Where anybody listens on a host, for TCP."""
+    rows = host.run("cat", "/proc/net/tcp", "/proc/net/tcp6").stdout.splitlines()
+    found = (row.split()[1].split(":") for row in rows if re.search(r":\w{4} \w+:0000 0A", row))
+    return {(_dotted(address), int(port, 16)) for address, port in found}
+
+
+def _dotted(word: str) -> str:
+    return ".".join(str(int(word[i : i + 2], 16)) for i in (6, 4, 2, 0))
+
+
+PROBE = """
+import socket, sys
+for port in range(1, 65536):
+    with socket.socket() as probe:
+        if probe.connect_ex((sys.argv[1], port)) == 0:
+            print(port)
+"""
+
+
+def answering(prober: Host, address: str) -> list[int]:
+    """The ports of an address that answer, of all that there are."""
+    return [int(port) for port in prober.run("python3", "-c", PROBE, address).stdout.split()]
+
+
+def test_a_link_that_is_cut_and_comes_back_costs_no_bits(cluster: Cluster, parameters: str) -> None:
+    options = ("--steps", "90", *cluster.connect)
+    with driving(EXAMPLE, cluster.certs, *options, on=cluster.driver) as run:
+        run.wait_for_line('"step": 20,')
+        cluster.hosts[1].unplug()
+        try:
+            run.wait_for_line('"fault"')
+            run.wait_for_line('"waiting"')
+        finally:
+            cluster.hosts[1].plug()
+        result = run.wait()
+    assert result.event("recovered")["generation"] >= 2
+    assert result.event("summary")["parameters_sha256"] == parameters
+
+
+def test_a_slow_link_costs_time_and_no_bits(cluster: Cluster, parameters: str) -> None:
+    for host in (cluster.driver, *cluster.hosts):
+        host.limit("1gbit")
+    result = finished(cluster, "--steps", "90")
+    assert result["parameters_sha256"] == parameters
+
+
+def finished(cluster: Cluster, *options: str) -> dict[str, object]:
+    with driving(EXAMPLE, cluster.certs, *options, *cluster.connect, on=cluster.driver) as run:
+        result = run.wait()
+    assert result.code == 0, result.err
+    return result.event("summary")
