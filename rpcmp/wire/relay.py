@@ -89,6 +89,7 @@ class Relay:
 
         Raises:
             WorkerDiedError: an address is taken; only where workers are on the host's loopback.
+            SecurityError: a peer says that it listens where others than its host's reach it.
         """
         for peer in peers:
             if not is_loopback(parse(peer.listens)[0]):
@@ -227,11 +228,8 @@ class Relay:
         while True:
             try:
                 there = await self._dial(stage.server, stage.stage_index, "wait")
-            except (
-                RpcmpError,
-                OSError,
-                EOFError,
-            ) as error:  # hosts may be lost
+            except (RpcmpError, OSError, EOFError) as error:
+                # Of a host that is lost the supervisors know; of one that refuses us nobody else.
                 if isinstance(error, SecurityError):
                     log.warning("the worker of %s cannot reach the driver: %s", stage.server, error)
                 await asyncio.sleep(RETRY_SECONDS)
