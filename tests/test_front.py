@@ -274,7 +274,7 @@ def test_a_server_that_is_open_to_all_says_so(job: JobFolder) -> None:
 
 def test_strangers_who_say_nothing_keep_nobody_out(server: Server, certs: Path) -> None:
     host, port = server.address.rsplit(":", 1)
-    silent = [socket.create_connection((host, int(port))) for _ in range(100)]
+    silent = [socket.create_connection((host, int(port))) for _ in range(300)]
     try:
         assert dial(server, certs / "driver") == "answers"
     finally:

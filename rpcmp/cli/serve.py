@@ -77,7 +77,8 @@ def serve(
 
     def announce(bound: int) -> None:
         who = "spare" if stage is None else f"stage {stage}"
-        click.echo(f"{who} is SERVING on {host}:{bound}")
+        where = f"[{host}]" if ":" in host else host
+        click.echo(f"{who} is SERVING on {where}:{bound}")
 
     async def run() -> int:
         # Imported late: `rpcmp --help` needs no gRPC.

@@ -91,7 +91,8 @@ async def _connect(host: str, port: int) -> socket.socket:
         connection.setblocking(False)
         keep_alive(connection.fileno())
         try:
-            await loop.sock_connect(connection, address)
+            async with asyncio.timeout(OPEN_SECONDS / len(found)):  # one of them may be a dead end
+                await loop.sock_connect(connection, address)
         except OSError:
             connection.close()
             if index + 1 == len(found):

@@ -35,7 +35,7 @@ GREETING_SECONDS = 10.0
 """How long a stranger may take to say who he is."""
 
 MAX_STRANGERS = 256
-"""Connections that have not said so yet; more are closed at once."""
+"""Connections that have not said so yet; where there are more, the oldest has to go."""
 
 MAX_CONNECTIONS = 4096
 
@@ -76,8 +76,8 @@ class Front:
         self._drivers, self._peers = drivers, peers
         self._relay = relay
         self._listeners: list[socket.socket] = []
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._strangers = 0
+        self._tasks: set[asyncio.Future[None]] = set()
+        self._strangers: dict[asyncio.Future[None], None] = {}  # the oldest first
 
     async def start(self, host: str, port: int) -> int:
         """Listen; returns the port, which is a free one for port 0.
@@ -108,21 +108,28 @@ class Front:
         for listener in self._listeners:
             listener.close()
 
-    def _spawn(self, work: Awaitable[None]) -> None:
+    def _spawn(self, work: Awaitable[None]) -> asyncio.Future[None]:
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._forget)
+        return task
+
+    def _forget(self, task: asyncio.Future[None]) -> None:
+        self._tasks.discard(task)
+        self._strangers.pop(task, None)
 
     async def _accept(self, listener: socket.socket) -> None:
         async for connection in connections(listener):
-            if self._strangers >= MAX_STRANGERS or len(self._tasks) >= MAX_CONNECTIONS:
+            if len(self._tasks) >= MAX_CONNECTIONS:
                 connection.close()
-            else:
-                self._spawn(self._serve(connection))
+                continue
+            if len(self._strangers) >= MAX_STRANGERS:
+                next(iter(self._strangers)).cancel()
+            stranger = self._spawn(self._serve(connection))
+            self._strangers[stranger] = None
 
     async def _serve(self, connection: socket.socket) -> None:
         who = _name(connection)
-        self._strangers += 1
         try:
             async with asyncio.timeout(GREETING_SECONDS):
                 visitor = await self._greet(connection)
@@ -133,8 +140,7 @@ class Front:
         except BaseException:
             connection.close()
             raise
-        finally:
-            self._strangers -= 1
+        self._strangers.pop(asyncio.current_task(), None)  # type: ignore[arg-type]
         try:
             await self._let_in(visitor)
         except (OSError, EOFError, RpcmpError) as error:

@@ -39,6 +39,9 @@ from rpcmp.wire.splice import splice
 
 RETRY_SECONDS = 0.5
 
+GREETING_SECONDS = 10.0
+"""How long somebody who was let in may take to say what for."""
+
 MAX_WAITING = 8
 """Connections that a driver may keep open for a worker to come."""
 
@@ -122,7 +125,8 @@ class Relay:
         Raises:
             RelayError, OSError: it broke.
         """
-        greeting = await visitor.end.read_message()
+        async with asyncio.timeout(GREETING_SECONDS):
+            greeting = await visitor.end.read_message()
         if {key: greeting.get(key) for key in self._greeting} != self._greeting or not self._own:
             raise RelayError("it is of a group that does not run here")
         self._require_open()
