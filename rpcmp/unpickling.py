@@ -58,7 +58,7 @@ _RECEIVERS = {"_tensor_receiver", "_py_rref_receiver"}
 _named: set[str] = set()
 """The top-level modules of the job's own code."""
 
-_imported = {"rpcmp.transport"} | _DATA | {module for module, _ in _CALLED}
+_imported = _DATA | {module for module, _ in _CALLED}
 """What a message may cause to be imported."""
 
 

@@ -23,10 +23,8 @@ def drain(address: str, certs: Path | None, insecure: bool, wait: bool) -> None:
     Example:
       rpcmp drain 127.0.0.1:50051
     """
-    from rpcmp.addresses import parse
     from rpcmp.job.drain import drain as run
     from rpcmp.wire.security import Security
 
-    parse(address)
     job = asyncio.run(run(address, wait, Security(certs, insecure)))
     click.echo(f"{address} is draining job {job!r}" if job and not wait else f"{address} has ended")

@@ -9,7 +9,6 @@ import ssl
 from rpcmp.addresses import parse
 from rpcmp.errors import SecurityError, UnreachableError
 from rpcmp.process.links import keep_alive
-from rpcmp.wire import role
 from rpcmp.wire.end import End, refusal
 from rpcmp.wire.security import Security
 from rpcmp.wire.session import Session
@@ -74,8 +73,7 @@ class Dialer:
 
     @staticmethod
     def _require(session: Session, address: str, stage_index: int | None) -> None:
-        names = session.peer_certificate.get("subjectAltName", ())
-        found = role.find(value for kind, value in names if kind == "URI")
+        found = session.peer_role
         if found is None or not found.may_serve(stage_index):
             wanted = "a stage" if stage_index is None else f"stage {stage_index}"
             raise SecurityError(

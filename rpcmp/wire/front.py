@@ -21,7 +21,6 @@ from typing import NamedTuple
 
 from rpcmp.errors import ConfigError, RpcmpError, SecurityError
 from rpcmp.process.links import keep_alive
-from rpcmp.wire import role
 from rpcmp.wire.accept import connections
 from rpcmp.wire.credentials import GRPC, RELAY
 from rpcmp.wire.end import HEADER, End, refusal
@@ -162,13 +161,11 @@ class Front:
         session = Session(credentials.server())
         end = End(connection, session)
         await end.shake_hands()
-        names = session.peer_certificate.get("subjectAltName", ())
-        found = role.find(value for kind, value in names if kind == "URI")
-        if found is None:
+        if session.peer_role is None:
             raise SecurityError("its certificate has no role of rpcmp")
         if session.protocol not in (GRPC, RELAY):
             raise SecurityError("it does not say which protocol it speaks")
-        return Visitor(end, found, session.protocol)
+        return Visitor(end, session.peer_role, session.protocol)
 
     async def _greet_plain(self, end: End) -> Visitor:
         if not self._security.insecure and not is_ours(end.socket):

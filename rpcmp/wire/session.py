@@ -10,6 +10,9 @@ import contextlib
 import ssl
 from typing import Any
 
+from rpcmp.wire import role
+from rpcmp.wire.role import Role
+
 
 class Session:
     """One side of a TLS connection.
@@ -38,9 +41,11 @@ class Session:
         return self._tls.selected_alpn_protocol()
 
     @property
-    def peer_certificate(self) -> dict[str, Any]:
-        """The other side's certificate, as `ssl.SSLSocket.getpeercert` describes it."""
-        return dict(self._tls.getpeercert() or {})
+    def peer_role(self) -> Role | None:
+        """What the other side's certificate allows it to be; None: nothing of ours."""
+        certificate: dict[str, Any] = dict(self._tls.getpeercert() or {})
+        names = certificate.get("subjectAltName", ())
+        return role.find(value for kind, value in names if kind == "URI")
 
     def handshake(self) -> bool:
         """Go on with the handshake; whether it is complete.

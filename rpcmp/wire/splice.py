@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 from rpcmp.errors import RelayError
 from rpcmp.wire.end import CHUNK, HEADER, End
+from rpcmp.wire.session import Session
 
 _buffer = memoryview(bytearray(HEADER.size + CHUNK))
 _plain = memoryview(bytearray(HEADER.size + CHUNK))
@@ -102,7 +103,7 @@ class _Direction:
         if rest:
             self._carry(memoryview(rest))
         if self._source.session is not None:
-            self._decrypt()  # what came together with the handshake
+            self._decrypt(self._source.session)  # what came together with the handshake
         self._go_on()
 
     def end(self) -> None:
@@ -129,41 +130,36 @@ class _Direction:
         if self._source.session is None:
             self._read_plain()
         else:
-            self._read_tls(self._source)
+            self._read_tls(self._source.session)
         if self._unsent:
             self._stop_reading()
 
     def _read_plain(self) -> None:
-        payload = _buffer[HEADER.size :]
-        count = self._source.socket.recv_into(payload)
-        if not count:
-            self._broke_off()
-        elif self._sink.has_frames:  # the header lies right before what has been read
-            HEADER.pack_into(_buffer, 0, count)
-            self._push(_buffer[: HEADER.size + count])
+        if count := self._source.socket.recv_into(_buffer[HEADER.size :]):
+            self._carry_from(_buffer, count)
         else:
-            self._carry(payload[:count])
+            self._broke_off()
 
-    def _read_tls(self, source: End) -> None:
-        count = source.socket.recv_into(_buffer)
+    def _carry_from(self, buffer: memoryview, count: int) -> None:
+        """Pass on what was read into a buffer behind the place of a header."""
+        if self._sink.has_frames:
+            HEADER.pack_into(buffer, 0, count)
+            self._push(buffer[: HEADER.size + count])
+        else:
+            self._carry(buffer[HEADER.size :][:count])
+
+    def _read_tls(self, session: Session) -> None:
+        count = self._source.socket.recv_into(_buffer)
         if not count:
             self._broke_off()
             return
-        assert source.session is not None
-        source.session.feed(_buffer[:count])
-        self._decrypt()
+        session.feed(_buffer[:count])
+        self._decrypt(session)
 
-    def _decrypt(self) -> None:
-        session = self._source.session
-        assert session is not None
-        payload = _plain[HEADER.size :]
+    def _decrypt(self, session: Session) -> None:
         try:
-            while count := session.decrypt(payload):
-                if self._sink.has_frames and not self._source.has_frames:
-                    HEADER.pack_into(_plain, 0, count)
-                    self._push(_plain[: HEADER.size + count])
-                else:
-                    self._carry(payload[:count])
+            while count := session.decrypt(_plain[HEADER.size :]):
+                self._carry_from(_plain, count)
         except EOFError:
             self._broke_off()
 
