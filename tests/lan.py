@@ -42,13 +42,21 @@ class Host:
         """Put it back."""
         _ip("-n", self.switch, "link", "set", self.cable, "up")
 
-    def limit(self, rate: str) -> None:
+    @contextlib.contextmanager
+    def limited(self, rate: str) -> Iterator[None]:
         """Let no more through in each direction than "1gbit"."""
         bucket = ["root", "tbf", "rate", rate, "burst", "1mb", "latency", "50ms"]
-        inner = [*self.inside, "tc", "qdisc", "replace", "dev", "eth0", *bucket]
-        outer = ["tc", "-n", self.switch, "qdisc", "replace", "dev", self.cable, *bucket]
-        for command in (inner, outer):
-            subprocess.run(command, check=True)
+        ends = [
+            ([*self.inside, "tc", "qdisc"], "eth0"),
+            (["tc", "-n", self.switch, "qdisc"], self.cable),
+        ]
+        for command, device in ends:
+            subprocess.run([*command, "replace", "dev", device, *bucket], check=True)
+        try:
+            yield
+        finally:
+            for command, device in ends:
+                subprocess.run([*command, "del", "dev", device, "root"], check=True)
 
     def run(self, *command: str) -> subprocess.CompletedProcess[str]:
         """Run something on the host."""

@@ -15,7 +15,7 @@ PACKAGE = Path(__file__).parent.parent / "rpcmp"
 PROTOS = PACKAGE.parent / "protos"
 
 LAYERS = """
-    __init__ errors members seeds metrics tree tensorfile digest v1 host examples
+    __init__ errors members seeds metrics tree tensorfile digest v1 host examples devices
     graph partition schedule addresses microbatch treespec split process scratch
     simulation sizes work handoff snapshot unpickling
     transport store wire
@@ -23,13 +23,13 @@ LAYERS = """
     sections source trace weights
     config checkpoint
     configfile factory setting inflight
-    balance
+    balance examination
     configdoc data layers
     plan
     worker server reference
     profile
     driver job
-    pipeline verify
+    pipeline verify doctor
     bench
     tune
     cli
@@ -177,7 +177,7 @@ def test_the_generated_files_are_those_of_the_protos(tmp_path: Path) -> None:
         timeout=60,
     )
     generated = {path.name: path.read_text() for path in (tmp_path / "rpcmp/v1").iterdir()}
-    committed = {path.name: path.read_text() for path in (PACKAGE / "v1").glob("control_*")}
+    committed = {path.name: path.read_text() for path in (PACKAGE / "v1").glob("*_pb2*")}
     assert sorted(generated) == sorted(committed)
     for name, text in generated.items():
         assert committed[name] == text, f"{name} is out of date"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import re
 import shlex
 import shutil
@@ -14,7 +15,7 @@ import pytest
 
 from rpcmp.examples import digits
 from tests.lan import Host, driving, issue, lan, serving
-from tests.processes import JobFolder, Running, Server, rpcmp, running
+from tests.processes import JobFolder, Result, Running, Server, rpcmp, running
 
 EXAMPLE = Path(digits.__file__).with_suffix(".toml")
 
@@ -104,6 +105,41 @@ def test_the_bits_are_those_of_one_process(cluster: Cluster) -> None:
     assert "identical" in result.out
 
 
+def test_a_doctor_measures_every_way_and_finds_the_one_that_is_missing(cluster: Cluster) -> None:
+    """Each host answers the driver, but stage 1's does not find the way to stage 2's."""
+    options = ("--json", "--certs", str(cluster.certs / "driver"), *cluster.connect)
+    one, other = cluster.hosts[1], cluster.hosts[2]
+    limited = cluster.hosts[0]
+    with (
+        limited.limited("40mbit"),
+        running("doctor", EXAMPLE, *options, under=cluster.driver.inside) as run,
+    ):
+        whole = run.wait()
+    assert whole.code == 0, whole.out
+    assert [one.run("ip", "route", "add", "prohibit", other.address).returncode] == [0]
+    with running("doctor", EXAMPLE, *options, under=cluster.driver.inside) as run:
+        broken = run.wait()
+    assert [one.run("ip", "route", "del", "prohibit", other.address).returncode] == [0]
+    assert broken.code == 75
+    assert all(rate < 10 for rate in rates(whole, "driver - stage0"))  # MB/s: 40 Mbit/s
+    assert {where for where, status in links(broken).items() if status == "failed"} == {
+        "stage1 - stage2"
+    }
+
+
+def links(result: Result) -> dict[str, str]:
+    """How each link is."""
+    found = json.loads(result.out)["findings"]
+    return {one["where"]: one["status"] for one in found if one["check"] == "link"}
+
+
+def rates(result: Result, where: str) -> list[float]:
+    """MB/s of a link, there and back."""
+    found = json.loads(result.out)["findings"]
+    (text,) = [one["text"] for one in found if one["where"] == where]
+    return [float(rate) for rate in re.findall(r"(\d+) MB/s", text)]
+
+
 def test_nothing_but_the_one_port_of_each_server_answers(cluster: Cluster) -> None:
     """While a job runs. The driver answers nowhere at all: it needs no port."""
     with driving(EXAMPLE, cluster.certs, *cluster.connect, on=cluster.driver) as run:
@@ -157,9 +193,10 @@ def test_a_link_that_is_cut_and_comes_back_costs_no_bits(cluster: Cluster, param
 
 
 def test_a_slow_link_costs_time_and_no_bits(cluster: Cluster, parameters: str) -> None:
-    for host in (cluster.driver, *cluster.hosts):
-        host.limit("1gbit")
-    result = finished(cluster, "--steps", "90")
+    with contextlib.ExitStack() as limits:
+        for host in (cluster.driver, *cluster.hosts):
+            limits.enter_context(host.limited("1gbit"))
+        result = finished(cluster, "--steps", "90")
     assert result["parameters_sha256"] == parameters
 
 

@@ -14,6 +14,7 @@ import click
 import rpcmp
 from rpcmp.cli.bench import bench
 from rpcmp.cli.certs import certs
+from rpcmp.cli.doctor import doctor
 from rpcmp.cli.drain import drain
 from rpcmp.cli.drive import drive
 from rpcmp.cli.export import export
@@ -39,6 +40,7 @@ def cli() -> None:
 
 cli.add_command(serve)
 cli.add_command(drive)
+cli.add_command(doctor)
 cli.add_command(status)
 cli.add_command(certs)
 cli.add_command(drain)

@@ -12,10 +12,21 @@ from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from grpc_health.v1.health_pb2_grpc import HealthStub
 
 from rpcmp.control.options import CHANNEL_OPTIONS
-from rpcmp.errors import RpcmpError, SecurityError, UnreachableError, from_wire
+from rpcmp.errors import (
+    RelayError,
+    RpcmpError,
+    SecurityError,
+    UnreachableError,
+    from_wire,
+    one_line,
+)
 from rpcmp.v1 import control_pb2 as pb
+from rpcmp.v1 import doctor_pb2
 from rpcmp.v1.control_pb2_grpc import ControlStub, RendezvousStub, SnapshotsStub
+from rpcmp.v1.doctor_pb2_grpc import DoctorStub
+from rpcmp.wire.credentials import RELAY
 from rpcmp.wire.dialer import Dialer
+from rpcmp.wire.measure import Way, measure
 from rpcmp.wire.tunnel import Tunnel
 
 if TYPE_CHECKING:
@@ -24,6 +35,7 @@ if TYPE_CHECKING:
         RendezvousAsyncStub,
         SnapshotsAsyncStub,
     )
+    from rpcmp.v1.doctor_pb2_grpc import DoctorAsyncStub
 
 CONNECT_SECONDS = 6.0
 """How long a server may take to answer for the first time."""
@@ -33,6 +45,9 @@ PREPARE_SECONDS = 300.0
 
 CALL_SECONDS = 30.0
 """How long a server may take for any one call; it never computes."""
+
+PROBE_SECONDS = 60.0
+"""How long a way may take to be measured."""
 
 Answer = TypeVar("Answer")
 
@@ -52,6 +67,7 @@ class StageClient:
     ) -> None:
         self.name = name
         self.address = address
+        self._dialer, self._stage_index = dialer, stage_index
         has_tls = dialer.security.credentials is not None
         self._tunnel = Tunnel(dialer, address, stage_index) if has_tls else None
         target = address if self._tunnel is None else self._tunnel.target
@@ -59,6 +75,7 @@ class StageClient:
         self._stub: ControlAsyncStub = ControlStub(self._channel)
         self._snapshots: SnapshotsAsyncStub = SnapshotsStub(self._channel)
         self._rendezvous: RendezvousAsyncStub = RendezvousStub(self._channel)
+        self._doctor: DoctorAsyncStub = DoctorStub(self._channel)
 
     async def connect(self, seconds: float = CONNECT_SECONDS) -> pb.DescribeResponse:
         """Wait until the server answers, and say who it is.
@@ -101,6 +118,34 @@ class StageClient:
     async def link(self, request: pb.LinkRequest) -> pb.LinkResponse:
         """Tell the server where the agents of the others listen."""
         return await self._call(self._stub.Link(request, timeout=CALL_SECONDS))
+
+    async def examine(self, request: doctor_pb2.ExamineRequest) -> str:
+        """What its host is and has: JSON of HostFacts."""
+        examined = self._doctor.Examine(request, timeout=PREPARE_SECONDS)
+        answer: doctor_pb2.ExamineResponse = await self._call(examined)
+        return answer.facts
+
+    async def probe(self, request: doctor_pb2.ProbeRequest) -> Way:
+        """Have the server measure its way to another one."""
+        probed = self._doctor.Probe(request, timeout=PROBE_SECONDS)
+        found: doctor_pb2.ProbeResponse = await self._call(probed)
+        return Way(found.latency_s, found.clock_ahead_s, found.there, found.back)
+
+    async def measure(self, seconds: float) -> Way:
+        """Our own way to the server; see `rpcmp.wire.measure`.
+
+        Raises:
+            UnreachableError, SecurityError: there is none.
+        """
+        end = await self._dialer.open(self.address, RELAY, self._stage_index)
+        try:
+            async with asyncio.timeout(PROBE_SECONDS):
+                return await measure(end, seconds)
+        except (OSError, EOFError, RelayError) as error:
+            where = f"stage {self.name!r} at {self.address}"
+            raise UnreachableError(f"lost {where} while measuring: {one_line(error)}") from error
+        finally:
+            end.close()
 
     async def stop(self, request: pb.StopRequest) -> pb.StopResponse:
         """Free the server."""

@@ -7,9 +7,8 @@ slow each other. Stages with equal settings on one machine are measured once.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections import defaultdict
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rpcmp.balance.profile import HostProfile, Order
@@ -18,8 +17,7 @@ from rpcmp.control.client import StageClient
 from rpcmp.control.options import versions
 from rpcmp.job import code
 from rpcmp.job.calls import all_of
-from rpcmp.job.dialing import dialer_of
-from rpcmp.job.localservers import LocalServers
+from rpcmp.job.visit import visiting
 from rpcmp.process.forking import Forks
 from rpcmp.v1 import control_pb2 as pb
 
@@ -55,7 +53,7 @@ async def measure(
     orders = [_order(config, index) for index in range(config.num_stages)]
     equals = [orders.index(order) for order in orders]
     files = code.collect(config.folder) if config.ship_code else []
-    async with _clients(config, addresses, max(equals) + 1, forks) as clients:
+    async with visiting(config, addresses, max(equals) + 1, forks) as clients:
         keys = list(zip(await _machines(clients, config.num_stages), equals, strict=True))
         first = {key: keys.index(key) for key in keys}
         turns: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
@@ -103,24 +101,3 @@ def _order(config: Config, index: int) -> Order:
         config=alone.model_copy(update={"max_in_flight": None}),
         differentiates=settings.frozen and not all(before),
     )
-
-
-@contextlib.asynccontextmanager
-async def _clients(
-    config: Config, addresses: Sequence[str], num_local: int, forks: Forks
-) -> AsyncIterator[list[StageClient]]:
-    """Connections to the servers; with none running, to the first ones, started for the while."""
-    local = LocalServers(forks)
-    clients: list[StageClient] = []
-    dialer = dialer_of(config, addresses)
-    try:
-        found = addresses or await local.start(num_local)
-        names = config.stage_names[: len(found)]
-        clients += [
-            StageClient(name, at, dialer, index)
-            for index, (name, at) in enumerate(zip(names, found, strict=True))
-        ]
-        yield clients
-    finally:
-        await asyncio.gather(*(client.close() for client in clients))
-        await local.stop()

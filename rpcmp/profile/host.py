@@ -7,10 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rpcmp import factory, layers, tree
+from rpcmp import devices, factory, layers, tree
 from rpcmp.balance.profile import HostProfile, LayerProfile, Order
 from rpcmp.errors import JobError, RpcmpError
-from rpcmp.profile import memory
 from rpcmp.profile.layer import Layer
 
 
@@ -27,7 +26,7 @@ def measure(order: Order, inputs: Any, targets: Any) -> HostProfile:
     """
     device = torch.device(order.config.stage(0).device)
     _load_lazily_loaded(order)
-    base, available = memory.base_bytes(device), memory.available_bytes(device)
+    base, available = devices.base_bytes(device), devices.available_bytes(device)
     names = list(layers.chain_layers(order.config))
     found = []
     for name in names:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Iterable, Iterator
 from pathlib import Path, PurePosixPath
 
 from rpcmp import scratch
@@ -28,6 +29,22 @@ def unpack(files: Iterable[pb.CodeFile]) -> Path:
         scratch.remove(folder)
         raise
     return folder
+
+
+@contextlib.contextmanager
+def unpacked(code: Iterable[pb.CodeFile]) -> Iterator[Path | None]:
+    """The folder of a job's files, where it has any; gone at the end of the block.
+
+    Raises:
+        ConfigError: a file would land outside of it.
+    """
+    files = list(code)
+    folder = unpack(files) if files else None
+    try:
+        yield folder
+    finally:
+        if folder is not None:
+            scratch.remove(folder)
 
 
 def _safe_parts(path: str) -> tuple[str, ...]:

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Sequence
 
-from rpcmp import scratch
 from rpcmp.process.child import Child
 from rpcmp.process.environment import compute_environment
 from rpcmp.process.forking import Forks
@@ -26,7 +23,7 @@ async def profile(request: pb.ProfileRequest, forks: Forks, allowed: Sequence[st
     Raises:
         RpcmpError: what a layer failed with, or why the child ended.
     """
-    with _unpacked(request.job.code) as folder:
+    with codefolder.unpacked(request.job.code) as folder:
         environment = compute_environment(request.job.threads)
         child = await Child.spawn("rpcmp.profile", environment, forks=forks)
         answer = await child.ask(
@@ -39,15 +36,3 @@ async def profile(request: pb.ProfileRequest, forks: Forks, allowed: Sequence[st
             }
         )
     return json.dumps(answer["profile"])
-
-
-@contextmanager
-def _unpacked(code: Iterable[pb.CodeFile]) -> Iterator[Path | None]:
-    """The folder of the job's code, where it has any; gone at the end."""
-    files = list(code)
-    folder = codefolder.unpack(files) if files else None
-    try:
-        yield folder
-    finally:
-        if folder is not None:
-            scratch.remove(folder)

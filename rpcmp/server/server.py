@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 
 import grpc
@@ -14,26 +14,31 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from rpcmp import scratch
 from rpcmp.control.options import SERVER_OPTIONS, differences, machine, versions
 from rpcmp.errors import BusyError, ConfigError, DrainingError, RelayError, VersionError
+from rpcmp.examination.facts import Order
+from rpcmp.examination.host import examine
 from rpcmp.process.forking import WORKERS, Forks
 from rpcmp.server import codefolder, profiling
 from rpcmp.server.claim import Claim, State
 from rpcmp.server.control import ControlServicer
+from rpcmp.server.doctor import DoctorServicer
 from rpcmp.server.peers import OnlyPeers
 from rpcmp.server.rendezvous import RendezvousServicer
 from rpcmp.server.snapshots import SnapshotsServicer
 from rpcmp.server.vault import Vault
 from rpcmp.v1 import control_pb2 as pb
+from rpcmp.v1 import doctor_pb2
 from rpcmp.v1.control_pb2_grpc import (
     add_ControlServicer_to_server,
     add_RendezvousServicer_to_server,
     add_SnapshotsServicer_to_server,
 )
-from rpcmp.wire import tunnel
+from rpcmp.v1.doctor_pb2_grpc import add_DoctorServicer_to_server
+from rpcmp.wire import measure, tunnel
 from rpcmp.wire.dialer import Dialer
-from rpcmp.wire.front import Front, Visitor
+from rpcmp.wire.front import GREETING_SECONDS, Front, Visitor
 from rpcmp.wire.security import Security
 
-SERVICES = ("", "rpcmp.v1.Control", "rpcmp.v1.Rendezvous", "rpcmp.v1.Snapshots")
+SERVICES = ("", "rpcmp.v1.Control", "rpcmp.v1.Rendezvous", "rpcmp.v1.Snapshots", "rpcmp.v1.Doctor")
 """What the health service answers for; "" is the server as a whole."""
 
 SOCKETS = "rpcmp-server-"
@@ -65,6 +70,7 @@ class StageServer:
         vault: the snapshots that it holds.
         drain_requested: set as soon as it has to stop.
         security: as given.
+        dialer: how it talks to others.
     """
 
     def __init__(
@@ -81,8 +87,8 @@ class StageServer:
         self.draining = False
         self.claim: Claim | None = None
         self.security = security or Security()
-        self._dialer = Dialer(self.security)
-        self.vault = Vault(self._dialer)
+        self.dialer = Dialer(self.security)
+        self.vault = Vault(self.dialer)
         self._accept_code = accept_code and not allowed  # it could call itself what it likes
         self._allowed = list(allowed)
         self._forks = forks or Forks([WORKERS])
@@ -124,20 +130,27 @@ class StageServer:
         add_ControlServicer_to_server(ControlServicer(self), server)
         add_RendezvousServicer_to_server(RendezvousServicer(self), server)
         add_SnapshotsServicer_to_server(SnapshotsServicer(self), server)
+        add_DoctorServicer_to_server(DoctorServicer(self), server)
         return server
 
     def _path(self, name: str) -> Path:
         return self._sockets / name
 
     async def _take(self, visitor: Visitor) -> None:
-        """A connection that carries tensors.
+        """A connection that carries tensors, or is to be measured.
 
         Raises:
             RelayError: nothing runs here.
+            OSError, EOFError: it broke.
         """
+        async with asyncio.timeout(GREETING_SECONDS):
+            greeting = await visitor.end.read_message()
+        if greeting.get("op") == "measure":
+            await measure.answer(visitor.end)
+            return
         if self.claim is None:
             raise RelayError("no group runs here")
-        await self.claim.relay.take(visitor)
+        await self.claim.relay.take(visitor, greeting)
 
     async def _close(self) -> None:
         await self._front.stop()
@@ -167,11 +180,29 @@ class StageServer:
             DrainingError, BusyError, VersionError, ConfigError: why not.
             RpcmpError: what a layer failed with.
         """
-        self._check(request.job)
-        self._profiling = request.job.job
+        with self._looked_at(request.job):
+            return await profiling.profile(request, self._forks, self._allowed)
+
+    async def examine(self, request: doctor_pb2.ExamineRequest) -> str:
+        """What this host is and has, for a stage of a job; JSON of HostFacts.
+
+        Raises:
+            DrainingError, BusyError, VersionError, ConfigError: why the job could not run here.
+            JobError: it cannot be found out.
+        """
+        with self._looked_at(request.job), codefolder.unpacked(request.job.code) as folder:
+            order, threads = Order.model_validate_json(request.order), request.job.threads
+            found = await examine(order, self._forks, self.security, folder, threads, self._allowed)
+            return found.model_dump_json()
+
+    @contextlib.contextmanager
+    def _looked_at(self, job: pb.PrepareRequest) -> Iterator[None]:
+        """Take no other job while one is being measured or examined."""
+        self._check(job)
+        self._profiling = job.job
         self._idle.clear()
         try:
-            return await profiling.profile(request, self._forks, self._allowed)
+            yield
         finally:
             self._profiling = ""
             self._idle.set()
@@ -192,7 +223,7 @@ class StageServer:
         await self._release(self.claim)
         await self.vault.open(request.job_id, request.checkpoint_folder)
         await self.vault.pause()
-        claim = self.claim = Claim(request, self.vault, self._forks, self._dialer, self._allowed)
+        claim = self.claim = Claim(request, self.vault, self._forks, self.dialer, self._allowed)
         self._idle.clear()
         try:
             await claim.open(list(request.code))

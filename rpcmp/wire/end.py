@@ -81,15 +81,19 @@ class End:
         """
         self._decrypt()  # what came together with the handshake
         while len(self.decrypted) < count:
-            data = await self._receive()
-            if self.session is None:
-                self.decrypted += data
-            else:
-                self.session.feed(data)
-                self._decrypt()
-        result = bytes(self.decrypted[:count])
-        del self.decrypted[:count]
-        return result
+            await self._more()
+        return self._taken(count)
+
+    async def read_some(self, limit: int) -> bytes:
+        """What comes next, at least one byte and at most `limit`.
+
+        Raises:
+            EOFError, OSError: as `read`.
+        """
+        self._decrypt()
+        while not self.decrypted:
+            await self._more()
+        return self._taken(limit)
 
     async def write(self, data: bytes) -> None:
         """Send all of `data`."""
@@ -137,6 +141,19 @@ class End:
             self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
         self.socket.close()
         self.gone.set()
+
+    def _taken(self, limit: int) -> bytes:
+        result = bytes(self.decrypted[:limit])
+        del self.decrypted[:limit]
+        return result
+
+    async def _more(self) -> None:
+        data = await self._receive()
+        if self.session is None:
+            self.decrypted += data
+        else:
+            self.session.feed(data)
+            self._decrypt()
 
     def _decrypt(self) -> None:
         if self.session is not None:

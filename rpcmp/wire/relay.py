@@ -20,7 +20,7 @@ import asyncio
 import contextlib
 import logging
 import socket
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,9 +38,6 @@ from rpcmp.wire.security import is_loopback
 from rpcmp.wire.splice import splice
 
 RETRY_SECONDS = 0.5
-
-GREETING_SECONDS = 10.0
-"""How long somebody who was let in may take to say what for."""
 
 MAX_WAITING = 8
 """Connections that a driver may keep open for a worker to come."""
@@ -119,14 +116,15 @@ class Relay:
         """Keep a connection open for the worker of a stage to come to us, who are the driver."""
         self._spawn(self._keep_waiting(stage))
 
-    async def take(self, visitor: Visitor) -> None:
+    async def take(self, visitor: Visitor, greeting: Mapping[str, Any]) -> None:
         """Serve a connection that somebody has opened to our server, until it ends.
+
+        Args:
+            greeting: what it began with.
 
         Raises:
             RelayError, OSError: it broke.
         """
-        async with asyncio.timeout(GREETING_SECONDS):
-            greeting = await visitor.end.read_message()
         if {key: greeting.get(key) for key in self._greeting} != self._greeting or not self._own:
             raise RelayError("it is of a group that does not run here")
         self._require_open()
@@ -139,7 +137,7 @@ class Relay:
         if not serving.cancelled() and (error := serving.exception()) is not None:
             raise error
 
-    async def _serve(self, visitor: Visitor, greeting: dict[str, Any]) -> None:
+    async def _serve(self, visitor: Visitor, greeting: Mapping[str, Any]) -> None:
         if greeting.get("op") == "wait":
             if visitor.role is not None and not visitor.role.is_driver:
                 raise RelayError(f"a {visitor.role.kind} has nothing to wait for")

@@ -1,0 +1,170 @@
+"""Asking everybody, the way a job would: the one function behind `rpcmp doctor`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Mapping, Sequence
+
+from rpcmp.config import Config
+from rpcmp.control.client import StageClient
+from rpcmp.control.options import versions
+from rpcmp.doctor import orders
+from rpcmp.doctor.diagnosis import diagnose
+from rpcmp.doctor.finding import Finding
+from rpcmp.doctor.links import Link, links
+from rpcmp.doctor.seen import Seen, SeenLink
+from rpcmp.errors import RpcmpError
+from rpcmp.examination.facts import HostFacts, Order
+from rpcmp.examination.folder import marked
+from rpcmp.examination.host import examine
+from rpcmp.job import code
+from rpcmp.job.calls import require_one_each
+from rpcmp.job.dialing import dialer_of
+from rpcmp.job.fleet import forks_for
+from rpcmp.job.restore import neighbours
+from rpcmp.job.visit import visiting
+from rpcmp.members import DRIVER
+from rpcmp.process.forking import Forks
+from rpcmp.sections import StageConfig
+from rpcmp.v1 import control_pb2 as pb
+from rpcmp.v1 import doctor_pb2
+from rpcmp.wire.dialer import Dialer
+
+SECONDS = 0.25
+"""How long each way is measured at least; it takes a few times that."""
+
+
+async def check_up(config: Config, connect: Sequence[str] | None = None) -> list[Finding]:
+    """Everything that can be known before a run.
+
+    Args:
+        config: the job.
+        connect: addresses of running stage servers, one a stage; None uses the config's or, where
+            it has none, starts servers on this machine.
+
+    Raises:
+        ConfigError: not one address a stage, or one that is not on loopback and no certificates.
+        SecurityError: the driver's certificate cannot be used.
+    """
+    addresses = config.addresses if connect is None else connect
+    require_one_each(config, addresses)
+    dialer = dialer_of(config, [*addresses, *config.recovery.spares])
+    async with (
+        forks_for(config, connect) as forks,
+        visiting(config, addresses, config.num_stages, forks) as clients,
+    ):
+        checkup = Checkup(config, clients, dialer, forks)
+        driver, stages, spares = await checkup.look()
+        ways = await checkup.try_links([driver, *stages])
+        return diagnose(config, driver, stages, spares, ways, time.time())
+
+
+class Checkup:
+    """One round of visits.
+
+    Args:
+        config: the job.
+        clients: connections to its servers, by stage.
+        dialer: how spares are talked to.
+        forks: where the process comes from that looks at this host.
+    """
+
+    def __init__(
+        self, config: Config, clients: Sequence[StageClient], dialer: Dialer, forks: Forks
+    ) -> None:
+        self._config, self._clients = config, clients
+        self._dialer, self._forks = dialer, forks
+        self._code = code.collect(config.folder) if config.ship_code else []
+
+    async def look(self) -> tuple[Seen, list[Seen], list[Seen]]:
+        """The driver's host, and those of the stages and of the spares."""
+        config = self._config
+        with contextlib.ExitStack() as placed:
+            marker = ""
+            if config.checkpoint is not None and config.checkpoint.shared:
+                with contextlib.suppress(OSError):  # the driver's own look says why
+                    marker = placed.enter_context(marked(config.checkpoint_folder))
+            stages = await asyncio.gather(
+                *(self._visit(client, i, marker) for i, client in enumerate(self._clients))
+            )
+            at = config.recovery.spares
+            spares = await asyncio.gather(*(self._visit_spare(one, marker) for one in at))
+            return await self._look_at_home(marker), stages, spares
+
+    async def try_links(self, everybody: Sequence[Seen]) -> list[SeenLink]:
+        """The ways between those who are there, one after the other."""
+        facts = {seen.name: seen.facts for seen in everybody if seen.facts}
+        names, recovery = self._config.stage_names, self._config.recovery
+        machines = [facts[name].machine if name in facts else name for name in names]
+        mirrors = recovery.enabled and recovery.mirror_every_steps > 0
+        holders = neighbours(machines) if mirrors else [None] * len(names)
+        used = links(self._config.graph(), names, holders)
+        there = [link for link in used if link.one in facts and link.other in facts]
+        return [await self._try(link, facts) for link in there]
+
+    async def _visit(self, client: StageClient, index: int, marker: str) -> Seen:
+        order = orders.of_stage(self._config, index, marker)
+        return await self._ask(client, client.name, index, order)
+
+    async def _visit_spare(self, address: str, marker: str) -> Seen:
+        order = orders.of_spare(self._config, marker)
+        async with StageClient("spare", address, self._dialer) as client:
+            return await self._ask(client, f"spare {address}", None, order)
+
+    async def _ask(self, client: StageClient, name: str, index: int | None, order: Order) -> Seen:
+        settings = StageConfig() if index is None else self._config.stage(index)
+        way, facts, error = None, None, None
+        try:
+            await client.connect()
+            way = await client.measure(seconds=0)
+            request = doctor_pb2.ExamineRequest(
+                job=pb.PrepareRequest(
+                    job=self._config.name,
+                    versions=versions(),
+                    stage_index=index or 0,
+                    threads=settings.threads,
+                    code=self._code,
+                ),
+                order=order.model_dump_json(),
+            )
+            facts = HostFacts.model_validate_json(await client.examine(request))
+        except RpcmpError as raised:
+            error = raised
+        return Seen(name, settings, client.address, facts, way, error)
+
+    async def _look_at_home(self, marker: str) -> Seen:
+        order = orders.of_driver(self._config, marker)
+        facts, error = None, None
+        try:
+            facts = await examine(
+                order, self._forks, self._dialer.security, self._config.folder, threads=1
+            )
+        except RpcmpError as raised:
+            error = raised
+        return Seen(DRIVER, StageConfig(), facts=facts, error=error)
+
+    async def _try(self, link: Link, facts: Mapping[str, HostFacts]) -> SeenLink:
+        if facts[link.one].network == facts[link.other].network:
+            return SeenLink(link)
+        clients = {client.name: client for client in self._clients}
+        seconds = SECONDS if link.has_tensors else 0
+        try:
+            other = clients[link.other]
+            if link.one == DRIVER:
+                return SeenLink(link, await other.measure(seconds))
+            one = clients[link.one]
+            way = await one.probe(self._probe(other, seconds))
+            await other.probe(self._probe(one, seconds=0))
+        except RpcmpError as error:
+            return SeenLink(link, error=error)
+        return SeenLink(link, way)
+
+    def _probe(self, other: StageClient, seconds: float) -> doctor_pb2.ProbeRequest:
+        return doctor_pb2.ProbeRequest(
+            stage_name=other.name,
+            address=other.address,
+            stage_index=self._config.stage_names.index(other.name),
+            seconds=seconds,
+        )

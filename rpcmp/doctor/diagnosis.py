@@ -1,0 +1,235 @@
+"""What is made of what was seen: the rules. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime
+
+from rpcmp import sizes
+from rpcmp.config import Config
+from rpcmp.doctor.finding import Finding, Status
+from rpcmp.doctor.seen import Seen, SeenLink
+from rpcmp.errors import RpcmpError, SecurityError, UnavailableError, UnreachableError, VersionError
+from rpcmp.examination.facts import HostFacts
+from rpcmp.wire.authority import SKEW
+from rpcmp.wire.security import INSECURE
+
+EXPIRES_DAYS = 14
+"""Certificates that last no longer deserve a word."""
+
+CLOCK_SECONDS = 5.0
+"""What clocks may differ by before logs and traces become hard to read."""
+
+NEEDED_EQUAL = ("rpcmp", "torch", "python", "protocol")
+"""Without these being the same a server refuses the job; of the others it is well to know."""
+
+
+def diagnose(
+    config: Config,
+    driver: Seen,
+    stages: Sequence[Seen],
+    spares: Sequence[Seen],
+    ways: Sequence[SeenLink],
+    now: float,
+) -> list[Finding]:
+    """Everything that was looked at.
+
+    Args:
+        config: the job.
+        driver: this host.
+        stages: in the config's order.
+        spares: servers that may take any stage.
+        ways: between them.
+        now: seconds since 1970.
+    """
+    return [
+        *(
+            found
+            for seen in (driver, *stages, *spares)
+            for found in _of_one(config, seen, driver.facts, now)
+        ),
+        *_code_compared([driver, *stages, *spares]),
+        *_processors_compared(stages),
+        *(_link(way) for way in ways),
+    ]
+
+
+def _of_one(
+    config: Config, seen: Seen, reference: HostFacts | None, now: float
+) -> Iterator[Finding]:
+    if seen.way is not None:
+        yield from _reach(seen)
+    if seen.error is not None:
+        yield _refusal(seen.name, seen.error)
+    if seen.facts is None:
+        return
+    yield _certificate(config, seen, seen.facts, now)
+    yield from _software(seen.name, seen.facts, reference)
+    yield from _code(seen.name, seen.facts)
+    yield _device(seen, seen.facts)
+    yield from _folder(config, seen.name, seen.facts)
+    yield from _listeners(seen, seen.facts)
+
+
+def _reach(seen: Seen) -> Iterator[Finding]:
+    assert seen.way is not None
+    text = f"{seen.address} answers in {1000 * seen.way.latency_s:.1f} ms"
+    yield Finding(seen.name, "reach", Status.OK, text)
+    # What latency can explain is not the clock's.
+    ahead = seen.way.clock_ahead_s
+    skew = max(0.0, abs(ahead) - seen.way.latency_s)
+    which = "ahead of" if ahead > 0 else "behind"
+    text = f"{abs(ahead):.3f} s {which} the driver's" if skew else "the driver's"
+    status = Status.OK
+    if skew > CLOCK_SECONDS:
+        status = Status.FAILED if skew > SKEW.total_seconds() else Status.WARNING
+        text += ": let NTP set the clocks, by which certificates are valid and traces put in order"
+    yield Finding(seen.name, "clock", status, text)
+
+
+def _refusal(where: str, error: RpcmpError) -> Finding:
+    check = "job"
+    if isinstance(error, UnreachableError):
+        check = "reach"
+    elif isinstance(error, SecurityError):
+        check = "certificate"
+    elif isinstance(error, VersionError):
+        check = "software"
+    elif isinstance(error, UnavailableError):
+        check = "free"
+    is_temporary = isinstance(error, UnavailableError)
+    return Finding(where, check, Status.FAILED, str(error), is_temporary)
+
+
+def _certificate(config: Config, seen: Seen, facts: HostFacts, now: float) -> Finding:
+    paper = facts.certificate
+    if paper is None:
+        if config.security.insecure:
+            return Finding(seen.name, "certificate", Status.WARNING, INSECURE)
+        return Finding(seen.name, "certificate", Status.OK, "none: nothing leaves this machine")
+    until = datetime.fromtimestamp(paper.not_after, UTC)
+    days = (paper.not_after - now) / 86400
+    hosts = f" at {', '.join(paper.hosts)}" if paper.hosts else ""
+    text = f"{paper.role or 'no role'}{hosts}, until {until:%Y-%m-%d} ({max(days, 0):.0f} days)"
+    if days < 0:
+        text += ": it has expired; issue it again, the server takes it up without a restart"
+        return Finding(seen.name, "certificate", Status.FAILED, text)
+    if days < EXPIRES_DAYS:
+        text += ": renew it soon; the server takes up the new files without a restart"
+        return Finding(seen.name, "certificate", Status.WARNING, text)
+    return Finding(seen.name, "certificate", Status.OK, text)
+
+
+def _software(where: str, facts: HostFacts, reference: HostFacts | None) -> Iterator[Finding]:
+    if reference is None or reference is facts:
+        versions = ", ".join(f"{package} {version}" for package, version in facts.versions.items())
+        yield Finding(where, "software", Status.OK, versions)
+        return
+    found = False
+    for package, ours in reference.versions.items():
+        theirs = facts.versions.get(package, "missing")
+        if ours.partition("+")[0] != theirs.partition("+")[0]:
+            found = True
+            status = Status.FAILED if package in NEEDED_EQUAL else Status.WARNING
+            text = f"{package} is {theirs} there and {ours} here: install the same everywhere"
+            yield Finding(where, "software", status, text)
+    if not found:
+        yield Finding(where, "software", Status.OK, "the same versions as the driver's")
+
+
+def _code(where: str, facts: HostFacts) -> Iterator[Finding]:
+    for problem in facts.problems.values():
+        hint = ""
+        if "No module named" in problem:
+            hint = ": install it there, or let it lie beside the config, with ship_code = true"
+        yield Finding(where, "code", Status.FAILED, problem + hint)
+    if not facts.problems:
+        text = ", ".join(f"{module} {_short(digest)}" for module, digest in facts.code.items())
+        yield Finding(where, "code", Status.OK, text)
+
+
+def _device(seen: Seen, facts: HostFacts) -> Finding:
+    device, threads = seen.settings.device, seen.settings.threads
+    if facts.device.problem:
+        text = f"{device} cannot be used: {facts.device.problem}"
+        return Finding(seen.name, "device", Status.FAILED, text)
+    free = facts.device.available_bytes
+    memory = "" if free is None else f", {sizes.show(free)} free"
+    of = f"{threads} of {facts.processors} processors"
+    text = f"{device} ({facts.device.name}), {of}{memory}"
+    wanted = sizes.parse(seen.settings.memory) if seen.settings.memory else 0
+    if threads > facts.processors:
+        text += f": {threads} threads will get in each other's way"
+        return Finding(seen.name, "device", Status.WARNING, text)
+    if free is not None and wanted > free:
+        text += f": less than memory = {sizes.show(wanted)}"
+        return Finding(seen.name, "device", Status.WARNING, text)
+    return Finding(seen.name, "device", Status.OK, text)
+
+
+def _folder(config: Config, where: str, facts: HostFacts) -> Iterator[Finding]:
+    if facts.folder is None or config.checkpoint is None:
+        return
+    path = config.checkpoint_folder
+    if facts.folder.problem:
+        text = f"nothing can be kept in {path}: {facts.folder.problem}"
+    elif config.checkpoint.shared and not facts.folder.has_marker:
+        text = f"{path} is not the driver's folder: mount it there, or leave out `shared`"
+    else:
+        text = f"{path}, {sizes.show(facts.folder.free_bytes)} free"
+        yield Finding(where, "checkpoints", Status.OK, text)
+        return
+    yield Finding(where, "checkpoints", Status.FAILED, text)
+
+
+def _listeners(seen: Seen, facts: HostFacts) -> Iterator[Finding]:
+    allowed = 1 if seen.address else 0
+    if len(facts.listens) > allowed:
+        text = f"{', '.join(facts.listens)}: more than the one port that it should have"
+        yield Finding(seen.name, "listeners", Status.FAILED, text)
+    elif facts.exposed:
+        text = f"other users of its host can reach its worker: {facts.exposed}"
+        yield Finding(seen.name, "listeners", Status.WARNING, text)
+    elif seen.address:
+        text = f"{facts.listens[0]} alone; the worker's are in a network of its own"
+        yield Finding(seen.name, "listeners", Status.OK, text)
+
+
+def _code_compared(everybody: Sequence[Seen]) -> Iterator[Finding]:
+    first: dict[str, tuple[str, str]] = {}
+    for seen in everybody:
+        for module, digest in (seen.facts.code if seen.facts else {}).items():
+            where, reference = first.setdefault(module, (seen.name, digest))
+            if digest != reference:
+                text = (
+                    f"{module!r} is other code than that of {where} ({_short(digest)}, not "
+                    f"{_short(reference)}): install the same everywhere"
+                )
+                yield Finding(seen.name, "code", Status.FAILED, text)
+
+
+def _processors_compared(stages: Sequence[Seen]) -> Iterator[Finding]:
+    names = {seen.facts.device.name for seen in stages if seen.facts and seen.facts.device.name}
+    if len(names) > 1:
+        text = (
+            f"unlike devices round differently, so `verify` will fail: {', '.join(sorted(names))}"
+        )
+        yield Finding("all stages", "device", Status.WARNING, text)
+
+
+def _link(seen: SeenLink) -> Finding:
+    where = f"{seen.link.one} - {seen.link.other}"
+    carries = ", ".join(seen.link.carries)
+    if seen.error is not None:
+        is_temporary = isinstance(seen.error, UnavailableError)
+        return Finding(where, "link", Status.FAILED, str(seen.error), is_temporary)
+    if (way := seen.way) is None:
+        return Finding(where, "link", Status.OK, f"{carries}: within one network")
+    text = f"{carries}: {1000 * way.latency_s:.1f} ms"
+    if way.there:
+        text += f", {way.there / 1e6:,.0f} MB/s there, {way.back / 1e6:,.0f} MB/s back"
+    return Finding(where, "link", Status.OK, text)
+
+
+def _short(digest: str) -> str:
+    return digest[:8]

@@ -1,0 +1,73 @@
+"""What each host of a job will need, so what it is asked before a run. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from rpcmp.config import Config
+from rpcmp.examination.facts import Order
+from rpcmp.sections import Factory
+
+
+def of_stage(config: Config, index: int, marker: str) -> Order:
+    """One stage's.
+
+    Args:
+        marker: name of the driver's file in the folder of checkpoints; empty: it is not shared.
+    """
+    is_sink = config.stage_names[index] == config.graph().sink
+    callables = _names(
+        {
+            "optimizer": config.optimizer,
+            "scheduler": config.scheduler,
+            **({"loss": config.loss, **_metrics(config)} if is_sink else {}),
+        }
+    )
+    return _order(
+        config, {**_model(config, index), **callables}, marker, config.stage(index).device
+    )
+
+
+def of_spare(config: Config, marker: str) -> Order:
+    """That of a server which may take any stage."""
+    stages = [of_stage(config, index, marker) for index in range(config.num_stages)]
+    callables = {key: name for stage in stages for key, name in stage.callables.items()}
+    return _order(config, callables, marker)
+
+
+def of_driver(config: Config, marker: str) -> Order:
+    """The driver's: it loads the data, and reads the list of layers."""
+    data = config.data
+    callables = _names(
+        {
+            "data.train": data.train if data else None,
+            "data.test": data.test if data else None,
+            "report": config.report,
+        }
+    )
+    model = _model(config, 0) if config.model is not None else {}
+    return _order(config, {**model, **callables}, marker)
+
+
+def _model(config: Config, index: int) -> dict[str, str]:
+    if config.model is not None:
+        return {"model.layers": config.model.layers}
+    module = config.stage(index).module
+    return {} if module is None else {f"stages.{index}.module": module}
+
+
+def _metrics(config: Config) -> dict[str, Factory]:
+    return {f"metrics.{name}": metric for name, metric in config.metrics.items()}
+
+
+def _names(factories: Mapping[str, Factory | None]) -> dict[str, str]:
+    return {key: factory.callable for key, factory in factories.items() if factory is not None}
+
+
+def _order(config: Config, callables: dict[str, str], marker: str, device: str = "cpu") -> Order:
+    return Order(
+        callables=callables,
+        device=device,
+        folder=str(config.checkpoint_folder) if config.checkpoint is not None else "",
+        marker=marker,
+    )

@@ -1,0 +1,1 @@
+"""What one host is and has, found out before a run for `rpcmp doctor`."""

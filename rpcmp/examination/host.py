@@ -1,0 +1,96 @@
+"""Finding out what this host is and has; by a supervisor, which does not import torch."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import platform
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+
+from rpcmp.control.options import PROTOCOL, machine
+from rpcmp.examination import folder
+from rpcmp.examination.facts import Device, Folder, HostFacts, Order, Paper
+from rpcmp.process.child import Child
+from rpcmp.process.environment import compute_environment
+from rpcmp.process.forking import Forks
+from rpcmp.process.listeners import listeners
+from rpcmp.wire.security import Security
+
+PACKAGES = ("rpcmp", "torch", "protobuf", "grpcio", "numpy")
+
+
+async def examine(
+    order: Order,
+    forks: Forks,
+    security: Security,
+    code_folder: Path | None,
+    threads: int = 1,
+    allowed: Sequence[str] = (),
+) -> HostFacts:
+    """What this host is and has, as `order` needs it.
+
+    Args:
+        order: what will be needed.
+        forks: where the process comes from that looks at devices and code.
+        security: of this supervisor.
+        code_folder: of the Python files that came with the job; None: none did.
+        threads: of the worker's compute.
+        allowed: modules that callables may come from; none: any.
+
+    Raises:
+        JobError: that process failed; WorkerDiedError: it ended.
+    """
+    child = await Child.spawn("rpcmp.examination", compute_environment(threads), forks=forks)
+    found = await child.ask(
+        {
+            "op": "examine",
+            "order": order.model_dump_json(),
+            "code_folder": str(code_folder or ""),
+            "allowed": list(allowed),
+        }
+    )
+    network = await forks.network()
+    return HostFacts(
+        host=platform.node(),
+        machine=machine(),
+        versions=_versions(),
+        processors=len(os.sched_getaffinity(0)),
+        certificate=_paper(security),
+        listens=sorted(listeners().values()),
+        network=network.name,
+        exposed=network.reason,
+        folder=await _folder(order),
+        device=Device.model_validate(found["device"]),
+        code=found["code"],
+        problems=found["problems"],
+    )
+
+
+def _versions() -> dict[str, str]:
+    return {
+        **{package: metadata.version(package) for package in PACKAGES},
+        "python": ".".join(platform.python_version_tuple()[:2]),
+        "protocol": str(PROTOCOL),
+    }
+
+
+def _paper(security: Security) -> Paper | None:
+    if security.credentials is None:
+        return None
+    from rpcmp.wire.certificate import Certificate  # only who has one needs its libraries
+
+    found = Certificate.load(security.credentials.folder)
+    return Paper(
+        role="" if found.role is None else str(found.role),
+        hosts=found.hosts,
+        not_after=found.not_after.timestamp(),
+    )
+
+
+async def _folder(order: Order) -> Folder | None:
+    """On a thread: a disk may take its time."""
+    if not order.folder:
+        return None
+    return await asyncio.to_thread(folder.try_out, Path(order.folder), order.marker)

@@ -1,0 +1,78 @@
+"""The part of an examination that needs torch and the user's code; the process ends with it.
+
+supervisor ──examine──> device tried out, callables imported, code hashed ──examined──> supervisor
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+
+import torch
+
+from rpcmp import devices, factory
+from rpcmp.errors import FactoryError, JobError, RpcmpError, one_line, to_wire
+from rpcmp.examination.code import COMPARED_BY_VERSION, sha256_of
+from rpcmp.examination.facts import Device, Order
+from rpcmp.process.channel import Channel, Message
+
+
+def run(channel: Channel) -> None:
+    """Do what the supervisor asks for; the process ends here."""
+    message = channel.receive()
+    threading.Thread(target=_exit_with_supervisor, args=[channel], daemon=True).start()
+    try:
+        if message is not None:
+            channel.send(_examine(message))
+    except Exception as error:
+        known = error if isinstance(error, RpcmpError) else JobError(factory.explain(error))
+        channel.send({"event": "error", "error": to_wire(known)})
+    os._exit(0)
+
+
+def _examine(message: Message) -> Message:
+    if message["code_folder"]:
+        sys.path.insert(0, message["code_folder"])
+    factory.limit(message["allowed"])
+    order = Order.model_validate_json(message["order"])
+    problems = {key: _problem(name, key) for key, name in order.callables.items()}
+    return {
+        "event": "examined",
+        "device": _device(order.device).model_dump(),
+        "problems": {key: problem for key, problem in problems.items() if problem},
+        "code": _hashes(order, problems),
+    }
+
+
+def _problem(name: str, key: str) -> str:
+    """Why a callable cannot be had; empty where it can."""
+    try:
+        factory.resolve(name, key)
+    except FactoryError as error:
+        return str(error)
+    except BaseException as error:  # a module that calls sys.exit()
+        return f"{key} = {name!r} does not import: {one_line(error)}"
+    return ""
+
+
+def _hashes(order: Order, problems: dict[str, str]) -> dict[str, str]:
+    """Of rpcmp, and of what could be imported."""
+    imported = [name for key, name in order.callables.items() if not problems[key]]
+    tops = {"rpcmp", *(name.partition(":")[0].partition(".")[0] for name in imported)}
+    return {top: sha256_of(top) for top in sorted(tops.difference(COMPARED_BY_VERSION))}
+
+
+def _device(name: str) -> Device:
+    try:
+        device = torch.device(name)
+        torch.ones(2, device=device).sum().item()
+        return Device(name=devices.name_of(device), available_bytes=devices.available_bytes(device))
+    except (RuntimeError, AssertionError) as error:  # torch without CUDA asserts
+        return Device(problem=one_line(error))
+
+
+def _exit_with_supervisor(channel: Channel) -> None:
+    while channel.receive() is not None:
+        pass
+    os._exit(1)

@@ -1,0 +1,46 @@
+"""Talking to a job's stage servers without a job: to measure, or to look at their hosts."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Sequence
+
+from rpcmp.config import Config
+from rpcmp.control.client import StageClient
+from rpcmp.job.dialing import dialer_of
+from rpcmp.job.localservers import LocalServers
+from rpcmp.process.forking import Forks
+
+
+@contextlib.asynccontextmanager
+async def visiting(
+    config: Config, addresses: Sequence[str], num_local: int, forks: Forks
+) -> AsyncIterator[list[StageClient]]:
+    """Connections to the servers; with none running, to the first ones, started for the while.
+
+    Args:
+        config: the job.
+        addresses: of running servers, one a stage; none starts servers on this machine.
+        num_local: how many of them.
+        forks: where the processes of servers on this machine come from.
+
+    Raises:
+        ConfigError: an address is not on loopback, and there are no certificates.
+        SecurityError: the certificate cannot be used.
+        JobError: a server does not start.
+    """
+    local = LocalServers(forks)
+    clients: list[StageClient] = []
+    dialer = dialer_of(config, addresses)
+    try:
+        found = addresses or await local.start(num_local)
+        names = config.stage_names[: len(found)]
+        clients += [
+            StageClient(name, at, dialer, index)
+            for index, (name, at) in enumerate(zip(names, found, strict=True))
+        ]
+        yield clients
+    finally:
+        await asyncio.gather(*(client.close() for client in clients))
+        await local.stop()
