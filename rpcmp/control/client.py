@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import ssl
 from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
@@ -26,6 +27,7 @@ from rpcmp.v1.control_pb2_grpc import ControlStub, RendezvousStub, SnapshotsStub
 from rpcmp.v1.doctor_pb2_grpc import DoctorStub
 from rpcmp.wire.credentials import RELAY
 from rpcmp.wire.dialer import Dialer
+from rpcmp.wire.end import refusal
 from rpcmp.wire.measure import Way, measure
 from rpcmp.wire.tunnel import Tunnel
 
@@ -137,10 +139,20 @@ class StageClient:
         Raises:
             UnreachableError, SecurityError: there is none.
         """
-        end = await self._dialer.open(self.address, RELAY, self._stage_index)
+        try:
+            end = await self._dialer.open(self.address, RELAY, self._stage_index)
+        except UnreachableError as error:
+            raise UnreachableError(
+                f"stage {self.name!r}: {error}; is `rpcmp serve` running there?"
+            ) from error
+        except SecurityError as error:
+            raise self._place(error) from error
         try:
             async with asyncio.timeout(PROBE_SECONDS):
                 return await measure(end, seconds)
+        except ssl.SSLError as error:  # of TLS 1.3 the first thing read says whether we are let in
+            refused = SecurityError(f"{self.address} refuses us: {refusal(error)}")
+            raise self._place(refused) from error
         except (OSError, EOFError, RelayError) as error:
             where = f"stage {self.name!r} at {self.address}"
             raise UnreachableError(f"lost {where} while measuring: {one_line(error)}") from error

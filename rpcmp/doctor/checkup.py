@@ -117,8 +117,8 @@ class Checkup:
         settings = StageConfig() if index is None else self._config.stage(index)
         way, facts, error = None, None, None
         try:
+            way = await client.measure(seconds=0)  # says more of what is wrong than gRPC does
             await client.connect()
-            way = await client.measure(seconds=0)
             request = doctor_pb2.ExamineRequest(
                 job=pb.PrepareRequest(
                     job=self._config.name,

@@ -32,7 +32,6 @@ class DoctorServicer(doctor_pb2_grpc.DoctorServicer):
 
     @answers_errors
     async def Probe(self, request: pb.ProbeRequest, grpc_context: GrpcContext) -> pb.ProbeResponse:
-        dialer, place = self._server.dialer, (request.address, request.stage_index)
-        async with StageClient(request.stage_name, request.address, dialer, place[1]) as client:
-            await client.connect()
+        where = (request.stage_name, request.address, self._server.dialer, request.stage_index)
+        async with StageClient(*where) as client:
             return pb.ProbeResponse(**asdict(await client.measure(request.seconds)))

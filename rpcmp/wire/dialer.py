@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 import ssl
 
@@ -53,9 +54,7 @@ class Dialer:
         except EOFError as error:
             raise UnreachableError(f"{address} hung up during the handshake") from error
         except OSError as error:
-            raise UnreachableError(
-                f"{address} cannot be reached: {error.strerror or error}"
-            ) from error
+            raise UnreachableError(f"{address} cannot be reached: {_reason(error)}") from error
 
     async def _open(self, address: str, protocol: str, stage_index: int | None) -> End:
         host, port = parse(address)
@@ -79,6 +78,13 @@ class Dialer:
             raise SecurityError(
                 f"{address} has a certificate for {found or 'no role of rpcmp'}, not for {wanted}"
             )
+
+
+def _reason(error: OSError) -> str:
+    """What the system says; asyncio's own words repeat the address."""
+    if error.errno and error.errno > 0:
+        return os.strerror(error.errno)
+    return error.strerror or str(error)
 
 
 async def _connect(host: str, port: int) -> socket.socket:
