@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from rpcmp.errors import ConfigError
 
+HERE = "127.0.0.1"
 FIRST_PORT = 50051
 PORTS_A_REPLICA = 100
 
@@ -17,6 +18,15 @@ def with_port(address: str, stage_index: int) -> str:
     """An address with the stage's default port where it has none."""
     is_bare = ":" not in address or address.endswith("]")
     return f"{address}:{default_port(stage_index)}" if is_bare else address
+
+
+def completed(address: str) -> str:
+    """An address of which only the host or the port may be given, or nothing at all."""
+    if not address.strip(":"):
+        return f"{HERE}:{FIRST_PORT}"
+    if address.removeprefix(":").isdecimal():
+        return f"{HERE}:{address.removeprefix(':')}"
+    return with_port(address, 0)
 
 
 def parse(address: str) -> tuple[str, int]:

@@ -35,3 +35,19 @@ def test_a_host_alone_means_its_stages_default_port() -> None:
 def test_every_stage_has_a_default_port_and_replicas_lie_a_hundred_apart() -> None:
     assert [addresses.default_port(stage) for stage in range(3)] == [50051, 50052, 50053]
     assert addresses.default_port(1, replica=2) == 50252
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("", "127.0.0.1:50051"),
+        ("50052", "127.0.0.1:50052"),
+        (":50052", "127.0.0.1:50052"),
+        ("host-b", "host-b:50051"),
+        ("[::1]", "[::1]:50051"),
+        ("host-b:7", "host-b:7"),
+    ],
+)
+def test_what_is_not_given_is_filled_in(given: str, expected: str) -> None:
+    assert addresses.completed(given) == expected
+    addresses.parse(expected)

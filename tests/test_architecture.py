@@ -156,9 +156,11 @@ def test_the_reference_shares_nothing_with_what_it_is_compared_to() -> None:
 
 def test_supervisors_and_the_command_line_do_not_import_torch() -> None:
     code = """
-import sys
+import importlib, sys
 import rpcmp.cli, rpcmp.config, rpcmp.job.drive, rpcmp.job.session, rpcmp.job.status
-import rpcmp.server.serve, rpcmp.server.server
+import rpcmp.server.serve, rpcmp.server.server, rpcmp.control.probe
+for command in rpcmp.cli.COMMANDS:
+    importlib.import_module(f"rpcmp.cli.{command}")
 print([name for name in ("torch", "numpy") if name in sys.modules])
 """
     command = [sys.executable, "-c", code]

@@ -6,27 +6,48 @@
 
 from __future__ import annotations
 
+import importlib
 import signal
 import sys
 
 import click
 
 import rpcmp
-from rpcmp.cli.bench import bench
-from rpcmp.cli.certs import certs
-from rpcmp.cli.doctor import doctor
-from rpcmp.cli.drain import drain
-from rpcmp.cli.drive import drive
-from rpcmp.cli.export import export
-from rpcmp.cli.serve import serve
-from rpcmp.cli.status import status
-from rpcmp.cli.trace import trace
-from rpcmp.cli.tune import tune
-from rpcmp.cli.verify import verify
 from rpcmp.errors import RpcmpError, StageError, exit_code
 
+COMMANDS = (
+    "bench",
+    "certs",
+    "doctor",
+    "drain",
+    "drive",
+    "export",
+    "health",
+    "serve",
+    "status",
+    "trace",
+    "tune",
+    "verify",
+)
+"""Each is a function in a module of its name."""
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+
+class Commands(click.Group):
+    """Imports a command when it is asked for: what runs every few seconds has to be quick."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """See click.Group."""
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """See click.Group."""
+        if cmd_name not in COMMANDS:
+            return None
+        command: click.Command = getattr(importlib.import_module(f"rpcmp.cli.{cmd_name}"), cmd_name)
+        return command
+
+
+@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(rpcmp.__version__, package_name="rpcmp")
 def cli() -> None:
     """Train one PyTorch model across several machines, by RPC.
@@ -36,19 +57,6 @@ def cli() -> None:
       rpcmp serve --stage 1        on each host
       rpcmp drive config.toml      on the driver
     """
-
-
-cli.add_command(serve)
-cli.add_command(drive)
-cli.add_command(doctor)
-cli.add_command(status)
-cli.add_command(certs)
-cli.add_command(drain)
-cli.add_command(trace)
-cli.add_command(verify)
-cli.add_command(export)
-cli.add_command(bench)
-cli.add_command(tune)
 
 
 def main() -> None:

@@ -6,13 +6,15 @@ import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from rpcmp import addresses
-from rpcmp.config import Config
 from rpcmp.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rpcmp.config import Config
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 

@@ -23,13 +23,15 @@ class Dialer:
 
     Args:
         security: what this process was told about it.
+        server_name: whom their certificates have to be for; None: the host that is dialled.
 
     Attributes:
         security: as given.
     """
 
-    def __init__(self, security: Security) -> None:
+    def __init__(self, security: Security, server_name: str | None = None) -> None:
         self.security = security
+        self._server_name = server_name
 
     async def open(self, address: str, protocol: str, stage_index: int | None) -> End:
         """A connection to the server at `address`.
@@ -58,8 +60,7 @@ class Dialer:
 
     async def _open(self, address: str, protocol: str, stage_index: int | None) -> End:
         host, port = parse(address)
-        credentials = self.security.credentials
-        session = None if credentials is None else Session(credentials.client(protocol), host)
+        session = self._session(protocol, host)
         end = End(await _connect(host, port), session)
         try:
             await end.shake_hands()
@@ -69,6 +70,16 @@ class Dialer:
             end.close()
             raise
         return end
+
+    def _session(self, protocol: str, host: str) -> Session | None:
+        credentials = self.security.credentials
+        if credentials is None:
+            return None
+        name = host if self._server_name is None else self._server_name
+        try:
+            return Session(credentials.client(protocol), name)
+        except ValueError as error:
+            raise SecurityError(f"no certificate can be for a host called {name!r}") from error
 
     @staticmethod
     def _require(session: Session, address: str, stage_index: int | None) -> None:

@@ -34,6 +34,7 @@ class Tunnel:
     Attributes:
         refused: done as soon as the server has turned out not to be who it should be, or has
             refused us, with the error.
+        failure: why the last attempt to reach the server failed; None: none has.
     """
 
     def __init__(self, dialer: Dialer, address: str, stage_index: int | None) -> None:
@@ -45,6 +46,7 @@ class Tunnel:
         self._listener.listen()
         self._listener.setblocking(False)
         self.refused: asyncio.Future[SecurityError] = asyncio.get_running_loop().create_future()
+        self.failure: RpcmpError | None = None
         self._carrying: set[asyncio.Task[None]] = set()
         self._accepting = asyncio.create_task(self._accept())
 
@@ -74,6 +76,7 @@ class Tunnel:
             there = await self._dialer.open(self._address, GRPC, self._stage_index)
         except RpcmpError as error:
             here.close()
+            self.failure = error
             if isinstance(error, SecurityError):
                 self._refuse(error)
             return
@@ -89,5 +92,6 @@ class Tunnel:
                 pass
 
     def _refuse(self, error: SecurityError) -> None:
+        self.failure = error
         if not self.refused.done():
             self.refused.set_result(error)

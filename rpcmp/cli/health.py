@@ -1,0 +1,58 @@
+"""`rpcmp health`: whether one stage server is well, for orchestrators."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import click
+
+from rpcmp import addresses
+from rpcmp.cli.options import certs_options
+
+NOT_SERVING = 1
+"""Exit code for a server that answers, and drains."""
+
+
+@click.command()
+@click.argument("address", default="", metavar="[ADDRESS]")
+@certs_options
+@click.option(
+    "--server-name",
+    metavar="HOST",
+    help="Whom the server's certificate has to be for, where ADDRESS does not say it.",
+)
+@click.option(
+    "--timeout",
+    "seconds",
+    metavar="SECONDS",
+    type=click.FloatRange(min=0, min_open=True),
+    default=2.0,
+    show_default=True,
+    help="How long the server may take to answer.",
+)
+def health(
+    address: str, certs: Path | None, insecure: bool, server_name: str | None, seconds: float
+) -> None:
+    """Ask the stage server at ADDRESS how it is, by the standard gRPC health service.
+
+    Exits 0 if it is SERVING, 1 if it drains and 75 if it does not answer. ADDRESS is HOST:PORT, or
+    one of both; without it 127.0.0.1:50051. A stage's own certificate does, and a driver's.
+
+    \b
+    Examples:
+      rpcmp health
+      rpcmp health 50052 --certs stage1 --server-name host-b
+    """
+    from rpcmp.control.probe import SERVING, probe
+    from rpcmp.wire.dialer import Dialer
+    from rpcmp.wire.security import Security
+
+    if server_name is not None and certs is None:
+        raise click.UsageError("--server-name is checked against a certificate: give --certs DIR")
+    where = addresses.completed(address)
+    dialer = Dialer(Security(certs, insecure), server_name)
+    status = asyncio.run(probe(where, dialer, seconds))
+    click.echo(f"{where} is {status}")
+    if status != SERVING:
+        raise click.exceptions.Exit(NOT_SERVING)
