@@ -54,8 +54,8 @@ def test_one_that_drains_is_not(job: JobFolder, servers: list[Server]) -> None:
         )
         assert (found.code, found.out) == (1, f"{servers[0].address} is NOT_SERVING\n")
         assert rpcmp("health", servers[1].address).code == 0
-        os.kill(worker, signal.SIGKILL)
-        run.process.kill()
+        for process in (run.process, *(server.run.process for server in servers)):
+            process.kill()  # nothing is left to wait for
 
 
 @pytest.mark.parametrize("options", [[], ["--certs", "driver"]])
