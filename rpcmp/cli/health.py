@@ -20,7 +20,8 @@ NOT_SERVING = 1
 @click.option(
     "--server-name",
     metavar="HOST",
-    help="Whom the server's certificate has to be for, where ADDRESS does not say it.",
+    envvar="RPCMP_SERVER_NAME",
+    help="Whom the server's certificate has to be for, where ADDRESS is not what it is called.",
 )
 @click.option(
     "--timeout",

@@ -1,0 +1,91 @@
+#!/usr/bin/env bash
+# Trains under Slurm: a stage on each node, the driver on the first. From a folder that all nodes
+# share, with rpcmp in PATH:
+#
+#     sbatch --nodes=3 --time=4:00:00 slurm.sh config.toml [OPTION OF RPCMP DRIVE]...
+#
+# The config has as many stages as there are nodes, and a [checkpoint] with shared = true, since the
+# next time it may be other nodes. When time is up or the job is preempted, the running step ends
+# and is saved, the job is requeued, and goes on from there. So it does after exit code 75, up to
+# RPCMP_MAX_REQUEUES times.
+#
+#SBATCH --job-name=rpcmp
+#SBATCH --ntasks-per-node=1
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --signal=B:TERM@90
+set -euo pipefail
+
+config=${1:?which config? sbatch slurm.sh CONFIG [OPTION]...}
+shift
+job=${SLURM_JOB_ID:?this is for sbatch}
+hosts=$(scontrol show hostnames "${SLURM_JOB_NODELIST:?}")
+mapfile -t nodes <<< "$hosts"
+max_requeues=${RPCMP_MAX_REQUEUES:-20}
+stages=()
+driver=
+
+# Of this one run, on all nodes, and for nobody else's eyes: certificates, and what servers say.
+folder=$(mktemp --directory "$PWD/.rpcmp-$job-XXXXXX")
+
+clean_up() {
+    trap '' TERM
+    if ((${#stages[@]})); then
+        kill -TERM "${stages[@]}" 2> /dev/null || true
+        wait "${stages[@]}" || true
+    fi
+    rm -rf "$folder"
+}
+trap clean_up EXIT
+
+# Ends the driver, which finishes its step and saves, and the job, unless it is to go on.
+finish() {
+    trap '' TERM
+    local status=75
+    if [[ -n $driver ]]; then
+        kill -TERM "$driver" 2> /dev/null || true
+        status=0
+        wait "$driver" || status=$?
+    fi
+    clean_up
+    trap - EXIT
+    if ((status == 75 || status == 143)) && ((${SLURM_RESTART_COUNT:-0} < max_requeues)); then
+        scontrol requeue "$job"
+    fi
+    exit "$status"
+}
+trap finish TERM
+
+rpcmp certs init "$folder/certs" "${nodes[@]/#/--host=}"
+
+# On free ports, so that two jobs may share a node; each server says which it has got.
+for stage in "${!nodes[@]}"; do
+    # shellcheck disable=SC2312 # tee fails where the job's own output does
+    srun --nodes=1 --ntasks=1 --nodelist="${nodes[stage]}" \
+        --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" \
+        rpcmp serve --stage "$stage" --listen 0.0.0.0:0 --certs "$folder/certs/stage$stage" \
+        > >(tee "$folder/stage$stage") 2>&1 &
+    stages+=("$!")
+done
+
+addresses=()
+for stage in "${!nodes[@]}"; do
+    said=$folder/stage$stage
+    until port=$(sed -n 's/.* is SERVING on .*://p' "$said" 2> /dev/null) && [[ -n $port ]]; do
+        if ! kill -0 "${stages[stage]}" 2> /dev/null; then
+            echo "stage $stage has not started on ${nodes[stage]}" >&2
+            finish
+        fi
+        sleep 0.2
+    done
+    addresses+=("${nodes[stage]}:$port")
+done
+
+connect=$(IFS=, && echo "${addresses[*]}")
+rpcmp drive "$config" --connect "$connect" --certs "$folder/certs/driver" --resume "$@" &
+driver=$!
+
+# Until the driver ends; or a TERM comes: to this script when time is up, to the servers when the
+# job is preempted, which then end first.
+wait -n "$driver" "${stages[@]}" || true
+finish
