@@ -129,9 +129,10 @@ class Slurm:
     @contextlib.contextmanager
     def running(self, *options: str) -> Iterator[subprocess.Popen[bytes]]:
         """The script."""
-        where = ["--set", "checkpoint.dir=" + str(self.folder / "saved")]
-        shared = ["--set", "checkpoint.shared=true", "-v"]
-        command: list[str | Path] = ["bash", SCRIPT, EXAMPLES / "digits.toml", *where, *shared, *options]
+        where = ["--set", f"checkpoint.dir={self.folder / 'saved'}"]
+        shown = ["--set", "checkpoint.shared=true", "-v"]
+        config = EXAMPLES / "digits.toml"
+        command: list[str | Path] = ["bash", SCRIPT, config, *where, *shown, *options]
         with (self.folder / "output").open("ab") as output:
             process = subprocess.Popen(command, cwd=self.folder, stdout=output, stderr=output)
         try:
