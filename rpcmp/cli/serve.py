@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import socket
 import sys
@@ -81,6 +82,8 @@ def serve(
         click.echo(f"{who} is SERVING on {where}:{bound}")
 
     async def run() -> int:
+        # Of headers that make no sense gRPC's core would print a line each.
+        os.environ.setdefault("GRPC_VERBOSITY", "NONE")
         # Imported late: `rpcmp --help` needs no gRPC.
         from rpcmp.process.forking import WORKERS, Forks
         from rpcmp.server.serve import serve as run_server

@@ -12,12 +12,18 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from rpcmp import scratch
-from rpcmp.control.options import SERVER_OPTIONS, differences, machine, versions
+from rpcmp.control.options import (
+    PEERS_OPTIONS,
+    SERVER_OPTIONS,
+    differences,
+    machine,
+    versions,
+)
 from rpcmp.errors import BusyError, ConfigError, DrainingError, RelayError, VersionError
 from rpcmp.examination.facts import Order
 from rpcmp.examination.host import examine
 from rpcmp.process.forking import WORKERS, Forks
-from rpcmp.server import codefolder, profiling
+from rpcmp.server import codefolder, listener, profiling
 from rpcmp.server.claim import Claim, State
 from rpcmp.server.control import ControlServicer
 from rpcmp.server.doctor import DoctorServicer
@@ -101,8 +107,8 @@ class StageServer:
         self._idle.set()
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
         self._sockets = scratch.create(SOCKETS)
-        self._drivers = self._make_grpc([])
-        self._peers = self._make_grpc([OnlyPeers()])
+        self._drivers = self._make_grpc([], SERVER_OPTIONS)
+        self._peers = self._make_grpc([OnlyPeers()], PEERS_OPTIONS)
         self._front = Front(self.security, self._path("drivers"), self._path("peers"), self._take)
 
     async def start(self, host: str, port: int) -> int:
@@ -124,8 +130,10 @@ class StageServer:
         await self._set_health(health_pb2.HealthCheckResponse.SERVING)
         return bound
 
-    def _make_grpc(self, interceptors: Sequence[OnlyPeers]) -> grpc.aio.Server:
-        server = grpc.aio.server(interceptors=interceptors, options=SERVER_OPTIONS)
+    def _make_grpc(
+        self, interceptors: Sequence[OnlyPeers], options: Sequence[tuple[str, int]]
+    ) -> grpc.aio.Server:
+        server = listener.make(interceptors, options)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         add_ControlServicer_to_server(ControlServicer(self), server)
         add_RendezvousServicer_to_server(RendezvousServicer(self), server)
