@@ -39,6 +39,16 @@ SERVER_OPTIONS: list[tuple[str, int]] = [
     ("grpc.so_reuseport", 0),
 ]
 
+MAX_PEERS_MESSAGE = 64 * 1024
+"""Bytes of what stages ask each other; answers may be longer."""
+
+PEERS_OPTIONS: list[tuple[str, int]] = [
+    *[option for option in SERVER_OPTIONS if option[0] != "grpc.max_receive_message_length"],
+    ("grpc.max_receive_message_length", MAX_PEERS_MESSAGE),
+    # More wait for their turn, at the stage that asks.
+    ("grpc.max_concurrent_streams", 64),
+]
+
 
 def versions() -> pb.Versions:
     """What this host runs; read from package metadata, so torch is not imported."""

@@ -30,6 +30,7 @@ from rpcmp.process.environment import compute_environment
 from rpcmp.process.forking import Forks, NetworkOf
 from rpcmp.process.pulse import Pulse
 from rpcmp.server import codefolder
+from rpcmp.server.values import Values
 from rpcmp.server.vault import Vault
 from rpcmp.v1 import control_pb2 as pb
 from rpcmp.wire.dialer import Dialer
@@ -75,7 +76,7 @@ class Claim:
         self.error = ""
         self.exit_code = 0
         self.watched = False
-        self.values: dict[str, bytes] = {}
+        self.values = Values()
         self.changed = asyncio.Condition()
         self.saved: deque[pb.Saved] = deque(maxlen=SAVED_KEPT)
         self._vault = vault

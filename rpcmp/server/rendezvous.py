@@ -8,6 +8,7 @@ import grpc
 
 from rpcmp.errors import BusyError
 from rpcmp.server.control import answers_errors
+from rpcmp.server.values import require_askable
 from rpcmp.v1 import control_pb2 as pb
 from rpcmp.v1 import control_pb2_grpc
 
@@ -26,24 +27,22 @@ class RendezvousServicer(control_pb2_grpc.RendezvousServicer):
     @answers_errors
     async def Set(self, request: pb.SetRequest, grpc_context: GrpcContext) -> pb.SetResponse:
         claim = self._server.claimed_by(request.job_id, request.generation)
-        claim.values[request.key] = request.value
+        claim.values.set(request.key, request.value)
         await claim.notify()
         return pb.SetResponse(generation=claim.generation)
 
     @answers_errors
     async def Get(self, request: pb.GetRequest, grpc_context: GrpcContext) -> pb.GetResponse:
         claim = self._server.claimed_by(request.job_id, request.generation)
+        require_askable(request.keys)
         async with claim.changed:
             await claim.changed.wait_for(
-                lambda: (
-                    self._server.claim is not claim
-                    or all(key in claim.values for key in request.keys)
-                )
+                lambda: self._server.claim is not claim or claim.values.has_all(request.keys)
             )
         if self._server.claim is not claim:
             raise BusyError("the job ended while a worker waited for the others")
-        value = claim.values[request.keys[0]]
-        return pb.GetResponse(generation=claim.generation, value=value)
+        value = claim.values.get(request.keys[0])
+        return pb.GetResponse(generation=claim.generation, value=value or b"")
 
     @answers_errors
     async def CompareSet(
@@ -52,14 +51,14 @@ class RendezvousServicer(control_pb2_grpc.RendezvousServicer):
         claim = self._server.claimed_by(request.job_id, request.generation)
         held = claim.values.get(request.key)
         if (held or b"") == request.expected:
-            held = claim.values[request.key] = request.desired
+            held = request.desired
+            claim.values.set(request.key, held)
             await claim.notify()
         return pb.CompareSetResponse(generation=claim.generation, value=held or b"")
 
     @answers_errors
     async def Add(self, request: pb.AddRequest, grpc_context: GrpcContext) -> pb.AddResponse:
         claim = self._server.claimed_by(request.job_id, request.generation)
-        value = int(claim.values.get(request.key, b"0")) + request.amount
-        claim.values[request.key] = str(value).encode()
+        value = claim.values.add(request.key, request.amount)
         await claim.notify()
         return pb.AddResponse(generation=claim.generation, value=value)
