@@ -49,6 +49,6 @@ def unpacked(code: Iterable[pb.CodeFile]) -> Iterator[Path | None]:
 
 def _safe_parts(path: str) -> tuple[str, ...]:
     relative = PurePosixPath(path)
-    if relative.is_absolute() or ".." in relative.parts or not relative.parts:
+    if relative.is_absolute() or ".." in relative.parts or not relative.parts or "\0" in path:
         raise ConfigError(f"refusing to unpack code to {path!r}")
     return relative.parts

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import contextlib
+from collections.abc import AsyncIterator, Iterator
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -23,11 +24,16 @@ if TYPE_CHECKING:
     GrpcContext = grpc.aio.ServicerContext[Any, Any]
 
 
+MAX_FETCHING = 64
+"""A stage's neighbour is one, and after a fault each stage whose snapshot or file is here."""
+
+
 class SnapshotsServicer(control_pb2_grpc.SnapshotsServicer):
     """See protos/rpcmp/v1/control.proto."""
 
     def __init__(self, server: StageServer) -> None:
         self._server = server
+        self._fetching = 0
 
     async def Fetch(
         self, request: pb.FetchRequest, grpc_context: GrpcContext
@@ -35,8 +41,10 @@ class SnapshotsServicer(control_pb2_grpc.SnapshotsServicer):
         try:
             if request.newer:  # a host that was replaced must not speak for its successor
                 self._server.claimed_by(request.job_id, request.generation)
-            async for part in self._vault_of(request.job_id).stream(request):
-                yield part
+            vault = self._vault_of(request.job_id)
+            with self._one_more():
+                async for part in vault.stream(request):
+                    yield part
         except RpcmpError as error:
             await grpc_context.abort(grpc.StatusCode.FAILED_PRECONDITION, to_wire(error))
 
@@ -67,7 +75,7 @@ class SnapshotsServicer(control_pb2_grpc.SnapshotsServicer):
     async def Put(
         self, requests: AsyncIterator[pb.PutRequest], grpc_context: GrpcContext
     ) -> pb.PutResponse:
-        head = await anext(requests)
+        head = await anext(requests, pb.PutRequest())
         self._vault_of(head.job_id).require_ours(head.file.path)
         await receive_file((request.data async for request in requests), head.file)
         return pb.PutResponse()
@@ -79,6 +87,17 @@ class SnapshotsServicer(control_pb2_grpc.SnapshotsServicer):
         folder = self._server.vault.require_ours(request.folder)
         await asyncio.to_thread(CheckpointFolder(folder.parent).remove, folder)
         return pb.RemoveResponse()
+
+    @contextlib.contextmanager
+    def _one_more(self) -> Iterator[None]:
+        """Count those who fetch: each has a part of what he gets in memory."""
+        if self._fetching >= MAX_FETCHING:
+            raise BusyError(f"{MAX_FETCHING} others fetch from this server already")
+        self._fetching += 1
+        try:
+            yield
+        finally:
+            self._fetching -= 1
 
     def _vault_of(self, job_id: str) -> Vault:
         """The vault, which must hold what is the caller's."""

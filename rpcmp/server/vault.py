@@ -61,6 +61,7 @@ class Vault:
         self.slots = Slots.create()
         self.mirror: Mirror | None = None
         self._acknowledged: asyncio.Queue[int] = asyncio.Queue()
+        self._last_acknowledged = 0
         self.freed: Callable[[], None] = _nobody
         self._folder = ""
         self._saves_mirror = False
@@ -86,7 +87,10 @@ class Vault:
         Raises:
             CheckpointError: it is somewhere else, and none of the caller's business.
         """
-        found, folder = Path(path).resolve(), Path(self._folder).resolve()
+        try:
+            found, folder = Path(path).resolve(), Path(self._folder).resolve()
+        except (OSError, ValueError, RuntimeError) as error:  # a zero byte; links in a circle
+            raise CheckpointError(f"{path!r} is no path") from error
         if not self._folder or folder not in found.parents:
             raise CheckpointError(f"{path} is not in the folder of the job's checkpoints")
         return found
@@ -153,6 +157,7 @@ class Vault:
         self.stage_name = stage_name
         while not self._acknowledged.empty():  # of a time that was undone
             self._acknowledged.get_nowait()
+        self._last_acknowledged = 0
         if restore is None:
             self.slots.drop()
             return []
@@ -259,7 +264,7 @@ class Vault:
     async def _wanted(self, request: pb.FetchRequest) -> Held:
         if not request.newer:
             return self._require(request.stage_name, request.step)
-        self._acknowledged.put_nowait(request.step)
+        self._acknowledge(request.step)
         async with self._changed:
             await self._changed.wait_for(
                 lambda: self.job_id != request.job_id or self._newer(request.step) is not None
@@ -268,6 +273,12 @@ class Vault:
         if newer is None:
             raise JobError("the job has ended")
         return Held(self.slots, newer)
+
+    def _acknowledge(self, step: int) -> None:
+        """Hear that a neighbour holds a step, if there is one and he has not said so before."""
+        if step > self._last_acknowledged and self.slots.get(step) is not None:
+            self._last_acknowledged = step
+            self._acknowledged.put_nowait(step)
 
     def _newer(self, step: int) -> Snapshot | None:
         """The oldest snapshot after `step`: a neighbour gets all, one after the other."""

@@ -114,7 +114,7 @@ class End:
             raise RelayError(f"the first frame has {size} bytes")
         try:
             message = json.loads(await self.read(size))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:  # or has no end of brackets
             raise RelayError("the first frame is not JSON") from error
         if not isinstance(message, dict):
             raise RelayError("the first frame is no JSON object")

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import resource
 import socket
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -37,6 +38,7 @@ MAX_STRANGERS = 256
 """Connections that have not said so yet; where there are more, the oldest has to go."""
 
 MAX_CONNECTIONS = 4096
+"""Of those who were let in; fewer where there are few file descriptors, see `_room`."""
 
 log = logging.getLogger(__name__)
 
@@ -118,8 +120,9 @@ class Front:
         self._strangers.pop(task, None)
 
     async def _accept(self, listener: socket.socket) -> None:
+        room = _room()
         async for connection in connections(listener):
-            if len(self._tasks) >= MAX_CONNECTIONS:
+            if len(self._tasks) - len(self._strangers) >= room:
                 connection.close()
                 continue
             if len(self._strangers) >= MAX_STRANGERS:
@@ -188,6 +191,12 @@ class Front:
             inside.close()
             raise
         await splice(visitor.end, End(inside))
+
+
+def _room() -> int:
+    """How many may be inside at once: each takes three descriptors, and the job needs some."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return MAX_CONNECTIONS if soft == resource.RLIM_INFINITY else min(MAX_CONNECTIONS, soft // 4)
 
 
 def _name(connection: socket.socket) -> str:
