@@ -1,0 +1,63 @@
+"""As much of HTTP/2 and of gRPC as it takes to say something, right or wrong, byte by byte."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+
+DATA, HEADERS, SETTINGS, PING, CONTINUATION = 0x0, 0x1, 0x4, 0x6, 0x9
+
+END_STREAM, END_HEADERS = 0x1, 0x4
+
+_POST, _HTTP = b"\x83", b"\x86"
+"""Of HPACK's static table."""
+
+
+def frame(kind: int, flags: int, stream: int, payload: bytes, length: int | None = None) -> bytes:
+    """One frame.
+
+    Args:
+        length: what its header claims; None: the truth.
+    """
+    size = len(payload) if length is None else length
+    return struct.pack("!I", size)[1:] + struct.pack("!BBI", kind, flags, stream) + payload
+
+
+def header(name: bytes, value: bytes) -> bytes:
+    """One header as HPACK writes what is in no table."""
+    return b"\x00" + _text(name) + _text(value)
+
+
+def opening() -> bytes:
+    """What every client says first."""
+    return PREFACE + frame(SETTINGS, 0, 0, b"")
+
+
+def request(method: str, stream: int, more: Sequence[bytes] = ()) -> bytes:
+    """The headers of a call."""
+    block = [
+        *(_POST, _HTTP, header(b":path", method.encode()), header(b":authority", b"localhost")),
+        *(header(b"content-type", b"application/grpc"), header(b"te", b"trailers"), *more),
+    ]
+    return frame(HEADERS, END_HEADERS, stream, b"".join(block))
+
+
+def message(data: bytes, length: int | None = None) -> bytes:
+    """One message of gRPC; `length` is what it claims."""
+    return struct.pack("!BI", 0, len(data) if length is None else length) + data
+
+
+def call(method: str, data: bytes, stream: int = 1) -> bytes:
+    """A call that is in order."""
+    body = message(data)
+    parts = [body[at : at + 16384] for at in range(0, len(body), 16384)]
+    flags = [0] * (len(parts) - 1) + [END_STREAM]
+    frames = (frame(DATA, flag, stream, part) for flag, part in zip(flags, parts, strict=True))
+    return request(method, stream) + b"".join(frames)
+
+
+def _text(value: bytes) -> bytes:
+    assert len(value) < 127
+    return bytes([len(value)]) + value

@@ -1,0 +1,129 @@
+"""A message of every method of every service of a stage server, filled with whatever fits."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from google.protobuf import message_factory
+from google.protobuf.descriptor import Descriptor, FieldDescriptor, MethodDescriptor
+from google.protobuf.message import Message
+from grpc_health.v1 import health_pb2
+
+from rpcmp.v1 import control_pb2
+
+STEERING = ("Prepare", "Start", "Link", "Watch", "Stop", "Profile", "Inspect", "Mirror", "Save")
+"""By these a driver ends or changes a job: from who may, and naming the job that runs, they are no
+malformed input. `Drain` names none, and ends whatever runs."""
+
+MEANT = ("CompareSet", "Add")
+"""By these a member changes the group's store, whose keys a random one would hardly be."""
+
+
+@dataclass
+class Job:
+    """Which job runs, as far as anybody has found out.
+
+    Attributes:
+        job_id, generation: its own.
+    """
+
+    job_id: str = ""
+    generation: int = 0
+
+
+class Call(NamedTuple):
+    """A call of a method.
+
+    Attributes:
+        method: "/package.Service/Method".
+        data: its message.
+    """
+
+    method: str
+    data: bytes
+
+
+def methods() -> Iterator[MethodDescriptor]:
+    """All methods of all services."""
+    for module in (control_pb2, health_pb2):
+        for service in module.DESCRIPTOR.services_by_name.values():
+            yield from service.methods
+
+
+def calls(draw: random.Random, job: Job, is_driver: bool) -> Iterator[Call]:
+    """Calls of every method, again and again; those of a driver's do not steer the job that runs.
+
+    Args:
+        job: which is named now and then.
+    """
+    every = [method for method in methods() if not (is_driver and method.name == "Drain")]
+    while True:
+        method = draw.choice(every)
+        named = job if draw.random() < 0.5 else Job(draw.randbytes(8).hex(), draw.randrange(9))
+        if is_driver and method.name in STEERING:
+            named = Job(draw.randbytes(8).hex(), draw.randrange(9))
+        data = filled(method.input_type, draw, named).SerializeToString()
+        yield Call(f"/{method.containing_service.full_name}/{method.name}", data)
+
+
+def filled(kind: Descriptor, draw: random.Random, job: Job) -> Message:
+    """A message with random content; of a job where it says of which."""
+    message = message_factory.GetMessageClass(kind)()
+    for field in kind.fields:
+        if field.name in ("job_id", "generation"):
+            setattr(message, field.name, getattr(job, field.name))
+        elif field.is_repeated:
+            for _ in range(draw.randrange(4)):
+                _append(getattr(message, field.name), field, draw, job)
+        elif field.message_type is not None:
+            getattr(message, field.name).CopyFrom(filled(field.message_type, draw, job))
+        elif field.name != "checkpoint_folder":
+            setattr(message, field.name, _value(field, draw))
+    return message
+
+
+def _append(values: Any, field: FieldDescriptor, draw: random.Random, job: Job) -> None:
+    if field.message_type is not None:
+        values.add().CopyFrom(filled(field.message_type, draw, job))
+    else:
+        values.append(_value(field, draw))
+
+
+def _value(field: FieldDescriptor, draw: random.Random) -> Any:
+    match field.type:
+        case FieldDescriptor.TYPE_STRING:
+            return draw.choice(TEXTS)
+        case FieldDescriptor.TYPE_BYTES:
+            return draw.randbytes(draw.choice([0, 1, 100, 10_000]))
+        case FieldDescriptor.TYPE_BOOL:
+            return draw.random() < 0.5
+        case FieldDescriptor.TYPE_DOUBLE:
+            return draw.choice([0.0, -1.0, float("nan"), float("inf"), 1e300])
+        case FieldDescriptor.TYPE_UINT64:
+            return draw.choice([0, 1, 2, 2**63, 2**64 - 1])
+        case FieldDescriptor.TYPE_UINT32:
+            return draw.choice([0, 1, 2**31, 2**32 - 1])
+        case FieldDescriptor.TYPE_INT64:
+            return draw.choice([0, -1, 2**63 - 1, -(2**63)])
+        case _:
+            return draw.choice([0, -1, 1, 2**31 - 1])
+
+
+TEXTS = [
+    "",
+    "a",
+    "stage0",
+    "127.0.0.1:1",
+    "[::1]:99999999",
+    "a\0b",
+    "../../etc/passwd",
+    "/dev/zero",
+    "/" * 300,
+    "%s%n{}",
+    "\u2028\U0010ffff",
+    "x" * 5000,
+]
+"""Names, addresses and paths, some of them not."""
