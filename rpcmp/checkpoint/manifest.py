@@ -71,7 +71,7 @@ class Manifest(Strict):
         driver: the driver's own state.
         rng: the states of its random generators.
         versions: of rpcmp, torch and Python.
-        config: the job's.
+        config: the job's, see rpcmp.checkpoint.redaction.
         written: when.
         stages: in the order of the pipeline.
     """

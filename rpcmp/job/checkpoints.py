@@ -19,6 +19,7 @@ from typing import Any
 
 from rpcmp.checkpoint.folder import CheckpointFolder
 from rpcmp.checkpoint.manifest import Cursor, Manifest, StageFile
+from rpcmp.checkpoint.redaction import redacted
 from rpcmp.config import Config
 from rpcmp.control.options import versions
 from rpcmp.errors import CheckpointError, RpcmpError
@@ -120,7 +121,7 @@ class Checkpoints:
         self.run, self.saved = manifest.run, manifest.step
         self.generation = max(self.generation, manifest.generation + 1)
         self._progress[manifest.step] = {**manifest.driver, "told": None, "awaits_save": False}
-        return differences(manifest.config, self._config.model_dump(mode="json"))
+        return differences(manifest.config, redacted(self._config.model_dump(mode="json")))
 
     async def leave(self) -> None:
         """Make a checkpoint of what the servers still hold.
@@ -169,7 +170,7 @@ class Checkpoints:
             driver={key: value for key, value in progress.items() if key in DRIVERS_OWN},
             rng={"seed": self._config.seed, **RNG},
             versions=self._software,
-            config=self._config.model_dump(mode="json"),
+            config=redacted(self._config.model_dump(mode="json")),
             written=datetime.now(UTC).isoformat(timespec="seconds"),
             stages=[
                 StageFile(
