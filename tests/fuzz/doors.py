@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
-import socket
 import ssl
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -38,6 +37,11 @@ class Door:
     protocol: str = ""
     is_driver: bool = False
 
+    @property
+    def speaks_grpc(self) -> bool:
+        """Whether a gRPC server answers here."""
+        return self.protocol == GRPC or (self.folder is None and self.is_driver)
+
     async def open(self, address: str) -> Connection:
         """A connection to a server, with its handshake done.
 
@@ -51,7 +55,6 @@ class Door:
             reader, writer = await asyncio.open_connection(
                 host, int(port), ssl=tls, server_hostname=name
             )
-        writer.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return reader, writer
 
     def conversations(self, draw: random.Random, job: Job) -> Iterator[bytes]:

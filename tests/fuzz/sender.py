@@ -73,7 +73,7 @@ class Sender:
             one = next(self._inputs[door.name])
             self.sent[door.name] += 1
             self.kinds[one.kind if one.pace is Pace.AT_ONCE else one.pace.value] += 1
-            sending = asyncio.create_task(self._send_one(door, next(self._addresses), one))
+            sending = asyncio.create_task(send_one(door, next(self._addresses), one))
             if one.pace is Pace.AT_ONCE:
                 await sending
             else:
@@ -87,13 +87,15 @@ class Sender:
             oldest.cancel()
             await asyncio.wait([oldest])
 
-    async def _send_one(self, door: Door, address: str, one: Input) -> None:
-        with contextlib.suppress(OSError, EOFError):  # a server that hangs up is in its right
-            reader, writer = await door.open(address)
-            try:
-                await _say(reader, writer, one)
-            finally:
-                _hang_up(writer)
+
+async def send_one(door: Door, address: str, one: Input) -> None:
+    """Send one input, and hear what the server says at first."""
+    with contextlib.suppress(OSError, EOFError):  # a server that hangs up is in its right
+        reader, writer = await door.open(address)
+        try:
+            await _say(reader, writer, one)
+        finally:
+            _hang_up(writer)
 
 
 async def _say(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, one: Input) -> None:
@@ -118,7 +120,8 @@ async def _say(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, one: 
 
 def _hang_up(writer: asyncio.StreamWriter) -> None:
     """At once: a goodbye would leave a connection behind, on our side of the machine."""
+    connection = writer.get_extra_info("socket")
     with contextlib.suppress(OSError):
-        linger = (socket.SOL_SOCKET, socket.SO_LINGER, _NO_GOODBYE)
-        writer.get_extra_info("socket").setsockopt(*linger)
+        if connection is not None:  # asyncio has let go of it already
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_GOODBYE)
     writer.transport.abort()

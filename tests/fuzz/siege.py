@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import signal
 import sys
 import time
@@ -18,9 +19,11 @@ from rpcmp.control.client import StageClient
 from rpcmp.errors import RpcmpError
 from rpcmp.wire.dialer import Dialer
 from rpcmp.wire.security import Security
+from tests.fuzz import http2
 from tests.fuzz.doors import Door
+from tests.fuzz.inputs import Input
 from tests.fuzz.messages import Job
-from tests.fuzz.sender import Sender
+from tests.fuzz.sender import Sender, send_one
 from tests.fuzz.watched import BEGINNING
 from tests.processes import Server, connect, poll_for, rpcmp, running
 
@@ -28,6 +31,9 @@ UNDER = (sys.executable, "-m", "tests.fuzz.watched")
 """What runs a server so that its tasks can be counted."""
 
 ASK_SECONDS = 0.2
+
+FILLING = 50
+"""Calls over one connection."""
 
 
 @dataclass(frozen=True)
@@ -101,6 +107,7 @@ class Siege:
 
     def run(self, count: int, seed: int) -> Report:
         """Send so many inputs while jobs run, one after the other."""
+        asyncio.run(self._fill())
         report = Report([self.look()])
         began = time.monotonic()
         for half in (0, 1):
@@ -112,6 +119,15 @@ class Siege:
     def look(self) -> list[Seen]:
         """What each server has."""
         return [_look(server) for server in self.servers]
+
+    async def _fill(self) -> None:
+        """Bring each gRPC server's queue for calls that nobody takes to the end of its growth."""
+        calls = (http2.call("/nobody/takes", b"", 2 * number + 1) for number in range(FILLING))
+        one = Input("filling", http2.opening() + b"".join(calls))
+        doors = [door for door in self.doors if door.speaks_grpc]
+        for door, server in itertools.product(doors, self.servers):
+            for _ in range(1000 // FILLING):
+                await send_one(door, server.address, one)
 
     def _settled(self, before: Sequence[Seen]) -> list[Seen]:
         """What each server has once it has no more connections and tasks than before."""
