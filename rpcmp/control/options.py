@@ -37,6 +37,8 @@ SERVER_OPTIONS: list[tuple[str, int]] = [
     ("grpc.http2.min_ping_interval_without_data_ms", 1_000),
     # With SO_REUSEPORT two servers would share a port and each get half of the calls.
     ("grpc.so_reuseport", 0),
+    # Of one connection: more wait for their turn, at who asks.
+    ("grpc.max_concurrent_streams", 64),
 ]
 
 MAX_PEERS_MESSAGE = 64 * 1024
@@ -45,8 +47,6 @@ MAX_PEERS_MESSAGE = 64 * 1024
 PEERS_OPTIONS: list[tuple[str, int]] = [
     *[option for option in SERVER_OPTIONS if option[0] != "grpc.max_receive_message_length"],
     ("grpc.max_receive_message_length", MAX_PEERS_MESSAGE),
-    # More wait for their turn, at the stage that asks.
-    ("grpc.max_concurrent_streams", 64),
 ]
 
 
