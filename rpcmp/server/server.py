@@ -1,4 +1,4 @@
-"""A stage server: health, control, snapshots, rendezvous on one port; one job at a time."""
+"""A stage server: one job at a time, and what it leaves behind. What leads to it: `doors`."""
 
 from __future__ import annotations
 
@@ -6,49 +6,22 @@ import asyncio
 import contextlib
 import os
 from collections.abc import AsyncIterator, Iterator, Sequence
-from pathlib import Path
-
-import grpc
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from rpcmp import scratch
-from rpcmp.control.options import (
-    PEERS_OPTIONS,
-    SERVER_OPTIONS,
-    differences,
-    machine,
-    versions,
-)
-from rpcmp.errors import BusyError, ConfigError, DrainingError, RelayError, VersionError
+from rpcmp.control.options import differences, machine, versions
+from rpcmp.errors import BusyError, ConfigError, DrainingError, VersionError
 from rpcmp.examination.facts import Order
 from rpcmp.examination.host import examine
 from rpcmp.process.forking import WORKERS, Forks
-from rpcmp.server import codefolder, listener, profiling
+from rpcmp.server import codefolder, doors, profiling
 from rpcmp.server.claim import Claim, State
-from rpcmp.server.control import ControlServicer
-from rpcmp.server.doctor import DoctorServicer
-from rpcmp.server.peers import OnlyPeers
-from rpcmp.server.rendezvous import RendezvousServicer
-from rpcmp.server.snapshots import SnapshotsServicer
+from rpcmp.server.doors import NOT_SERVING, Doors
 from rpcmp.server.vault import Vault
 from rpcmp.v1 import control_pb2 as pb
 from rpcmp.v1 import doctor_pb2
-from rpcmp.v1.control_pb2_grpc import (
-    add_ControlServicer_to_server,
-    add_RendezvousServicer_to_server,
-    add_SnapshotsServicer_to_server,
-)
-from rpcmp.v1.doctor_pb2_grpc import add_DoctorServicer_to_server
-from rpcmp.wire import measure, tunnel
+from rpcmp.wire import tunnel
 from rpcmp.wire.dialer import Dialer
-from rpcmp.wire.front import GREETING_SECONDS, Front, Visitor
 from rpcmp.wire.security import Security
-
-SERVICES = ("", "rpcmp.v1.Control", "rpcmp.v1.Rendezvous", "rpcmp.v1.Snapshots", "rpcmp.v1.Doctor")
-"""What the health service answers for; "" is the server as a whole."""
-
-SOCKETS = "rpcmp-server-"
-"""Beginning of the name of the folder where the gRPC servers listen."""
 
 UNWATCHED_SECONDS = 5.0
 """How long a claim lives that no driver watches."""
@@ -100,16 +73,12 @@ class StageServer:
         self._forks = forks or Forks([WORKERS])
         self._forgetting: asyncio.TimerHandle | None = None
         self._changing = asyncio.Lock()  # held while a claim begins or ends
-        self._profiling = ""
+        self._examined = ""
         self._versions = versions()
         self.drain_requested = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
-        self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
-        self._sockets = scratch.create(SOCKETS)
-        self._drivers = self._make_grpc([], SERVER_OPTIONS)
-        self._peers = self._make_grpc([OnlyPeers()], PEERS_OPTIONS)
-        self._front = Front(self.security, self._path("drivers"), self._path("peers"), self._take)
+        self._doors = Doors(self)
 
     async def start(self, host: str, port: int) -> int:
         """Listen; returns the port, which is a free one for port 0.
@@ -117,59 +86,15 @@ class StageServer:
         Raises:
             ConfigError: the port is in use, or the host is not this machine's.
         """
-        for prefix in (SOCKETS, tunnel.PREFIX, codefolder.PREFIX):
+        for prefix in (doors.PREFIX, tunnel.PREFIX, codefolder.PREFIX):
             scratch.sweep(prefix)
-        for server, name in ((self._drivers, "drivers"), (self._peers, "peers")):
-            server.add_insecure_port(f"unix:{self._path(name)}")
-            await server.start()
-        try:
-            bound = await self._front.start(host, port)
-        except ConfigError:
-            await self._close()
-            raise
-        await self._set_health(health_pb2.HealthCheckResponse.SERVING)
-        return bound
-
-    def _make_grpc(
-        self, interceptors: Sequence[OnlyPeers], options: Sequence[tuple[str, int]]
-    ) -> grpc.aio.Server:
-        server = listener.make(interceptors, options)
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
-        add_ControlServicer_to_server(ControlServicer(self), server)
-        add_RendezvousServicer_to_server(RendezvousServicer(self), server)
-        add_SnapshotsServicer_to_server(SnapshotsServicer(self), server)
-        add_DoctorServicer_to_server(DoctorServicer(self), server)
-        return server
-
-    def _path(self, name: str) -> Path:
-        return self._sockets / name
-
-    async def _take(self, visitor: Visitor) -> None:
-        """A connection that carries tensors, or is to be measured.
-
-        Raises:
-            RelayError: nothing runs here.
-            OSError, EOFError: it broke.
-        """
-        async with asyncio.timeout(GREETING_SECONDS):
-            greeting = await visitor.end.read_message()
-        if greeting.get("op") == "measure":
-            await measure.answer(visitor.end)
-            return
-        if self.claim is None:
-            raise RelayError("no group runs here")
-        await self.claim.relay.take(visitor, greeting)
-
-    async def _close(self) -> None:
-        await self._front.stop()
-        await asyncio.gather(*(server.stop(grace=0.5) for server in (self._drivers, self._peers)))
-        scratch.remove(self._sockets)
+        return await self._doors.open(host, port)
 
     async def drain(self) -> None:
         """Take no new job and tell the running one to end after its current step."""
         self.draining = True
         self.drain_requested.set()
-        await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
+        await self._doors.set_health(NOT_SERVING)
         if self.claim is not None:
             await self.claim.notify()
 
@@ -178,7 +103,7 @@ class StageServer:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._idle.wait(), seconds)
         await self.release(self.claim)
-        await self._close()
+        await self._doors.close()
         await self._forks.close()
 
     async def profile(self, request: pb.ProfileRequest) -> str:
@@ -207,12 +132,12 @@ class StageServer:
     def _looked_at(self, job: pb.PrepareRequest) -> Iterator[None]:
         """Take no other job while one is being measured or examined."""
         self._check(job)
-        self._profiling = job.job
+        self._examined = job.job
         self._idle.clear()
         try:
             yield
         finally:
-            self._profiling = ""
+            self._examined = ""
             self._idle.set()
 
     async def prepare(self, request: pb.PrepareRequest) -> Claim:
@@ -309,8 +234,8 @@ class StageServer:
             holdings_of=self.vault.job_id,
             holdings=self.vault.holdings(),
         )
-        if self._profiling:
-            answer.state, answer.job = State.SERVER_STATE_PROFILING, self._profiling
+        if self._examined:
+            answer.state, answer.job = State.SERVER_STATE_PROFILING, self._examined
         if self.claim is not None:
             claim = self.claim
             answer.state = claim.state
@@ -326,8 +251,8 @@ class StageServer:
             raise DrainingError("the server is being stopped")
         if self.claim is not None and not self.claim.is_followed_by(request):
             raise BusyError(f"busy with job {self.claim.job!r}")
-        if self._profiling:
-            raise BusyError(f"busy profiling job {self._profiling!r}")
+        if self._examined:
+            raise BusyError(f"busy measuring for job {self._examined!r}")
         place = (request.stage_index, request.replica)
         if self.stage_index is not None and place != (self.stage_index, self.replica):
             raise ConfigError(
@@ -351,10 +276,6 @@ class StageServer:
     def _release_unwatched(self, claim: Claim) -> None:
         if not claim.watched and claim is self.claim:
             self._releasing = asyncio.ensure_future(self.release(claim))
-
-    async def _set_health(self, status: health_pb2.HealthCheckResponse.ServingStatus) -> None:
-        for service in SERVICES:
-            await self._health.set(service, status)
 
 
 def _resident_bytes(pid: int) -> int:

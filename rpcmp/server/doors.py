@@ -1,0 +1,119 @@
+"""The ways into a stage server: one port, behind it gRPC for drivers and for stages, and the relay."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+from rpcmp import scratch
+from rpcmp.control.options import PEERS_OPTIONS, SERVER_OPTIONS
+from rpcmp.errors import ConfigError, RelayError
+from rpcmp.server import listener
+from rpcmp.server.control import ControlServicer
+from rpcmp.server.doctor import DoctorServicer
+from rpcmp.server.peers import OnlyPeers
+from rpcmp.server.rendezvous import RendezvousServicer
+from rpcmp.server.snapshots import SnapshotsServicer
+from rpcmp.v1.control_pb2_grpc import (
+    add_ControlServicer_to_server,
+    add_RendezvousServicer_to_server,
+    add_SnapshotsServicer_to_server,
+)
+from rpcmp.v1.doctor_pb2_grpc import add_DoctorServicer_to_server
+from rpcmp.wire import measure
+from rpcmp.wire.front import GREETING_SECONDS, Front, Visitor
+
+if TYPE_CHECKING:
+    from rpcmp.server.server import StageServer
+
+SERVING = health_pb2.HealthCheckResponse.SERVING
+NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+
+SERVICES = (
+    "",
+    *(f"rpcmp.v1.{name}" for name in ("Control", "Rendezvous", "Snapshots", "Doctor")),
+)
+"""What the health service answers for; "" is the server as a whole."""
+
+PREFIX = "rpcmp-server-"
+"""Beginning of the name of the folder where the gRPC servers listen."""
+
+
+class Doors:
+    """Closed until `open`.
+
+    Args:
+        server: whom they lead to.
+    """
+
+    def __init__(self, server: StageServer) -> None:
+        self._server = server
+        self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
+        self._folder = scratch.create(PREFIX)
+        self._drivers = self._make([], SERVER_OPTIONS)
+        self._peers = self._make([OnlyPeers()], PEERS_OPTIONS)
+        paths = self._path("drivers"), self._path("peers")
+        self._front = Front(server.security, *paths, self._carry)
+
+    async def open(self, host: str, port: int) -> int:
+        """Listen; returns the port, which is a free one for port 0.
+
+        Raises:
+            ConfigError: the port is in use, or the host is not this machine's.
+        """
+        for server, name in ((self._drivers, "drivers"), (self._peers, "peers")):
+            server.add_insecure_port(f"unix:{self._path(name)}")
+            await server.start()
+        try:
+            bound = await self._front.start(host, port)
+        except ConfigError:
+            await self.close()
+            raise
+        await self.set_health(SERVING)
+        return bound
+
+    async def close(self) -> None:
+        """End all connections."""
+        await self._front.stop()
+        await asyncio.gather(*(server.stop(grace=0.5) for server in (self._drivers, self._peers)))
+        scratch.remove(self._folder)
+
+    async def set_health(self, status: health_pb2.HealthCheckResponse.ServingStatus) -> None:
+        """What the health service says from now on."""
+        for service in SERVICES:
+            await self._health.set(service, status)
+
+    def _make(
+        self, interceptors: Sequence[OnlyPeers], options: Sequence[tuple[str, int]]
+    ) -> grpc.aio.Server:
+        made = listener.make(interceptors, options)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, made)
+        add_ControlServicer_to_server(ControlServicer(self._server), made)
+        add_RendezvousServicer_to_server(RendezvousServicer(self._server), made)
+        add_SnapshotsServicer_to_server(SnapshotsServicer(self._server), made)
+        add_DoctorServicer_to_server(DoctorServicer(self._server), made)
+        return made
+
+    def _path(self, name: str) -> Path:
+        return self._folder / name
+
+    async def _carry(self, visitor: Visitor) -> None:
+        """A connection that carries tensors, or is to be measured.
+
+        Raises:
+            RelayError: nothing runs here.
+            OSError, EOFError: it broke.
+        """
+        async with asyncio.timeout(GREETING_SECONDS):
+            greeting = await visitor.end.read_message()
+        if greeting.get("op") == "measure":
+            await measure.answer(visitor.end)
+            return
+        if self._server.claim is None:
+            raise RelayError("no group runs here")
+        await self._server.claim.relay.take(visitor, greeting)
