@@ -87,7 +87,7 @@ def test_a_driver_that_dies_leaves_a_server_that_is_free(
         )
         busy = rpcmp("drive", config, "--connect", connect(servers), "--set", "model.balance=[1,4]")
         assert busy.code == 75
-        assert "busy profiling job 'job'" in busy.err
+        assert "busy measuring for job 'job'" in busy.err
         drive.process.send_signal(signal.SIGKILL)
         poll_for(
             lambda: describe(servers[0]).state == pb.SERVER_STATE_IDLE, "the server to be free"

@@ -1,4 +1,4 @@
-"""The ways into a stage server: one port, behind it gRPC for drivers and for stages, and the relay."""
+"""The ways into a stage server: one port, and behind it gRPC twice, and the relay."""
 
 from __future__ import annotations
 

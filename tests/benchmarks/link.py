@@ -22,20 +22,20 @@ from tests.processes import JobFolder
 RATES = {"1gbit": 1e9, "200mbit": 2e8}
 """Bits a second."""
 
-WARM_UP, STEPS = 3, 8
+WARM_UP, STEPS = 1, 3
 
 JOB = f"""
 steps = {WARM_UP + STEPS}
 loss = "torch.nn:MSELoss"
 schedule = "1f1b"
-num_microbatches = 8
-max_in_flight = 4
+num_microbatches = 32
+max_in_flight = 6
 [model]
 layers = "rpcmp.bench.models:wide"
 num_stages = 2
 kwargs = {{ num_stages = 2, width = 65536 }}
 [data]
-batch_size = 256
+batch_size = 1024
 [data.train]
 callable = "rpcmp.bench.models:vectors"
 kwargs = {{ num_samples = 4096, features = 1 }}
