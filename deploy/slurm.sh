@@ -50,7 +50,10 @@ finish() {
     clean_up
     trap - EXIT
     if ((status == 75 || status == 143)) && ((${SLURM_RESTART_COUNT:-0} < max_requeues)); then
-        scontrol requeue "$job"
+        case $(scontrol show job --oneliner "$job" || true) in
+            *JobState=CANCELLED*) ;; # by a person, who wants no more of it
+            *) scontrol requeue "$job" ;;
+        esac
     fi
     exit "$status"
 }
@@ -73,8 +76,13 @@ for stage in "${!nodes[@]}"; do
     said=$folder/stage$stage
     until port=$(sed -n 's/.* is SERVING on .*://p' "$said" 2> /dev/null) && [[ -n $port ]]; do
         if ! kill -0 "${stages[stage]}" 2> /dev/null; then
-            echo "stage $stage has not started on ${nodes[stage]}" >&2
-            finish
+            status=0
+            wait "${stages[stage]}" || status=$?
+            echo "stage $stage has not started on ${nodes[stage]} (exit code $status)" >&2
+            case $status in
+                2 | 126 | 127) exit "$status" ;; # a bad option, no such program: nor will it ever
+                *) finish ;;
+            esac
         fi
         sleep 0.2
     done

@@ -36,7 +36,7 @@ FACTS = HostFacts(
     network="a:1",
     exposed="",
     folder=None,
-    device=Device(name="x86_64 AVX2", available_bytes=2**33),
+    devices={"cpu": Device(name="x86_64 AVX2", available_bytes=2**33)},
     code={"my_model": "a" * 64},
     problems={},
 )
@@ -64,7 +64,7 @@ def seen(
 
 
 def driver() -> Seen:
-    facts = FACTS.model_copy(update={"listens": []})
+    facts = FACTS.model_copy(update={"listens": [], "folder": Folder(has_marker=True)})
     return Seen("driver", StageConfig(), facts=facts)
 
 
@@ -169,13 +169,15 @@ def test_a_host_that_is_too_small(settings: dict[str, Any], said: str) -> None:
 
 
 def test_a_device_that_is_not_there() -> None:
-    stage = replace(having(device=Device(problem="no CUDA")), settings=StageConfig(device="cuda:1"))
+    stage = replace(
+        having(devices={"cuda:1": Device(problem="no CUDA")}), settings=StageConfig(device="cuda:1")
+    )
     expected = (Status.FAILED, "cuda:1 cannot be used: no CUDA")
     assert judged(stage, "device") == expected
 
 
 def test_unlike_processors_do_not_give_equal_bits() -> None:
-    other = replace(having(device=Device(name="aarch64 DEFAULT")), name="stage1")
+    other = replace(having(devices={"cpu": Device(name="aarch64 DEFAULT")}), name="stage1")
     found = diagnose(config(), driver(), [seen(), other], [], [], NOW)
     (one,) = [each for each in found if each.where == "all stages"]
     assert one.status is Status.WARNING
@@ -194,6 +196,18 @@ def test_unlike_processors_do_not_give_equal_bits() -> None:
 def test_folders_of_checkpoints(found: Folder, shared: bool, status: Status) -> None:
     job = config(checkpoint={"dir": "/data", "shared": shared})
     assert judged(having(folder=found), "checkpoints", job)[0] is status
+
+
+def test_where_the_driver_cannot_write_nobody_can_see_what_it_has_written() -> None:
+    job = config(checkpoint={"dir": "/data", "shared": True})
+    home = replace(driver(), facts=FACTS.model_copy(update={"folder": Folder(problem="full")}))
+    stage = having(folder=Folder(free_bytes=2**30))
+    found = diagnose(job, home, [stage], [], [], NOW)
+    failed = [(one.where, one.text) for one in found if one.status is Status.FAILED]
+    assert failed == [
+        ("driver", "nothing can be kept in /data: full"),
+        ("driver", "10.0.0.1:50051: more than the one port that it should have"),
+    ]
 
 
 def test_more_listeners_than_there_should_be() -> None:
@@ -293,13 +307,17 @@ def test_trying_a_folder_out_leaves_nothing_behind(tmp_path: Path) -> None:
 def test_code_is_all_of_a_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package = tmp_path / "rpcmp_test_package"
     (package / "inner").mkdir(parents=True)
-    (package / "__init__.py").write_text("")
+    for made in (package, package / "inner"):
+        (made / "__init__.py").write_text("")
     (package / "inner" / "deep.py").write_text("x = 1\n")
     monkeypatch.syspath_prepend(tmp_path)
     first = code.sha256_of(package.name)
     (package / "inner" / "deep.py").write_text("x = 2\n")
     assert code.sha256_of(package.name) != first
     (package / "inner" / "deep.py").write_text("x = 1\n")
+    for name in ("notes", ".ipynb_checkpoints"):  # what a job would not send along
+        (package / name).mkdir()
+        (package / name / "deep.py").write_text("x = 3\n")
     assert code.sha256_of(package.name) == first
     with pytest.raises(ImportError, match="no module 'rpcmp_no_such_package'"):
         code.sha256_of("rpcmp_no_such_package")

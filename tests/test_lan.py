@@ -199,6 +199,23 @@ def test_a_slow_link_costs_time_and_no_bits(cluster: Cluster, parameters: str) -
     assert result["parameters_sha256"] == parameters
 
 
+@pytest.mark.long
+def test_stages_share_a_host_beside_others_elsewhere(tmp_path: Path) -> None:
+    """Stages 0 and 2 on one host, stage 1 and the driver on another."""
+    with lan(2, tmp_path) as (one, other), contextlib.ExitStack() as started:
+        places = [one, other, one]
+        certs = issue(tmp_path / "certs", *(host.address for host in places))
+        servers = [
+            started.enter_context(serving(i, f"{host.address}:{PORT + i}", certs, host.inside))
+            for i, host in enumerate(places)
+        ]
+        cluster = Cluster(other, places, servers, certs)
+        options = ("--steps", "3", "--certs", str(certs / "driver"), *cluster.connect)
+        with running("verify", EXAMPLE, *options, under=other.inside) as run:
+            result = run.wait()
+    assert result.code == 0, result.err
+
+
 def finished(cluster: Cluster, *options: str) -> dict[str, object]:
     with driving(EXAMPLE, cluster.certs, *options, *cluster.connect, on=cluster.driver) as run:
         result = run.wait()

@@ -102,7 +102,7 @@ def test_a_rendezvous_takes_small_things_and_not_many() -> None:
     values = Values()
     values.set("k" * MAX_KEY, bytes(MAX_VALUE))
     for key, value in [("k" * (MAX_KEY + 1), b""), ("k", bytes(MAX_VALUE + 1))]:
-        with pytest.raises(JobError, match="takes no key or value of"):
+        with pytest.raises(JobError, match="takes no"):
             values.set(key, value)
     for number in range(MAX_KEYS - 1):
         values.set(str(number), b"")

@@ -32,9 +32,10 @@ exec "$@"
 """
 
 SCONTROL = """#!/usr/bin/env bash
-case $1 in
-    show) tr , '\\n' <<< "$3" ;;
-    requeue) echo "$2" >> "$SLURM_TEST_REQUEUED" ;;
+case "$1 $2" in
+    "show hostnames") tr , '\\n' <<< "$3" ;;
+    "show job") echo "JobId=$4 JobState=${SLURM_TEST_STATE:-RUNNING} Reason=None" ;;
+    requeue*) echo "$2" >> "$SLURM_TEST_REQUEUED" ;;
 esac
 """
 
@@ -154,6 +155,7 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Slurm:
     return Slurm(tmp_path, monkeypatch)
 
 
+@pytest.mark.long
 def test_a_job_that_is_cut_short_saves_and_goes_on_the_next_time(
     slurm: Slurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -199,11 +201,24 @@ def test_what_may_go_better_is_tried_again_and_nothing_else(
     assert slurm.is_tidy()
 
 
-def test_a_stage_that_does_not_start_is_named(slurm: Slurm) -> None:
-    slurm.install("srun", "#!/usr/bin/env bash\nexit 1\n")
+@pytest.mark.parametrize(("code", "ends_with"), [(1, 75), (2, 2), (127, 127)])
+def test_a_stage_that_does_not_start_is_named(slurm: Slurm, code: int, ends_with: int) -> None:
+    slurm.install("srun", f"#!/usr/bin/env bash\nexit {code}\n")
+    with slurm.running() as job:
+        job.wait(PATIENCE)
+    assert job.returncode == ends_with
+    assert f"stage 0 has not started on 127.0.0.1 (exit code {code})" in slurm.output
+    assert slurm.requeued.exists() is (ends_with == 75)
+    assert slurm.is_tidy()
+
+
+def test_a_job_that_somebody_has_cancelled_is_not_begun_anew(
+    slurm: Slurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slurm.install("rpcmp", ENDS_WITH.replace("CODE", "75"))
+    monkeypatch.setenv("SLURM_TEST_STATE", "CANCELLED")
     with slurm.running() as job:
         job.wait(PATIENCE)
     assert job.returncode == 75
-    assert "stage 0 has not started on 127.0.0.1" in slurm.output
-    assert slurm.requeued.exists()
+    assert not slurm.requeued.exists()
     assert slurm.is_tidy()

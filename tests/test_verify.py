@@ -135,8 +135,17 @@ def test_so_it_does_under_other_schedules(job: JobFolder, text: str, schedule: s
 
 BUNDLES = "microbatches_per_message=2", "max_in_flight=64"
 
+BUNDLED = ("layers in place", "tuples, dicts", "an LSTM")
+"""Which of the chains are enough, each day, to tell that bundles leave the bits alone."""
 
-@pytest.mark.parametrize("text", CHAINS.values(), ids=CHAINS)
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        pytest.param(text, id=name, marks=() if name.startswith(BUNDLED) else pytest.mark.long)
+        for name, text in CHAINS.items()
+    ],
+)
 def test_so_it_does_when_micro_batches_share_their_messages(job: JobFolder, text: str) -> None:
     assert "identical: 6 losses" in verified(job.config(text), *BUNDLES)
 

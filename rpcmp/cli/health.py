@@ -37,8 +37,9 @@ def health(
 ) -> None:
     """Ask the stage server at ADDRESS how it is, by the standard gRPC health service.
 
-    Exits 0 if it is SERVING, 1 if it drains and 75 if it does not answer. ADDRESS is HOST:PORT, or
-    one of both; without it 127.0.0.1:50051. A stage's own certificate does, and a driver's.
+    Exits 0 if it is SERVING, 1 if it drains, 75 if it does not answer, and 2 if it is not who it
+    should be. ADDRESS is HOST:PORT, or one of both; without it 127.0.0.1:50051. A stage's own
+    certificate does, and a driver's.
 
     \b
     Examples:

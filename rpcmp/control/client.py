@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import ssl
 from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
@@ -13,22 +12,14 @@ from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from grpc_health.v1.health_pb2_grpc import HealthStub
 
 from rpcmp.control.options import CHANNEL_OPTIONS
-from rpcmp.errors import (
-    RelayError,
-    RpcmpError,
-    SecurityError,
-    UnreachableError,
-    from_wire,
-    one_line,
-)
+from rpcmp.control.way import MEASURE_SECONDS
+from rpcmp.errors import RpcmpError, SecurityError, UnreachableError, from_wire
 from rpcmp.v1 import control_pb2 as pb
 from rpcmp.v1 import doctor_pb2
 from rpcmp.v1.control_pb2_grpc import ControlStub, RendezvousStub, SnapshotsStub
 from rpcmp.v1.doctor_pb2_grpc import DoctorStub
-from rpcmp.wire.credentials import RELAY
 from rpcmp.wire.dialer import Dialer
-from rpcmp.wire.end import refusal
-from rpcmp.wire.measure import Way, measure
+from rpcmp.wire.measure import Way
 from rpcmp.wire.tunnel import Tunnel
 
 if TYPE_CHECKING:
@@ -48,9 +39,6 @@ PREPARE_SECONDS = 300.0
 CALL_SECONDS = 30.0
 """How long a server may take for any one call; it never computes."""
 
-PROBE_SECONDS = 60.0
-"""How long a way may take to be measured."""
-
 Answer = TypeVar("Answer")
 
 
@@ -69,7 +57,6 @@ class StageClient:
     ) -> None:
         self.name = name
         self.address = address
-        self._dialer, self._stage_index = dialer, stage_index
         has_tls = dialer.security.credentials is not None
         self._tunnel = Tunnel(dialer, address, stage_index) if has_tls else None
         target = address if self._tunnel is None else self._tunnel.target
@@ -129,35 +116,9 @@ class StageClient:
 
     async def probe(self, request: doctor_pb2.ProbeRequest) -> Way:
         """Have the server measure its way to another one."""
-        probed = self._doctor.Probe(request, timeout=PROBE_SECONDS)
+        probed = self._doctor.Probe(request, timeout=MEASURE_SECONDS + CALL_SECONDS)
         found: doctor_pb2.ProbeResponse = await self._call(probed)
         return Way(found.latency_s, found.clock_ahead_s, found.there, found.back)
-
-    async def measure(self, seconds: float) -> Way:
-        """Our own way to the server; see `rpcmp.wire.measure`.
-
-        Raises:
-            UnreachableError, SecurityError: there is none.
-        """
-        try:
-            end = await self._dialer.open(self.address, RELAY, self._stage_index)
-        except UnreachableError as error:
-            raise UnreachableError(
-                f"stage {self.name!r}: {error}; is `rpcmp serve` running there?"
-            ) from error
-        except SecurityError as error:
-            raise self._place(error) from error
-        try:
-            async with asyncio.timeout(PROBE_SECONDS):
-                return await measure(end, seconds)
-        except ssl.SSLError as error:  # of TLS 1.3 the first thing read says whether we are let in
-            refused = SecurityError(f"{self.address} refuses us: {refusal(error)}")
-            raise self._place(refused) from error
-        except (OSError, EOFError, RelayError) as error:
-            where = f"stage {self.name!r} at {self.address}"
-            raise UnreachableError(f"lost {where} while measuring: {one_line(error)}") from error
-        finally:
-            end.close()
 
     async def stop(self, request: pb.StopRequest) -> pb.StopResponse:
         """Free the server."""

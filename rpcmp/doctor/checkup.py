@@ -7,15 +7,17 @@ import contextlib
 import time
 from collections.abc import Mapping, Sequence
 
+from rpcmp import sizes
 from rpcmp.config import Config
 from rpcmp.control.client import StageClient
-from rpcmp.control.options import versions
+from rpcmp.control.options import differences, versions
+from rpcmp.control.way import way_to
 from rpcmp.doctor import orders
 from rpcmp.doctor.diagnosis import diagnose
 from rpcmp.doctor.finding import Finding
 from rpcmp.doctor.links import Link, links
 from rpcmp.doctor.seen import Seen, SeenLink
-from rpcmp.errors import RpcmpError
+from rpcmp.errors import ConfigError, RpcmpError, UnreachableError, VersionError
 from rpcmp.examination.facts import HostFacts, Order
 from rpcmp.examination.folder import marked
 from rpcmp.examination.host import examine
@@ -31,6 +33,7 @@ from rpcmp.sections import StageConfig
 from rpcmp.v1 import control_pb2 as pb
 from rpcmp.v1 import doctor_pb2
 from rpcmp.wire.dialer import Dialer
+from rpcmp.wire.measure import Way
 
 SECONDS = 0.25
 """How long each way is measured at least; it takes a few times that."""
@@ -114,11 +117,10 @@ class Checkup:
             return await self._ask(client, f"spare {address}", None, order)
 
     async def _ask(self, client: StageClient, name: str, index: int | None, order: Order) -> Seen:
-        settings = StageConfig() if index is None else self._config.stage(index)
+        settings = self._most() if index is None else self._config.stage(index)
         way, facts, error = None, None, None
         try:
-            way = await client.measure(seconds=0)  # says more of what is wrong than gRPC does
-            await client.connect()
+            way = await self._reach(client, index)
             request = doctor_pb2.ExamineRequest(
                 job=pb.PrepareRequest(
                     job=self._config.name,
@@ -133,6 +135,40 @@ class Checkup:
         except RpcmpError as raised:
             error = raised
         return Seen(name, settings, client.address, facts, way, error)
+
+    async def _reach(self, client: StageClient, index: int | None) -> Way:
+        """The way to a server that could take part.
+
+        Raises:
+            UnreachableError, SecurityError: there is none.
+            VersionError, ConfigError: it is not what it should be.
+        """
+        try:  # says more of what is wrong than gRPC does
+            way = await way_to(self._dialer, client.name, client.address, index, seconds=0)
+        except UnreachableError as error:
+            with contextlib.suppress(UnreachableError):
+                self._require(await client.connect(), client.address, index)
+            raise error from None
+        self._require(await client.connect(), client.address, index)
+        return way
+
+    @staticmethod
+    def _require(server: pb.DescribeResponse, address: str, index: int | None) -> None:
+        if found := differences(versions(), server.versions):
+            raise VersionError(f"{address}: {'; '.join(found)}: install the same everywhere")
+        if index is None and not server.spare:
+            raise ConfigError(
+                f"{address} serves stage {server.stage_index} and no other: start it with --spare"
+            )
+
+    def _most(self) -> StageConfig:
+        """What the most demanding stages want, of a spare that may have to take any."""
+        stages = [self._config.stage(index) for index in range(self._config.num_stages)]
+        wanted = [stage.memory for stage in stages if stage.memory]
+        return StageConfig(
+            threads=max(stage.threads for stage in stages),
+            memory=max(wanted, key=sizes.parse, default=None),
+        )
 
     async def _look_at_home(self, marker: str) -> Seen:
         order = orders.of_driver(self._config, marker)
@@ -153,7 +189,8 @@ class Checkup:
         try:
             other = clients[link.other]
             if link.one == DRIVER:
-                return SeenLink(link, await other.measure(seconds))
+                where = (other.name, other.address, self._config.stage_names.index(other.name))
+                return SeenLink(link, await way_to(self._dialer, *where, seconds))
             one = clients[link.one]
             way = await one.probe(self._probe(other, seconds))
             await other.probe(self._probe(one, seconds=0))

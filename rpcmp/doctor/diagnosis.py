@@ -10,7 +10,8 @@ from rpcmp.config import Config
 from rpcmp.doctor.finding import Finding, Status
 from rpcmp.doctor.seen import Seen, SeenLink
 from rpcmp.errors import RpcmpError, SecurityError, UnavailableError, UnreachableError, VersionError
-from rpcmp.examination.facts import HostFacts
+from rpcmp.examination.facts import Device, Folder, HostFacts
+from rpcmp.sections import StageConfig
 from rpcmp.wire.authority import SKEW
 from rpcmp.wire.security import INSECURE
 
@@ -66,8 +67,9 @@ def _of_one(
     yield _certificate(config, seen, seen.facts, now)
     yield from _software(seen.name, seen.facts, reference)
     yield from _code(seen.name, seen.facts)
-    yield _device(seen, seen.facts)
-    yield from _folder(config, seen.name, seen.facts)
+    yield from _devices(seen, seen.facts)
+    if seen.facts.folder is not None:
+        yield _folder(config, seen.name, seen.facts.folder, reference)
     yield from _listeners(seen, seen.facts)
 
 
@@ -148,38 +150,42 @@ def _code(where: str, facts: HostFacts) -> Iterator[Finding]:
         yield Finding(where, "code", Status.OK, text)
 
 
-def _device(seen: Seen, facts: HostFacts) -> Finding:
-    device, threads = seen.settings.device, seen.settings.threads
-    if facts.device.problem:
-        text = f"{device} cannot be used: {facts.device.problem}"
-        return Finding(seen.name, "device", Status.FAILED, text)
-    free = facts.device.available_bytes
+def _devices(seen: Seen, facts: HostFacts) -> Iterator[Finding]:
+    for name, device in facts.devices.items():
+        status, text = _device(seen.settings, name, device, facts.processors)
+        yield Finding(seen.name, "device", status, text)
+
+
+def _device(
+    settings: StageConfig, name: str, device: Device, processors: int
+) -> tuple[Status, str]:
+    if device.problem:
+        return Status.FAILED, f"{name} cannot be used: {device.problem}"
+    free = device.available_bytes
     memory = "" if free is None else f", {sizes.show(free)} free"
-    of = f"{threads} of {facts.processors} processors"
-    text = f"{device} ({facts.device.name}), {of}{memory}"
-    wanted = sizes.parse(seen.settings.memory) if seen.settings.memory else 0
-    if threads > facts.processors:
-        text += f": {threads} threads will get in each other's way"
-        return Finding(seen.name, "device", Status.WARNING, text)
+    text = f"{name} ({device.name}), {settings.threads} of {processors} processors{memory}"
+    wanted = sizes.parse(settings.memory) if settings.memory else 0
+    if settings.threads > processors:
+        return Status.WARNING, f"{text}: these threads will get in each other's way"
     if free is not None and wanted > free:
-        text += f": less than memory = {sizes.show(wanted)}"
-        return Finding(seen.name, "device", Status.WARNING, text)
-    return Finding(seen.name, "device", Status.OK, text)
+        return Status.WARNING, f"{text}: less than memory = {sizes.show(wanted)}"
+    return Status.OK, text
 
 
-def _folder(config: Config, where: str, facts: HostFacts) -> Iterator[Finding]:
-    if facts.folder is None or config.checkpoint is None:
-        return
+def _folder(config: Config, where: str, found: Folder, driver: HostFacts | None) -> Finding:
     path = config.checkpoint_folder
-    if facts.folder.problem:
-        text = f"nothing can be kept in {path}: {facts.folder.problem}"
-    elif config.checkpoint.shared and not facts.folder.has_marker:
+    is_shared = config.checkpoint is not None and config.checkpoint.shared
+    # Where the driver cannot write, nobody can see what it has written.
+    is_marked = driver is not None and driver.folder is not None and driver.folder.has_marker
+    if found.problem:
+        text = f"nothing can be kept in {path}: {found.problem}"
+    elif is_shared and is_marked and not found.has_marker:
         text = f"{path} is not the driver's folder: mount it there, or leave out `shared`"
     else:
-        text = f"{path}, {sizes.show(facts.folder.free_bytes)} free"
-        yield Finding(where, "checkpoints", Status.OK, text)
-        return
-    yield Finding(where, "checkpoints", Status.FAILED, text)
+        return Finding(
+            where, "checkpoints", Status.OK, f"{path}, {sizes.show(found.free_bytes)} free"
+        )
+    return Finding(where, "checkpoints", Status.FAILED, text)
 
 
 def _listeners(seen: Seen, facts: HostFacts) -> Iterator[Finding]:
@@ -191,7 +197,7 @@ def _listeners(seen: Seen, facts: HostFacts) -> Iterator[Finding]:
         text = f"other users of its host can reach its worker: {facts.exposed}"
         yield Finding(seen.name, "listeners", Status.WARNING, text)
     elif seen.address:
-        text = f"{facts.listens[0]} alone; the worker's are in a network of its own"
+        text = f"{''.join(facts.listens)} alone; the worker's are in a network of its own"
         yield Finding(seen.name, "listeners", Status.OK, text)
 
 
@@ -209,7 +215,8 @@ def _code_compared(everybody: Sequence[Seen]) -> Iterator[Finding]:
 
 
 def _processors_compared(stages: Sequence[Seen]) -> Iterator[Finding]:
-    names = {seen.facts.device.name for seen in stages if seen.facts and seen.facts.device.name}
+    found = [device for seen in stages if seen.facts for device in seen.facts.devices.values()]
+    names = {device.name for device in found if device.name}
     if len(names) > 1:
         text = (
             f"unlike devices round differently, so `verify` will fail: {', '.join(sorted(names))}"

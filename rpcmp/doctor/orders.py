@@ -23,16 +23,16 @@ def of_stage(config: Config, index: int, marker: str) -> Order:
             **({"loss": config.loss, **_metrics(config)} if is_sink else {}),
         }
     )
-    return _order(
-        config, {**_model(config, index), **callables}, marker, config.stage(index).device
-    )
+    devices = [config.stage(index).device]
+    return _order(config, {**_model(config, index), **callables}, marker, devices)
 
 
 def of_spare(config: Config, marker: str) -> Order:
     """That of a server which may take any stage."""
     stages = [of_stage(config, index, marker) for index in range(config.num_stages)]
     callables = {key: name for stage in stages for key, name in stage.callables.items()}
-    return _order(config, callables, marker)
+    devices = sorted({device for stage in stages for device in stage.devices})
+    return _order(config, callables, marker, devices)
 
 
 def of_driver(config: Config, marker: str) -> Order:
@@ -46,7 +46,7 @@ def of_driver(config: Config, marker: str) -> Order:
         }
     )
     model = _model(config, 0) if config.model is not None else {}
-    return _order(config, {**model, **callables}, marker)
+    return _order(config, {**model, **callables}, marker, ["cpu"])
 
 
 def _model(config: Config, index: int) -> dict[str, str]:
@@ -64,10 +64,10 @@ def _names(factories: Mapping[str, Factory | None]) -> dict[str, str]:
     return {key: factory.callable for key, factory in factories.items() if factory is not None}
 
 
-def _order(config: Config, callables: dict[str, str], marker: str, device: str = "cpu") -> Order:
+def _order(config: Config, callables: dict[str, str], marker: str, devices: list[str]) -> Order:
     return Order(
         callables=callables,
-        device=device,
+        devices=devices,
         folder=str(config.checkpoint_folder) if config.checkpoint is not None else "",
         marker=marker,
     )

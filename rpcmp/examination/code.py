@@ -6,6 +6,8 @@ import hashlib
 import importlib.util
 from pathlib import Path
 
+from rpcmp.pythonfiles import python_files
+
 COMPARED_BY_VERSION = ("torch",)
 """Packages whose files need not be read: a release of theirs is always the same."""
 
@@ -13,7 +15,8 @@ COMPARED_BY_VERSION = ("torch",)
 def sha256_of(module: str) -> str:
     """The hash of all Python files of a top-level module or package.
 
-    Of a package all, since what a job names imports from the rest of it.
+    Of a package all, since what a job names imports from the rest of it: the files that a job
+    would send along, where it does.
 
     Raises:
         OSError: a file cannot be read.
@@ -25,7 +28,7 @@ def sha256_of(module: str) -> str:
     digest = hashlib.sha256()
     folders = [Path(folder) for folder in spec.submodule_search_locations or ()]
     for folder in folders:
-        for path in sorted(folder.rglob("*.py")):
+        for path in python_files(folder):
             _add(digest, path.relative_to(folder).as_posix(), path)
     if not folders and spec.origin and Path(spec.origin).exists():
         _add(digest, Path(spec.origin).name, Path(spec.origin))

@@ -10,13 +10,13 @@ class Order(Strict):
 
     Attributes:
         callables: "module:callable" of what will be built there, by config key.
-        device: torch device.
+        devices: torch devices.
         folder: where checkpoints go, absolute; empty: nowhere.
         marker: name of a file that is in that folder if it is the driver's; empty: it need not be.
     """
 
     callables: dict[str, str]
-    device: str = "cpu"
+    devices: list[str]
     folder: str = ""
     marker: str = ""
 
@@ -76,7 +76,7 @@ class HostFacts(Strict):
         network: equal for workers that reach each other by loopback.
         exposed: why other users of the host could reach a worker there; empty: they cannot.
         folder: None where there are to be no checkpoints.
-        device: the one that was asked for.
+        devices: those that were asked for, by what they were called.
         code: SHA-256 of what is installed or was sent along, by top-level module.
         problems: of callables, by config key: why one does not import.
     """
@@ -90,6 +90,6 @@ class HostFacts(Strict):
     network: str
     exposed: str
     folder: Folder | None
-    device: Device
+    devices: dict[str, Device]
     code: dict[str, str]
     problems: dict[str, str]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from rpcmp.control.options import PROTOCOL, machine
 from rpcmp.examination import folder
-from rpcmp.examination.facts import Device, Folder, HostFacts, Order, Paper
+from rpcmp.examination.facts import Folder, HostFacts, Order, Paper
 from rpcmp.process.child import Child
 from rpcmp.process.environment import compute_environment
 from rpcmp.process.forking import Forks
@@ -62,7 +62,7 @@ async def examine(
         network=network.name,
         exposed=network.reason,
         folder=await _folder(order),
-        device=Device.model_validate(found["device"]),
+        devices=found["devices"],
         code=found["code"],
         problems=found["problems"],
     )

@@ -39,7 +39,7 @@ def _examine(message: Message) -> Message:
     problems = {key: _problem(name, key) for key, name in order.callables.items()}
     return {
         "event": "examined",
-        "device": _device(order.device).model_dump(),
+        "devices": {name: _device(name).model_dump() for name in order.devices},
         "problems": {key: problem for key, problem in problems.items() if problem},
         "code": _hashes(order, problems),
     }

@@ -13,16 +13,26 @@ Result = TypeVar("Result")
 
 
 def require_one_each(config: Config, addresses: Sequence[str]) -> None:
-    """Check the addresses of running servers, where there are any.
+    """Check the addresses of running servers, where there are any, and of spares.
 
     Raises:
-        ConfigError: not one address a stage.
+        ConfigError: not one address a stage, one of them twice, or spares for servers that a run
+            starts by itself.
     """
     if addresses and len(addresses) != config.num_stages:
         raise ConfigError(
             f"{config.num_stages} stages need as many addresses, not {len(addresses)}: "
             f"{', '.join(addresses)}"
         )
+    spares = config.recovery.spares
+    if spares and not addresses:
+        raise ConfigError(
+            "recovery.spares stand in for hosts, and the stages have no addresses: servers "
+            "that a run starts by itself it starts again as well; give addresses, or no spares"
+        )
+    everybody = [*addresses, *spares]
+    if twice := sorted({address for address in everybody if everybody.count(address) > 1}):
+        raise ConfigError(f"{', '.join(twice)} is given twice: a server serves one stage at a time")
 
 
 async def all_of(awaitables: Iterable[Awaitable[Result]]) -> list[Result]:

@@ -121,7 +121,9 @@ class Checkpoints:
         self.run, self.saved = manifest.run, manifest.step
         self.generation = max(self.generation, manifest.generation + 1)
         self._progress[manifest.step] = {**manifest.driver, "told": None, "awaits_save": False}
-        return differences(manifest.config, redacted(self._config.model_dump(mode="json")))
+        return differences(
+            redacted(manifest.config), redacted(self._config.model_dump(mode="json"))
+        )
 
     async def leave(self) -> None:
         """Make a checkpoint of what the servers still hold.

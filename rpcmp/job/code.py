@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 from rpcmp.errors import ConfigError
+from rpcmp.pythonfiles import python_files
 from rpcmp.v1 import control_pb2 as pb
 
 MAX_FILES = 500
@@ -20,7 +20,7 @@ def collect(folder: Path) -> list[pb.CodeFile]:
     """
     files: list[pb.CodeFile] = []
     size = 0
-    for path in _python_files(folder):
+    for path in python_files(folder):
         files.append(pb.CodeFile(path=path.relative_to(folder).as_posix(), content=_read(path)))
         size += len(files[-1].content)
         if len(files) > MAX_FILES or size > MAX_BYTES:
@@ -30,16 +30,6 @@ def collect(folder: Path) -> list[pb.CodeFile]:
                 "every host and set ship_code = false"
             )
     return files
-
-
-def _python_files(folder: Path) -> Iterator[Path]:
-    for path in sorted(folder.iterdir()):
-        if path.name.startswith("."):
-            continue
-        if path.suffix == ".py" and path.is_file():
-            yield path
-        elif path.is_dir() and (path / "__init__.py").is_file():
-            yield from _python_files(path)
 
 
 def _read(path: Path) -> bytes:

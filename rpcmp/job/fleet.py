@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from rpcmp.config import Config
 from rpcmp.control.client import StageClient
-from rpcmp.errors import ConfigError, ExhaustedError, RpcmpError, UnreachableError
+from rpcmp.errors import ExhaustedError, RpcmpError, UnreachableError
 from rpcmp.job.calls import require_one_each
 from rpcmp.job.dialing import dialer_of
 from rpcmp.job.localservers import LocalServers
@@ -63,11 +63,6 @@ class Fleet:
         self.addresses = list(config.addresses if connect is None else connect)
         require_one_each(config, self.addresses)
         self.dialer = dialer_of(config, [*self.addresses, *config.recovery.spares])
-        if config.recovery.spares and not self.addresses:
-            raise ConfigError(
-                "recovery.spares stand in for hosts, and the stages have no addresses: servers "
-                "that a run starts by itself it starts again as well; give addresses, or no spares"
-            )
         self.job_id = uuid.uuid4().hex
         self._config = config
         self._report = report

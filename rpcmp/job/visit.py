@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Sequence
 
@@ -31,16 +30,12 @@ async def visiting(
         JobError: a server does not start.
     """
     local = LocalServers(forks)
-    clients: list[StageClient] = []
     dialer = dialer_of(config, addresses)
-    try:
+    async with contextlib.AsyncExitStack() as opened:
+        opened.push_async_callback(local.stop)
         found = addresses or await local.start(num_local)
-        names = config.stage_names[: len(found)]
-        clients += [
-            StageClient(name, at, dialer, index)
-            for index, (name, at) in enumerate(zip(names, found, strict=True))
-        ]
+        clients = []
+        for index, (name, at) in enumerate(zip(config.stage_names, found, strict=False)):
+            client = StageClient(name, at, dialer, index)
+            clients.append(await opened.enter_async_context(client))
         yield clients
-    finally:
-        await asyncio.gather(*(client.close() for client in clients))
-        await local.stop()

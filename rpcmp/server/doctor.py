@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 
-from rpcmp.control.client import StageClient
+from rpcmp.control.way import way_to
 from rpcmp.server.control import answers_errors
 from rpcmp.v1 import doctor_pb2 as pb
 from rpcmp.v1 import doctor_pb2_grpc
@@ -32,6 +32,6 @@ class DoctorServicer(doctor_pb2_grpc.DoctorServicer):
 
     @answers_errors
     async def Probe(self, request: pb.ProbeRequest, grpc_context: GrpcContext) -> pb.ProbeResponse:
-        where = (request.stage_name, request.address, self._server.dialer, request.stage_index)
-        async with StageClient(*where) as client:
-            return pb.ProbeResponse(**asdict(await client.measure(request.seconds)))
+        place = (request.stage_name, request.address, request.stage_index)
+        way = await way_to(self._server.dialer, *place, request.seconds)
+        return pb.ProbeResponse(**asdict(way))

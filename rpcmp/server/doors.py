@@ -26,6 +26,7 @@ from rpcmp.v1.control_pb2_grpc import (
 )
 from rpcmp.v1.doctor_pb2_grpc import add_DoctorServicer_to_server
 from rpcmp.wire import measure
+from rpcmp.wire.end import End
 from rpcmp.wire.front import GREETING_SECONDS, Front, Visitor
 
 if TYPE_CHECKING:
@@ -39,6 +40,9 @@ SERVICES = (
     *(f"rpcmp.v1.{name}" for name in ("Control", "Rendezvous", "Snapshots", "Doctor")),
 )
 """What the health service answers for; "" is the server as a whole."""
+
+MAX_MEASURING = 4
+"""Who measures takes what he can get of the link, and of a core."""
 
 PREFIX = "rpcmp-server-"
 """Beginning of the name of the folder where the gRPC servers listen."""
@@ -59,6 +63,7 @@ class Doors:
         self._peers = self._make([OnlyPeers()], PEERS_OPTIONS)
         paths = self._path("drivers"), self._path("peers")
         self._front = Front(server.security, *paths, self._carry)
+        self._measuring = 0
 
     async def open(self, host: str, port: int) -> int:
         """Listen; returns the port, which is a free one for port 0.
@@ -112,8 +117,22 @@ class Doors:
         async with asyncio.timeout(GREETING_SECONDS):
             greeting = await visitor.end.read_message()
         if greeting.get("op") == "measure":
-            await measure.answer(visitor.end)
+            await self._measure(visitor.end)
             return
         if self._server.claim is None:
             raise RelayError("no group runs here")
         await self._server.claim.relay.take(visitor, greeting)
+
+    async def _measure(self, end: End) -> None:
+        """Let somebody measure the way here, if not too many do.
+
+        Raises:
+            RelayError: they do.
+        """
+        if self._measuring >= MAX_MEASURING:
+            raise RelayError(f"{self._measuring} others measure the way here already")
+        self._measuring += 1
+        try:
+            await measure.answer(end)
+        finally:
+            self._measuring -= 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 
 from rpcmp import scratch
 from rpcmp.control.options import differences, machine, versions
@@ -113,7 +113,7 @@ class StageServer:
             DrainingError, BusyError, VersionError, ConfigError: why not.
             RpcmpError: what a layer failed with.
         """
-        with self._looked_at(request.job):
+        async with self._looked_at(request.job):
             return await profiling.profile(request, self._forks, self._allowed)
 
     async def examine(self, request: doctor_pb2.ExamineRequest) -> str:
@@ -123,22 +123,27 @@ class StageServer:
             DrainingError, BusyError, VersionError, ConfigError: why the job could not run here.
             JobError: it cannot be found out.
         """
-        with self._looked_at(request.job), codefolder.unpacked(request.job.code) as folder:
-            order, threads = Order.model_validate_json(request.order), request.job.threads
-            found = await examine(order, self._forks, self.security, folder, threads, self._allowed)
-            return found.model_dump_json()
+        order, threads = Order.model_validate_json(request.order), request.job.threads
+        async with self._looked_at(request.job):
+            with codefolder.unpacked(request.job.code) as folder:
+                found = await examine(
+                    order, self._forks, self.security, folder, threads, self._allowed
+                )
+        return found.model_dump_json()
 
-    @contextlib.contextmanager
-    def _looked_at(self, job: pb.PrepareRequest) -> Iterator[None]:
+    @contextlib.asynccontextmanager
+    async def _looked_at(self, job: pb.PrepareRequest) -> AsyncIterator[None]:
         """Take no other job while one is being measured or examined."""
-        self._check(job)
-        self._examined = job.job
-        self._idle.clear()
+        async with self._changing:
+            self._check(job)
+            self._examined = job.job
+            self._idle.clear()
         try:
             yield
         finally:
             self._examined = ""
-            self._idle.set()
+            if self.claim is None:
+                self._idle.set()
 
     async def prepare(self, request: pb.PrepareRequest) -> Claim:
         """Claim this server for a job, or for its next generation.
@@ -249,10 +254,6 @@ class StageServer:
     def _check(self, request: pb.PrepareRequest) -> None:
         if self.draining:
             raise DrainingError("the server is being stopped")
-        if self.claim is not None and not self.claim.is_followed_by(request):
-            raise BusyError(f"busy with job {self.claim.job!r}")
-        if self._examined:
-            raise BusyError(f"busy measuring for job {self._examined!r}")
         place = (request.stage_index, request.replica)
         if self.stage_index is not None and place != (self.stage_index, self.replica):
             raise ConfigError(
@@ -267,6 +268,10 @@ class StageServer:
                 f"was started with {option} and refuses {len(request.code)} Python files; "
                 "install the model's package on the host and set ship_code = false"
             )
+        if self.claim is not None and not self.claim.is_followed_by(request):
+            raise BusyError(f"busy with job {self.claim.job!r}")
+        if self._examined:
+            raise BusyError(f"busy measuring for job {self._examined!r}")
 
     def _forget(self) -> None:
         """Let go of the snapshots of a driver that has not come back."""

@@ -20,7 +20,7 @@ MAX_KEYS = 16 * 1024
 """For groups of a thousand: an agent has a few."""
 
 MAX_BYTES = 16 * 2**20
-"""Of all values together."""
+"""Of all keys and values together."""
 
 MAX_ASKED = 1024
 """Keys that one question may name."""
@@ -49,10 +49,14 @@ class Values:
         Raises:
             JobError: it is too large, or there are too many.
         """
-        if len(key) > MAX_KEY or len(value) > MAX_VALUE:
-            raise JobError(f"a rendezvous takes no key or value of {max(len(key), len(value))}")
+        if len(key) > MAX_KEY:
+            raise JobError(f"a rendezvous takes no key of {len(key)} characters, {MAX_KEY} at most")
+        if len(value) > MAX_VALUE:
+            raise JobError(
+                f"a rendezvous takes no value of {len(value)} bytes, {MAX_VALUE} at most"
+            )
         held = self._values.get(key)
-        grown = self._bytes + len(value) - len(held or b"")
+        grown = self._bytes + (_size(key, value) - (0 if held is None else _size(key, held)))
         if grown > MAX_BYTES or (held is None and len(self._values) >= MAX_KEYS):
             raise JobError("the rendezvous is full")
         self._values[key] = value
@@ -82,3 +86,7 @@ def require_askable(keys: Iterable[str]) -> None:
     """
     if not 1 <= (count := len(list(keys))) <= MAX_ASKED:
         raise JobError(f"a rendezvous answers no question for {count} keys")
+
+
+def _size(key: str, value: bytes) -> int:
+    return len(key.encode()) + len(value)
