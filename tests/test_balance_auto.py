@@ -27,6 +27,7 @@ TWO = """
 """
 
 
+@pytest.mark.long
 def test_a_layer_as_slow_as_all_others_together_stands_alone(job: JobFolder) -> None:
     result = rpcmp("drive", job.config(LOPSIDED), "--json")
     assert result.code == 0, result.err
@@ -64,7 +65,11 @@ def test_digits_trains_and_shows_prediction_and_measurement() -> None:
     [
         ("model.num_stages=6", "6 stages need at least as many layers, but the model has 5"),
         ('stages=[{ memory = "1 MiB" }, {}, {}]', "stage 'stage0' needs .* and may have 1.0 MiB"),
-        ("model.kwargs.milliseconds=nothing", "layer 'sleeper' failed to build: TypeError"),
+        pytest.param(
+            "model.kwargs.milliseconds=nothing",
+            "layer 'sleeper' failed to build: TypeError",
+            marks=pytest.mark.long,
+        ),
     ],
 )
 def test_what_cannot_be_balanced_is_refused_before_training(

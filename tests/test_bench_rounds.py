@@ -184,6 +184,7 @@ def test_peers_are_chosen_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
         lineup.contestants(case, ["horovod"])
 
 
+@pytest.mark.long
 def test_the_real_peers_train_the_same_from_the_same_start(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

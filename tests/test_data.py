@@ -146,8 +146,10 @@ def values(batches: data.Batches, epoch: int, first: int = 0) -> list[tuple[Any,
 
 
 @pytest.mark.usefixtures("tracker")
-@pytest.mark.parametrize("shuffle", [True, False])
-@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize(
+    ("num_workers", "shuffle"),
+    [(0, True), (0, False), (2, True), pytest.param(2, False, marks=pytest.mark.long)],
+)
 def test_an_epoch_taken_up_in_its_middle_is_the_tail_of_the_whole(
     num_workers: int, shuffle: bool
 ) -> None:
@@ -161,7 +163,7 @@ def test_an_epoch_taken_up_in_its_middle_is_the_tail_of_the_whole(
 
 
 @pytest.mark.usefixtures("tracker")
-@pytest.mark.parametrize("dataset", [Transformed, AllAtOnce])
+@pytest.mark.parametrize("dataset", [Transformed, pytest.param(AllAtOnce, marks=pytest.mark.long)])
 def test_random_transforms_are_the_same_for_every_number_of_loader_processes(
     dataset: type[Transformed],
 ) -> None:

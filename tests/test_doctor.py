@@ -154,6 +154,7 @@ def test_who_cannot_be_trusted(job: JobFolder, cluster: Cluster, tmp_path: Path)
     assert "certificate has expired" in texts["stage1"]
 
 
+@pytest.mark.long
 def test_code_that_differs_from_host_to_host(job: JobFolder, tmp_path: Path) -> None:
     """Without the config's files being sent, what is installed on each host counts."""
     with contextlib.ExitStack() as started:

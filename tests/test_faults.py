@@ -339,7 +339,11 @@ def test_code_is_refused_by_a_server_that_takes_none(job: JobFolder) -> None:
         (["--set", "schedule=gpipe", "--set", "max_in_flight=1"], "max_in_flight = 1: gpipe holds"),
         (["--set", "schedule=interleaved"], "'gpipe', '1f1b' or 'zero-bubble'"),
         (["--set", "model.balance=[9, 9]"], "adds up to 18, but the model has 6 layers"),
-        (["--set", "model.layers='digits:nothing'"], "has no attribute 'nothing'"),
+        pytest.param(
+            ["--set", "model.layers='digits:nothing'"],
+            "has no attribute 'nothing'",
+            marks=pytest.mark.long,
+        ),
         (["--set", "data.train='missing_module:x'"], "No module named 'missing_module'"),
         (["--set", "loss='torch.nn:CrossEntropy'"], "loss = 'torch.nn:CrossEntropy'"),
         (["--set", "model.layer='x'"], "unknown key; did you mean 'layers'?"),

@@ -113,6 +113,7 @@ def test_a_server_that_the_job_started_is_started_again(
         assert_went_on(run.wait(), undisturbed)
 
 
+@pytest.mark.long
 def test_a_fork_server_that_was_killed_is_started_again(
     job: JobFolder, undisturbed: Committed, token: str
 ) -> None:
@@ -253,6 +254,7 @@ def test_a_machine_with_an_empty_disk_fetches_its_files(
     assert committed(result) == (undisturbed[0][10:], undisturbed[1])
 
 
+@pytest.mark.long
 def test_machines_with_empty_disks_get_what_the_driver_has(
     job: JobFolder, undisturbed: Committed, elsewhere: tuple[str, ...]
 ) -> None:

@@ -124,6 +124,7 @@ def host(tmp_path: Path) -> Iterator[Host]:
         yield only
 
 
+@pytest.mark.long
 def test_another_user_of_a_host_finds_one_port_a_server_and_it_speaks_tls(
     host: Host, job: JobFolder, tmp_path: Path
 ) -> None:

@@ -302,6 +302,7 @@ def test_two_pipelines_at_once(batch: tuple[Tensor, Tensor]) -> None:
     assert [loss for loss, _ in losses] == [ahead, *(loss for _, loss in losses[:-1])]
 
 
+@pytest.mark.long
 def test_an_interrupt_while_launching_frees_the_servers(tmp_path: Path) -> None:
     with running_servers(2) as servers:
         script = tmp_path / "interrupted.py"

@@ -195,8 +195,8 @@ def test_a_run_can_start_from_given_weights(
     ("change", "message"),
     [
         ("unknown", "has tensors of no layer: other.weight"),
-        ("missing", 'Missing key(s) in state_dict: "bias"'),
-        ("nothing", "cannot be read"),
+        pytest.param("missing", 'Missing key(s) in state_dict: "bias"', marks=pytest.mark.long),
+        pytest.param("nothing", "cannot be read", marks=pytest.mark.long),
     ],
 )
 def test_weights_that_do_not_fit_are_refused(
@@ -257,6 +257,7 @@ def small_disk(folder: Path, size: str) -> Iterator[None]:
         subprocess.run(["umount", folder], check=True)
 
 
+@pytest.mark.long
 def test_a_disk_that_fills_up_costs_checkpoints_and_nothing_else(
     whole: tuple[JobFolder, Result], job: JobFolder
 ) -> None:

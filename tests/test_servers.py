@@ -39,6 +39,7 @@ def test_servers_take_one_job_after_the_other(job: JobFolder, servers: list[Serv
     assert len(hashes) == 1
 
 
+@pytest.mark.long
 def test_stages_that_cannot_read_each_others_memory_use_their_sockets(
     job: JobFolder, servers: list[Server]
 ) -> None:
@@ -168,6 +169,7 @@ def test_a_message_of_a_generation_that_is_gone_is_refused(servers: list[Server]
         assert "generation 3" in (refused.value.details() or "")
 
 
+@pytest.mark.long
 def test_the_default_ports_are_what_a_bare_connect_uses(job: JobFolder) -> None:
     config = job.config('[model]\nlayers = "zoo:mlp"\nbalance = [4]')
     with running("serve", "--stage", "0") as server:
