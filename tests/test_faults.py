@@ -350,6 +350,7 @@ def test_code_is_refused_by_a_server_that_takes_none(job: JobFolder) -> None:
         (["--trace", "/nowhere/at/all.json"], "cannot write /nowhere/at/all.json: No such file"),
         (["--connect", "10.0.0.1:50051,10.0.0.2:50051"], "not a loopback address"),
         (["--connect", "127.0.0.1:50051"], "2 stages need as many addresses"),
+        (["--connect", "127.0.0.1:50051,127.0.0.1:50051"], "127.0.0.1:50051 is given twice"),
     ],
 )
 def test_bad_input_fails_before_anything_starts(options: list[str], message: str) -> None:

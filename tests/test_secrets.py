@@ -17,6 +17,7 @@ import pytest
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
+from rpcmp.checkpoint.redaction import redacted
 from rpcmp.wire.authority import CA_KEY
 from rpcmp.wire.credentials import KEY
 from tests.faults import Faults
@@ -184,3 +185,17 @@ def test_an_error_of_the_users_code_does_not_repeat_what_it_was_given(
     assert result.code == 2
     assert "the token is no good" in result.err
     assert secret not in result.out + result.err
+
+
+def test_a_manifest_tells_of_arguments_only_whether_they_have_changed() -> None:
+    given = {
+        "name": "job",
+        "optimizer": {"callable": "torch.optim:SGD", "kwargs": {"lr": 0.1, "mode": "secret"}},
+        "stages": [{"device": "cpu", "optimizer": {"mode": "secret"}}],
+    }
+    told = redacted(given)
+    assert "secret" not in str(told)
+    assert (told["name"], told["optimizer"]["callable"]) == ("job", "torch.optim:SGD")
+    assert told["stages"][0]["device"] == "cpu"
+    assert told["optimizer"]["kwargs"]["mode"] == told["stages"][0]["optimizer"]["mode"]
+    assert redacted(told) == told
