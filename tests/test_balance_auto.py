@@ -81,6 +81,7 @@ def test_what_cannot_be_balanced_is_refused_before_training(
     assert result.out == ""
 
 
+@pytest.mark.long
 def test_a_driver_that_dies_leaves_a_server_that_is_free(
     job: JobFolder, servers: list[Server]
 ) -> None:

@@ -201,6 +201,7 @@ def test_the_real_peers_train_the_same_from_the_same_start(
     assert done.series[1].settings["schedule"] in lineup.BEST_SCHEDULES
 
 
+@pytest.mark.long
 def test_ones_own_chain_is_measured_alone_on_equal_micro_batches(job: JobFolder) -> None:
     chain = job.config('[model]\nlayers = "zoo:mlp"\nnum_stages = 2\n')
     times = asyncio.run(stage_times(cases.load(str(chain), overrides=["data.batch_size=20"])))

@@ -148,7 +148,11 @@ def values(batches: data.Batches, epoch: int, first: int = 0) -> list[tuple[Any,
 @pytest.mark.usefixtures("tracker")
 @pytest.mark.parametrize(
     ("num_workers", "shuffle"),
-    [(0, True), (0, False), (2, True), pytest.param(2, False, marks=pytest.mark.long)],
+    [
+        (0, True),
+        (0, False),
+        *(pytest.param(2, way, marks=pytest.mark.long) for way in (True, False)),
+    ],
 )
 def test_an_epoch_taken_up_in_its_middle_is_the_tail_of_the_whole(
     num_workers: int, shuffle: bool

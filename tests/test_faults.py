@@ -292,6 +292,7 @@ def test_a_ctrl_c_on_a_busy_server_ends_the_job_after_its_step(job: JobFolder) -
         assert servers[0].run.wait().code == 130
 
 
+@pytest.mark.long
 def test_output_that_is_read_late_is_complete(job: JobFolder, token: str) -> None:
     config = job.config('steps = 300\n[model]\nlayers = "zoo:mlp"\nbalance = [2, 2]')
     command = [sys.executable, "-m", "rpcmp", "drive", str(config), "--json"]

@@ -144,6 +144,7 @@ def test_a_spare_takes_the_stage_of_a_host_that_stays_away(
     assert (replaced["lost"], replaced["address"]) == (second.address, spare.address)
 
 
+@pytest.mark.long
 def test_a_host_that_stays_away_ends_the_run_with_a_checkpoint(
     job: JobFolder, undisturbed: Committed
 ) -> None:

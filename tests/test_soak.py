@@ -102,7 +102,7 @@ def growing(seen: dict[str, list[Seen]], length: Length) -> list[str]:
 
 
 LENGTHS = [
-    pytest.param(SHORT, id="short"),
+    pytest.param(SHORT, id="short", marks=pytest.mark.long),
     pytest.param(LONG, id="long", marks=[pytest.mark.long, pytest.mark.timeout(900)]),
 ]
 

@@ -170,6 +170,7 @@ def test_a_graph_with_branches_and_skips_gives_the_bits_of_one_process(
     assert "identical: 6 losses" in verified(job.config(GRAPH), f"schedule={schedule}")
 
 
+@pytest.mark.long
 def test_so_does_such_a_graph_when_micro_batches_share_their_messages(job: JobFolder) -> None:
     found = verified(job.config(GRAPH), "schedule=zero-bubble", "num_microbatches=5", *BUNDLES)
     assert "identical: 6 losses" in found
