@@ -24,6 +24,7 @@ LAYERS = """
     sections source trace weights
     config checkpoint
     configfile factory setting inflight
+    errand
     balance examination
     configdoc data layers
     plan

@@ -69,11 +69,20 @@ def machine() -> str:
         return platform.node()
 
 
+NEEDED_EQUAL = ("protocol", "rpcmp", "torch", "python")
+"""What has to be the same at all who work on one job."""
+
+
+def is_same_release(one: str, other: str) -> bool:
+    """Whether two versions differ in their local build tags at most, "2.13.0" and "2.13.0+cpu"."""
+    return one.partition("+")[0] == other.partition("+")[0]
+
+
 def differences(ours: pb.Versions, theirs: pb.Versions) -> list[str]:
     """ "torch: 2.13.0 here, 2.12.1 there" for all that differs; local build tags do not count."""
     result = []
-    for field in ("protocol", "rpcmp", "torch", "python"):
+    for field in NEEDED_EQUAL:
         mine, other = str(getattr(ours, field)), str(getattr(theirs, field))
-        if mine.partition("+")[0] != other.partition("+")[0]:
+        if not is_same_release(mine, other):
             result.append(f"{field}: {mine} here, {other} there")
     return result

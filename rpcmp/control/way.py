@@ -44,10 +44,10 @@ async def way_to(
         raise UnreachableError(f"stage {name!r}: {error}; {hint}") from error
     except SecurityError as error:
         raise SecurityError(f"stage {name!r}: {error}") from error
+    where = f"stage {name!r} at {address}"
     try:
-        return await _measure(end, f"stage {name!r} at {address}", seconds)
+        return await _measure(end, where, seconds)
     except (EOFError, RelayError) as error:
-        where = f"stage {name!r} at {address}"
         hint = "" if dialer.security.credentials else "; does its server want --certs?"
         raise UnreachableError(f"{where} does not let itself be measured: {error}{hint}") from error
     finally:

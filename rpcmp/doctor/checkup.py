@@ -56,7 +56,7 @@ async def check_up(config: Config, connect: Sequence[str] | None = None) -> list
     dialer = dialer_of(config, [*addresses, *config.recovery.spares])
     async with (
         forks_for(config, connect) as forks,
-        visiting(config, addresses, config.num_stages, forks) as clients,
+        visiting(config, dialer, addresses, config.num_stages, forks) as clients,
     ):
         checkup = Checkup(config, clients, dialer, forks)
         driver, stages, spares = await checkup.look()

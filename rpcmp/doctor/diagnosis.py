@@ -7,6 +7,7 @@ from datetime import UTC, datetime
 
 from rpcmp import sizes
 from rpcmp.config import Config
+from rpcmp.control.options import NEEDED_EQUAL, is_same_release
 from rpcmp.doctor.finding import Finding, Status
 from rpcmp.doctor.seen import Seen, SeenLink
 from rpcmp.errors import RpcmpError, SecurityError, UnavailableError, UnreachableError, VersionError
@@ -20,9 +21,6 @@ EXPIRES_DAYS = 14
 
 CLOCK_SECONDS = 5.0
 """What clocks may differ by before logs and traces become hard to read."""
-
-NEEDED_EQUAL = ("rpcmp", "torch", "python", "protocol")
-"""Without these being the same a server refuses the job; of the others it is well to know."""
 
 
 def diagnose(
@@ -130,8 +128,9 @@ def _software(where: str, facts: HostFacts, reference: HostFacts | None) -> Iter
     found = False
     for package, ours in reference.versions.items():
         theirs = facts.versions.get(package, "missing")
-        if ours.partition("+")[0] != theirs.partition("+")[0]:
+        if not is_same_release(ours, theirs):
             found = True
+            # Without these being the same a server refuses the job; of others it is well to know.
             status = Status.FAILED if package in NEEDED_EQUAL else Status.WARNING
             text = f"{package} is {theirs} there and {ours} here: install the same everywhere"
             yield Finding(where, "software", status, text)

@@ -5,14 +5,12 @@ supervisor ──examine──> device tried out, callables imported, code hashe
 
 from __future__ import annotations
 
-import os
 import sys
-import threading
 
 import torch
 
-from rpcmp import devices, factory
-from rpcmp.errors import FactoryError, JobError, RpcmpError, one_line, to_wire
+from rpcmp import devices, errand, factory
+from rpcmp.errors import FactoryError, one_line
 from rpcmp.examination.code import COMPARED_BY_VERSION, sha256_of
 from rpcmp.examination.facts import Device, Order
 from rpcmp.process.channel import Channel, Message
@@ -20,15 +18,7 @@ from rpcmp.process.channel import Channel, Message
 
 def run(channel: Channel) -> None:
     """Do what the supervisor asks for; the process ends here."""
-    message = channel.receive()
-    threading.Thread(target=_exit_with_supervisor, args=[channel], daemon=True).start()
-    try:
-        if message is not None:
-            channel.send(_examine(message))
-    except Exception as error:
-        known = error if isinstance(error, RpcmpError) else JobError(factory.explain(error))
-        channel.send({"event": "error", "error": to_wire(known)})
-    os._exit(0)
+    errand.run(channel, _examine)
 
 
 def _examine(message: Message) -> Message:
@@ -70,9 +60,3 @@ def _device(name: str) -> Device:
         return Device(name=devices.name_of(device), available_bytes=devices.available_bytes(device))
     except (RuntimeError, AssertionError) as error:  # torch without CUDA asserts
         return Device(problem=one_line(error))
-
-
-def _exit_with_supervisor(channel: Channel) -> None:
-    while channel.receive() is not None:
-        pass
-    os._exit(1)

@@ -17,6 +17,7 @@ from rpcmp.control.client import StageClient
 from rpcmp.control.options import versions
 from rpcmp.job import code
 from rpcmp.job.calls import all_of
+from rpcmp.job.dialing import dialer_of
 from rpcmp.job.visit import visiting
 from rpcmp.process.forking import Forks
 from rpcmp.v1 import control_pb2 as pb
@@ -53,7 +54,8 @@ async def measure(
     orders = [_order(config, index) for index in range(config.num_stages)]
     equals = [orders.index(order) for order in orders]
     files = code.collect(config.folder) if config.ship_code else []
-    async with visiting(config, addresses, max(equals) + 1, forks) as clients:
+    dialer = dialer_of(config, addresses)
+    async with visiting(config, dialer, addresses, max(equals) + 1, forks) as clients:
         keys = list(zip(await _machines(clients, config.num_stages), equals, strict=True))
         first = {key: keys.index(key) for key in keys}
         turns: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)

@@ -7,30 +7,28 @@ from collections.abc import AsyncIterator, Sequence
 
 from rpcmp.config import Config
 from rpcmp.control.client import StageClient
-from rpcmp.job.dialing import dialer_of
 from rpcmp.job.localservers import LocalServers
 from rpcmp.process.forking import Forks
+from rpcmp.wire.dialer import Dialer
 
 
 @contextlib.asynccontextmanager
 async def visiting(
-    config: Config, addresses: Sequence[str], num_local: int, forks: Forks
+    config: Config, dialer: Dialer, addresses: Sequence[str], num_local: int, forks: Forks
 ) -> AsyncIterator[list[StageClient]]:
     """Connections to the servers; with none running, to the first ones, started for the while.
 
     Args:
         config: the job.
+        dialer: how they are talked to.
         addresses: of running servers, one a stage; none starts servers on this machine.
         num_local: how many of them.
         forks: where the processes of servers on this machine come from.
 
     Raises:
-        ConfigError: an address is not on loopback, and there are no certificates.
-        SecurityError: the certificate cannot be used.
         JobError: a server does not start.
     """
     local = LocalServers(forks)
-    dialer = dialer_of(config, addresses)
     async with contextlib.AsyncExitStack() as opened:
         opened.push_async_callback(local.stop)
         found = addresses or await local.start(num_local)

@@ -7,16 +7,13 @@ supervisor ──sample──> the driver's host: the layers' number, a micro-ba
 from __future__ import annotations
 
 import base64
-import os
 import sys
-import threading
 from pathlib import Path
 
-from rpcmp import data, factory, handoff, layers, microbatch, sizes, split
+from rpcmp import data, errand, factory, handoff, layers, microbatch, sizes, split
 from rpcmp.balance.profile import Order
 from rpcmp.config import Config
-from rpcmp.errors import ConfigError, JobError, RpcmpError, to_wire
-from rpcmp.factory import explain
+from rpcmp.errors import ConfigError
 from rpcmp.process.channel import Channel, Message
 from rpcmp.profile.host import measure
 
@@ -26,15 +23,9 @@ MAX_SAMPLE = 32 * 2**20
 
 def run(channel: Channel) -> None:
     """Do what the supervisor asks for; the process ends here."""
-    order = channel.receive()
-    threading.Thread(target=_exit_with_supervisor, args=[channel], daemon=True).start()
-    try:
-        if order is not None:
-            channel.send(_sample(order) if order["op"] == "sample" else _profile(order))
-    except Exception as error:
-        known = error if isinstance(error, RpcmpError) else JobError(explain(error))
-        channel.send({"event": "error", "error": to_wire(known)})
-    os._exit(0)
+    errand.run(
+        channel, lambda order: _sample(order) if order["op"] == "sample" else _profile(order)
+    )
 
 
 def _sample(order: Message) -> Message:
@@ -66,9 +57,3 @@ def _profile(message: Message) -> Message:
     sample = handoff.loads(base64.b64decode(message["sample"]))
     found = measure(Order.model_validate_json(message["order"]), *sample)
     return {"event": "profiled", "profile": found.model_dump()}
-
-
-def _exit_with_supervisor(channel: Channel) -> None:
-    while channel.receive() is not None:
-        pass
-    os._exit(1)

@@ -10,12 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 
+from rpcmp.server.listener import Interceptor
+
 if TYPE_CHECKING:
-    Interceptor = grpc.aio.ServerInterceptor[Any, Any]
-    Handler = grpc.RpcMethodHandler[Any, Any]
-    GrpcContext = grpc.aio.ServicerContext[Any, Any]
-else:
-    Interceptor = grpc.aio.ServerInterceptor
+    from rpcmp.server.listener import GrpcContext, Handler
 
 ALLOWED = (
     "/grpc.health.v1.Health/",
