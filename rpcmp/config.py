@@ -155,6 +155,8 @@ class Config(Strict):
     def modules(self) -> set[str]:
         """The modules of all callables that the job names."""
         given = [self.loss, self.optimizer, self.scheduler, self.report, *self.metrics.values()]
+        for index in range(self.num_stages):
+            given += [self.optimizer_of(index), self.scheduler_of(index)]
         if self.data is not None:
             given += [self.data.train, self.data.test]
         names = [factory.callable for factory in given if factory is not None]
@@ -191,8 +193,8 @@ class Config(Strict):
         return self.model_copy(update={"recovery": recovery, "checkpoint": None})
 
     def steps_scheduler(self, interval: Literal["epoch", "step"]) -> bool:
-        """Whether there is a scheduler that steps after each `interval`."""
-        return self.scheduler is not None and self.scheduler_interval == interval
+        """Whether any stage has a scheduler that steps after each `interval`."""
+        return self.has_schedulers and self.scheduler_interval == interval
 
     @property
     def holds_steps(self) -> bool:
@@ -200,9 +202,7 @@ class Config(Strict):
 
         Of the schedulers that step with the optimizer, only torch's own are known not to do so.
         """
-        name = self.scheduler.callable if self.scheduler else ""
-        is_known = name.startswith("torch.optim") and not name.endswith("ReduceLROnPlateau")
-        may_watch = self.steps_scheduler("step") and not is_known
+        may_watch = self.steps_scheduler("step") and any(map(_may_watch, self._schedulers))
         return self.max_grad_norm is not None or may_watch
 
     def stage(self, index: int) -> StageConfig:
@@ -210,9 +210,30 @@ class Config(Strict):
         return self.stages[index] if self.stages else StageConfig()
 
     def optimizer_of(self, index: int) -> Factory:
-        """The optimizer of one stage: the job's, with the stage's own arguments."""
-        kwargs = {**self.optimizer.kwargs, **self.stage(index).optimizer}
-        return Factory(callable=self.optimizer.callable, kwargs=kwargs)
+        """The optimizer of one stage: its own, or the job's with the stage's arguments."""
+        return self.optimizer.adapted(self.stage(index).optimizer)
+
+    def scheduler_of(self, index: int) -> Factory | None:
+        """The scheduler of one stage: its own, or the job's with the stage's arguments, if any."""
+        own = self.stage(index).scheduler
+        if self.scheduler is None:
+            return own if isinstance(own, Factory) else None
+        return self.scheduler.adapted(own)
+
+    @property
+    def has_schedulers(self) -> bool:
+        """Whether any stage has one."""
+        return bool(self._schedulers)
+
+    @property
+    def _schedulers(self) -> list[Factory]:
+        found = map(self.scheduler_of, range(self.num_stages))
+        return [scheduler for scheduler in found if scheduler is not None]
+
+    def without_schedulers(self) -> Self:
+        """A copy of this config whose learning rates stay as they are."""
+        stages = [stage.model_copy(update={"scheduler": {}}) for stage in self.stages]
+        return self.model_copy(update={"scheduler": None, "stages": stages})
 
     def graph(self) -> graph.Graph:
         """Which stage reads what.
@@ -255,6 +276,11 @@ class Config(Strict):
                 f"stage {name!r}: `module`, `kwargs` and `inputs` do not go with [model], whose "
                 "layers form a chain"
             )
+        if self.scheduler is None and stage.scheduler and not isinstance(stage.scheduler, Factory):
+            raise ValueError(
+                f"stage {name!r}: `scheduler` gives arguments to the job's, which has none; give "
+                "the job a `scheduler`, or the stage one of its own: { callable = ... }"
+            )
         for address in stage.addresses:
             try:
                 addresses.parse(address)
@@ -284,3 +310,9 @@ class Config(Strict):
         if self.is_balanced_by_measurement and not given:
             raise ValueError('balance = "auto" for how many stages? give num_stages or [[stages]]')
         return self
+
+
+def _may_watch(scheduler: Factory) -> bool:
+    """Whether it may look at the loss: of torch's own only one does."""
+    name = scheduler.callable
+    return not name.startswith("torch.optim") or name.endswith("ReduceLROnPlateau")

@@ -109,15 +109,19 @@ def _try_out(config: Config) -> None:
     for name, source in (("loss", config.loss), *_metrics(config)):
         if _everywhere(source):
             factory.function(source, name)
-    if not _everywhere(config.optimizer):
+    for index in range(config.num_stages):
+        _try_optimizer(config, index)
+
+
+def _try_optimizer(config: Config, index: int) -> None:
+    source, schedule = config.optimizer_of(index), config.scheduler_of(index)
+    if not _everywhere(source):
         return
-    for index, stage in enumerate(config.stage_names):
-        where = f"optimizer of stage {stage!r}" if config.stage(index).optimizer else "optimizer"
-        optimizer = factory.create(
-            config.optimizer_of(index), where, [nn.Parameter(torch.zeros(1))]
-        )
-        if config.scheduler is not None and _everywhere(config.scheduler):
-            factory.create(config.scheduler, "scheduler", optimizer)
+    own, of_stage = config.stage(index), f" of stage {config.stage_names[index]!r}"
+    where = f"optimizer{of_stage if own.optimizer else ''}"
+    optimizer = factory.create(source, where, [nn.Parameter(torch.zeros(1))])
+    if schedule is not None and _everywhere(schedule):
+        factory.create(schedule, f"scheduler{of_stage if own.scheduler else ''}", optimizer)
 
 
 def _metrics(config: Config) -> list[tuple[str, Factory]]:

@@ -62,6 +62,12 @@ class Factory(Strict):
     )
     kwargs: Arguments = Field(default_factory=dict, description="its keyword arguments")
 
+    def adapted(self, own: Factory | dict[str, Any]) -> Factory:
+        """What a stage gets in the place of the job's factory, this one; see Own."""
+        if isinstance(own, Factory):
+            return own
+        return Factory(callable=self.callable, kwargs={**self.kwargs, **own})
+
 
 def _expand(value: Any) -> Any:
     return {"callable": value} if isinstance(value, str) else value
@@ -69,6 +75,39 @@ def _expand(value: Any) -> Any:
 
 FactoryOrName = Annotated[Factory, BeforeValidator(_expand)]
 """A Factory; a bare "module:callable" stands for one without arguments."""
+
+
+def _own(value: Any) -> Any:
+    """A stage's table: a factory of its own, or arguments of the job's, but not both."""
+    value = _expand(value)
+    if isinstance(value, dict) and "callable" in value:
+        mixed = ", ".join(f"`{key}`" for key in value if key not in Factory.model_fields)
+        if mixed:
+            raise ValueError(
+                f"{mixed} beside `callable`: what a stage has of its own is written "
+                "{ callable = ..., kwargs = { ... } }; a table without `callable` holds arguments "
+                "that override the job's"
+            )
+    elif isinstance(value, dict) and isinstance(value.get("kwargs"), dict):
+        raise ValueError(
+            "`kwargs` without `callable`: write arguments that override the job's as they are, "
+            "such as { lr = 0.1 }"
+        )
+    return value
+
+
+def _kind(value: Any) -> str:
+    is_factory = isinstance(value, Factory) or (isinstance(value, dict) and "callable" in value)
+    return "<factory>" if is_factory else "<arguments>"
+
+
+Own = Annotated[
+    Annotated[Factory, Tag("<factory>")] | Annotated[Arguments, Tag("<arguments>")],
+    Discriminator(_kind),
+    BeforeValidator(_own),
+]
+"""What one stage has instead of the job's: a factory, or arguments for the job's own. Tags in
+brackets are no keys: errors leave them out."""
 
 Positive = Annotated[int, Field(ge=1)]
 
@@ -79,7 +118,7 @@ Balance = Annotated[
     Annotated[list[Positive], Tag("<list>")] | Annotated[Literal["auto"], Tag("<auto>")],
     Discriminator(lambda value: "<auto>" if isinstance(value, str) else "<list>"),
 ]
-"""Layers of each stage, or "auto". Tags in brackets are no keys: errors leave them out."""
+"""Layers of each stage, or "auto"."""
 
 
 def _size(text: str) -> str:
@@ -142,8 +181,15 @@ class StageConfig(Strict):
         description='memory limit for `balance = "auto"`, such as "8 GiB"; the host\'s share when '
         "omitted",
     )
-    optimizer: Arguments = Field(
-        default_factory=dict, description="arguments that override `[optimizer]`'s for this stage"
+    optimizer: Own = Field(
+        default_factory=dict,
+        description="an optimizer of its own; or arguments that override `[optimizer]`'s, such as "
+        "{ lr = 0.1 }",
+    )
+    scheduler: Own = Field(
+        default_factory=dict,
+        description="a learning-rate scheduler of its own; or arguments that override "
+        "`[scheduler]`'s",
     )
     frozen: bool = Field(default=False, description="parameters are not trained")
     recompute: bool = Field(

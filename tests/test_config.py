@@ -120,6 +120,7 @@ def test_the_defaults_of_a_stage_are_as_documented() -> None:
         "device": "cpu",
         "threads": 1,
         "optimizer": {},
+        "scheduler": {},
         "memory": None,
         "frozen": False,
         "recompute": False,
@@ -245,12 +246,53 @@ def test_a_stage_without_a_table_has_the_defaults() -> None:
             True,
         ),
         ({"scheduler": "m:WatchesTheLoss", "scheduler_interval": "step"}, True),
+        (
+            {
+                "stages": [{}, {"scheduler": "m:WatchesTheLoss"}],
+                "scheduler": "torch.optim.lr_scheduler:StepLR",
+                "scheduler_interval": "step",
+            },
+            True,
+        ),
     ],
 )
 def test_steps_are_held_where_somebody_has_to_look_at_all_stages(
     overrides: dict[str, Any], holds: bool
 ) -> None:
     assert parse({**LAYERS, **overrides}).holds_steps is holds
+
+
+def test_a_stage_has_an_optimizer_of_its_own_or_the_jobs_with_its_arguments() -> None:
+    adam = {"callable": "torch.optim:Adam", "kwargs": {"lr": 0.1}}
+    tables: list[dict[str, Any]] = [
+        {"optimizer": adam, "scheduler": "m:Rate"},
+        {"optimizer": {"lr": 0.2}, "scheduler": {"gamma": 0.5}},
+        {"optimizer": "m:Own"},
+        {},
+    ]
+    jobs = {"callable": "torch.optim.lr_scheduler:StepLR", "kwargs": {"step_size": 2}}
+    config = parse({**layers(*tables), "scheduler": jobs})
+    assert Config.model_validate_json(config.model_dump_json()) == config
+    assert [config.optimizer_of(index) for index in range(4)] == [
+        Factory.model_validate(adam),
+        Factory(callable="torch.optim:SGD", kwargs={"lr": 0.2}),
+        Factory(callable="m:Own"),
+        Factory(callable="torch.optim:SGD", kwargs={"lr": 0.01}),
+    ]
+    assert [config.scheduler_of(index) for index in range(4)] == [
+        Factory(callable="m:Rate"),
+        Factory(callable="torch.optim.lr_scheduler:StepLR", kwargs={"step_size": 2, "gamma": 0.5}),
+        *[Factory.model_validate(jobs)] * 2,
+    ]
+    assert config.modules == {"m", "torch.optim", "torch.optim.lr_scheduler"}
+
+
+def test_a_stage_may_have_a_scheduler_where_the_job_has_none() -> None:
+    config = parse(layers({}, {"scheduler": "m:Rate"}))
+    assert (config.scheduler_of(0), config.scheduler_of(1)) == (None, Factory(callable="m:Rate"))
+    assert config.steps_scheduler("epoch")
+    plain = config.without_schedulers()
+    assert (plain.has_schedulers, config.has_schedulers) == (False, True)
 
 
 @pytest.mark.parametrize(
@@ -281,6 +323,21 @@ def test_steps_are_held_where_somebody_has_to_look_at_all_stages(
         (layers({"addresses": ["127.0.0.1"]}), "'127.0.0.1' is not HOST:PORT"),
         (layers({"addresses": ["a b:1"]}), "'a b:1' is not HOST:PORT"),
         (layers({"addresses": ["a:1", "b:1"]}), "stages.0.addresses: .* at most 1 item"),
+        (
+            layers({"optimizer": {"callable": "m:O", "lr": 0.1}}),
+            "stages.0.optimizer: `lr` beside `callable`: what a stage has of its own is written",
+        ),
+        (
+            layers({"optimizer": {"kwargs": {"lr": 0.1}}}),
+            "stages.0.optimizer: `kwargs` without `callable`: write arguments .* as they are",
+        ),
+        (layers({"optimizer": {"callable": "m.O"}}), "stages.0.optimizer.callable: not of the"),
+        (layers({"optimizer": "Adam"}), "stages.0.optimizer.callable: not of the form"),
+        (layers({"optimizer": 3}), "stages.0.optimizer: .* valid dictionary"),
+        (
+            layers({"scheduler": {"step_size": 3}}),
+            "stage 'stage0': `scheduler` gives arguments to the job's, which has none",
+        ),
         (layers(balance=[2, 0]), "model.balance.1: .* greater than or equal to 1"),
         ({**LAYERS, "num_microbatches": 0}, "num_microbatches: .* greater than or equal to 1"),
         ({**LAYERS, "steps": 0}, "steps: .* greater than or equal to 1"),

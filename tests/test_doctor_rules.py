@@ -293,6 +293,13 @@ def test_each_is_asked_for_what_will_be_built_there() -> None:
     assert set(orders.of_spare(job, "").callables) == set(last.callables)
 
 
+def test_a_stage_is_asked_for_the_optimizer_and_the_scheduler_of_its_own() -> None:
+    own = {"optimizer": "m:Own", "scheduler": "m:Rate"}
+    found = orders.of_stage(config(model={"layers": "m:layers"}, stages=[own, {}]), 0, "").callables
+    assert (found["stages.0.optimizer"], found["stages.0.scheduler"]) == ("m:Own", "m:Rate")
+    assert "optimizer" not in found
+
+
 def test_trying_a_folder_out_leaves_nothing_behind(tmp_path: Path) -> None:
     found = folder.try_out(tmp_path / "a" / "b")
     assert (found.problem, found.has_marker) == ("", False)

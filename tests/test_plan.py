@@ -134,6 +134,23 @@ def test_a_plan_that_cannot_be_made_says_why(config: Config, message: str) -> No
         plan.assign(config)
 
 
+@pytest.mark.parametrize(
+    ("stage", "message"),
+    [
+        ({"optimizer": {"callable": "torch.optim:Adm"}}, "optimizer of stage 'stage0' = 'torch"),
+        ({"optimizer": {"betas": [0.9, 0.99]}}, "optimizer of stage 'stage0' = 'torch.optim:SGD'"),
+        (
+            {"scheduler": {"callable": "torch.optim.lr_scheduler:StepLR"}},
+            "scheduler of stage 'stage0' = .* failed: TypeError",
+        ),
+    ],
+)
+def test_what_a_stage_has_of_its_own_is_tried_out(stage: dict[str, Any], message: str) -> None:
+    job = {"loss": "torch.nn:MSELoss", "model": {"layers": "tests.models:layers"}}
+    with pytest.raises(ConfigError, match=message):
+        plan.assign(parse({**job, "stages": [stage]}))
+
+
 @pytest.mark.parametrize("config", [chain(num_stages=3), parse(BRANCHES)], ids=["chain", "graph"])
 def test_an_assignment_survives_the_journey_to_its_worker(config: Config) -> None:
     for assignment in plan.assign(config):

@@ -191,11 +191,15 @@ def test_a_manifest_tells_of_arguments_only_whether_they_have_changed() -> None:
     given = {
         "name": "job",
         "optimizer": {"callable": "torch.optim:SGD", "kwargs": {"lr": 0.1, "mode": "secret"}},
-        "stages": [{"device": "cpu", "optimizer": {"mode": "secret"}}],
+        "stages": [
+            {"device": "cpu", "optimizer": {"mode": "secret"}, "scheduler": {"key": "secret"}},
+            {"optimizer": {"callable": "m:Own", "kwargs": {"mode": "secret"}}},
+        ],
     }
     told = redacted(given)
     assert "secret" not in str(told)
     assert (told["name"], told["optimizer"]["callable"]) == ("job", "torch.optim:SGD")
     assert told["stages"][0]["device"] == "cpu"
     assert told["optimizer"]["kwargs"]["mode"] == told["stages"][0]["optimizer"]["mode"]
+    assert told["stages"][1]["optimizer"]["callable"] == "m:Own"
     assert redacted(told) == told

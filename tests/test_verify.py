@@ -46,17 +46,21 @@ CHAINS = {
         train = "zoo:regression"
         batch_size = 33
     """,
-    "tuples, dicts, integers and an unused output; one stage frozen, one with its own rate": """
+    "tuples, dicts, integers and an unused output; a stage frozen, two with rules of their own": """
+        scheduler_interval = "step"
         optimizer = { callable = "torch.optim:SGD", kwargs = { lr = 0.1, momentum = 0.9 } }
+        scheduler = { callable = "torch.optim.lr_scheduler:StepLR", kwargs = { step_size = 2 } }
         [model]
         layers = "zoo:trees"
         balance = [1, 1, 1]
         [[stages]]
-        optimizer = { weight_decay = 0.1 }
+        optimizer = { callable = "torch.optim:AdamW", kwargs = { lr = 0.01 } }
+        scheduler = "torch.optim.lr_scheduler:LinearLR"
         [[stages]]
         frozen = true
         [[stages]]
         optimizer = { lr = 0.01 }
+        scheduler = { gamma = 0.5 }
     """,
     "a CNN with batch normalization, a weight that is used twice": """
         schedule = "zero-bubble"

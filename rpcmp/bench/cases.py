@@ -188,9 +188,10 @@ def _own_case(
                 f"--stages {num_stages}: {path} names its {job.num_stages} stages one by one"
             )
         data["model"] = {**data["model"], "num_stages": num_stages, "balance": None}
-    config = configfile.parse(_plain(data), str(path)).with_folder(job.folder)
+    parsed = configfile.parse(_plain(data), str(path)).with_folder(job.folder)
+    config = parsed.without_schedulers()
     notes: tuple[str, ...] = ()
-    if job.scheduler is not None or job.max_grad_norm is not None:
+    if job.has_schedulers or job.max_grad_norm is not None:
         notes = ("without learning-rate scheduler and gradient clipping",)
     return Case(str(path), config, config, None, is_frozen=False, notes=notes)
 
@@ -199,7 +200,6 @@ def _plain(data: dict[str, Any]) -> dict[str, Any]:
     """The job with nothing but training, on mini-batches of one size."""
     return {
         **data,
-        "scheduler": None,
         "max_grad_norm": None,
         "metrics": {},
         "report": None,

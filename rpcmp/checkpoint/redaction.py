@@ -20,7 +20,8 @@ def redacted(config: Any, is_given: bool = False) -> Any:
 
     Args:
         config: the config, or a part of one.
-        is_given: whether that is among arguments: `kwargs`, and those of a stage's `optimizer`.
+        is_given: whether that is among arguments: `kwargs`, and those of a stage's `optimizer` or
+            `scheduler`.
     """
     if isinstance(config, dict):
         return {
@@ -36,4 +37,4 @@ def redacted(config: Any, is_given: bool = False) -> Any:
 
 def _holds_arguments(key: str, item: Any) -> bool:
     is_factory = isinstance(item, dict) and "callable" in item
-    return key == "kwargs" or (key == "optimizer" and not is_factory)
+    return key == "kwargs" or (key in ("optimizer", "scheduler") and not is_factory)

@@ -18,8 +18,7 @@ def of_stage(config: Config, index: int, marker: str) -> Order:
     is_sink = config.stage_names[index] == config.graph().sink
     callables = _names(
         {
-            "optimizer": config.optimizer,
-            "scheduler": config.scheduler,
+            **_own_or_jobs(config, index),
             **({"loss": config.loss, **_metrics(config)} if is_sink else {}),
         }
     )
@@ -54,6 +53,19 @@ def _model(config: Config, index: int) -> dict[str, str]:
         return {"model.layers": config.model.layers}
     module = config.stage(index).module
     return {} if module is None else {f"stages.{index}.module": module}
+
+
+def _own_or_jobs(config: Config, index: int) -> dict[str, Factory | None]:
+    """Optimizer and scheduler, by the key that names them."""
+    stage, here = config.stage(index), f"stages.{index}."
+    return {
+        f"{here if isinstance(stage.optimizer, Factory) else ''}optimizer": (
+            config.optimizer_of(index)
+        ),
+        f"{here if isinstance(stage.scheduler, Factory) else ''}scheduler": (
+            config.scheduler_of(index)
+        ),
+    }
 
 
 def _metrics(config: Config) -> dict[str, Factory]:

@@ -146,8 +146,9 @@ class UnsplitModel:
             return
         source = self._config.optimizer_of(index)
         self._optimizers.append(factory.create(source, "optimizer", trained))
-        if self._config.scheduler is not None:
-            made = factory.create(self._config.scheduler, "scheduler", self._optimizers[-1])
+        schedule = self._config.scheduler_of(index)
+        if schedule is not None:
+            made = factory.create(schedule, "scheduler", self._optimizers[-1])
             self._schedulers.append(made)
 
     def _step_schedulers(self, loss: float) -> None:

@@ -59,8 +59,9 @@ class StageOptimizer:
         self._scheduler: Any = None
         if self._parameters:
             self._optimizer = factory.create(source, "optimizer", self._parameters)
-        if self._optimizer is not None and config.scheduler is not None:
-            self._scheduler = factory.create(config.scheduler, "scheduler", self._optimizer)
+        schedule = config.scheduler_of(assignment.stage_index)
+        if self._optimizer is not None and schedule is not None:
+            self._scheduler = factory.create(schedule, "scheduler", self._optimizer)
 
     def step_now(self) -> None:
         """Step, at the end of a round that nobody has to look at; on the compute thread.
@@ -232,6 +233,17 @@ class StageOptimizer:
                 ],
             }
         )
+        self._require_options()
         scheduler = state["scheduler"].get(self.stage)
         if self._scheduler is not None and scheduler is not None:
             self._scheduler.load_state_dict(scheduler)
+
+    def _require_options(self) -> None:
+        """Another kind of optimizer has other options, and would miss its own in its next step."""
+        assert self._optimizer is not None
+        known = self._optimizer.param_groups[0]
+        if missing := [key for key in self._optimizer.defaults if key not in known]:
+            raise ConfigError(
+                f"the optimizer state of stage {self.stage!r} is another optimizer's than "
+                f"{type(self._optimizer).__name__}'s: it has no {', '.join(missing)}"
+            )
