@@ -7,6 +7,7 @@ names as "module:callable" is imported later, where it is needed (`rpcmp.factory
 
 from __future__ import annotations
 
+import difflib
 from pathlib import Path
 from typing import Literal, Self
 
@@ -18,6 +19,7 @@ from rpcmp.sections import (
     NAME,
     CheckpointConfig,
     DataConfig,
+    EarlyStoppingConfig,
     Factory,
     FactoryOrName,
     ModelConfig,
@@ -59,8 +61,13 @@ class Config(Strict):
     max_grad_norm: float | None = Field(
         default=None, gt=0, description="clip the gradient's norm over all stages"
     )
-    evaluate_every: int = Field(
-        default=1, ge=0, description="epochs between evaluations; 0: only at the end"
+    evaluate_every: int | None = Field(
+        default=None,
+        ge=0,
+        description="epochs between evaluations; 1 by default; 0: only at the end",
+    )
+    evaluate_every_steps: Positive | None = Field(
+        default=None, description="steps between evaluations, instead of epochs"
     )
     ship_code: bool = Field(
         default=True, description="send the Python files beside the config to the stage servers"
@@ -82,7 +89,9 @@ class Config(Strict):
         default="epoch", description="when the scheduler steps"
     )
     metrics: dict[str, FactoryOrName] = Field(
-        default_factory=dict, description="means over samples of (outputs, targets), by name"
+        default_factory=dict,
+        description="by name: functions of (outputs, targets) that are means over samples, or "
+        "classes with update, compute and reset, such as torchmetrics'",
     )
     report: FactoryOrName | None = Field(
         default=None, description="called with `predict` after training; its text is printed"
@@ -92,6 +101,9 @@ class Config(Strict):
         description="safetensors file with the weights to start from, by the unsplit model's names",
     )
     data: DataConfig | None = Field(default=None, description="needed by the command line")
+    early_stopping: EarlyStoppingConfig | None = Field(
+        default=None, description="ends the run when evaluations do not get better any more"
+    )
     checkpoint: CheckpointConfig | None = Field(default=None, description="checkpoints on disks")
     security: SecurityConfig = Field(
         default_factory=SecurityConfig, description="who may talk to whom"
@@ -176,6 +188,23 @@ class Config(Strict):
         return max(1, self.recovery.mirror_every_steps) if self.recovery.enabled else 0
 
     @property
+    def evaluate_every_epochs(self) -> int:
+        """Epochs between evaluations; 0: none follows an epoch but the last."""
+        if self.evaluate_every is not None:
+            return self.evaluate_every
+        return 0 if self.evaluate_every_steps is not None else 1
+
+    @property
+    def watched(self) -> dict[str, str]:
+        """The metrics by which something is decided, by the keys that name them."""
+        found = {}
+        if self.early_stopping is not None:
+            found["early_stopping.metric"] = self.early_stopping.metric
+        if self.checkpoint is not None and self.checkpoint.best is not None:
+            found["checkpoint.best"] = self.checkpoint.best
+        return found
+
+    @property
     def checkpoint_folder(self) -> Path:
         """Where checkpoints lie; without a section for them, those of a run that had to end."""
         given = self.checkpoint.dir if self.checkpoint is not None else f"rpcmp-{self.name}"
@@ -191,6 +220,12 @@ class Config(Strict):
         """A copy of this config that keeps nothing, to be measured."""
         recovery = self.recovery.model_copy(update={"enabled": False})
         return self.model_copy(update={"recovery": recovery, "checkpoint": None})
+
+    def without_evaluation(self) -> Self:
+        """A copy of this config that trains and does nothing else with what it has trained."""
+        data = self.data and self.data.model_copy(update={"test": None})
+        gone = dict.fromkeys(("report", "evaluate_every_steps", "early_stopping", "checkpoint"))
+        return self.model_copy(update={**gone, "metrics": {}, "data": data})
 
     def steps_scheduler(self, interval: Literal["epoch", "step"]) -> bool:
         """Whether any stage has a scheduler that steps after each `interval`."""
@@ -291,6 +326,29 @@ class Config(Strict):
     def _check_metrics(self) -> Self:
         if taken := RESERVED_METRICS & set(self.metrics):
             raise ValueError(f"no metric can be called {', '.join(map(repr, sorted(taken)))}")
+        known = ["loss", *self.metrics]
+        for key, watched in self.watched.items():
+            # Which keys a metric has that gives a dict only the first evaluation shows.
+            if watched not in known and not any(watched.startswith(f"{m}.") for m in self.metrics):
+                near = difflib.get_close_matches(watched, known, n=1)
+                hint = f"; did you mean {near[0]!r}?" if near else ""
+                raise ValueError(f"{key} = {watched!r} is not among {', '.join(known)}{hint}")
+        return self
+
+    @model_validator(mode="after")
+    def _check_evaluation(self) -> Self:
+        if self.evaluate_every and self.evaluate_every_steps:
+            raise ValueError("give `evaluate_every` (epochs) or `evaluate_every_steps`, not both")
+        needing = {
+            "evaluate_every_steps": self.evaluate_every_steps,
+            "[early_stopping]": self.early_stopping,
+            "checkpoint.best": self.checkpoint and self.checkpoint.best,
+        }
+        wanted = [key for key, value in needing.items() if value is not None]
+        if wanted and (self.data is None or self.data.test is None):
+            raise ValueError(f"{wanted[0]} needs an evaluation dataset: give `test` in [data]")
+        if self.early_stopping and not (self.evaluate_every_epochs or self.evaluate_every_steps):
+            raise ValueError("[early_stopping] needs evaluations, and evaluate_every is 0")
         return self
 
     @model_validator(mode="after")

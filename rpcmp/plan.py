@@ -26,12 +26,14 @@ class Assignment(Strict):
 
     Attributes:
         settings: others than the config's own that the job may change to on the way.
+        driver_metrics: names of the metrics that are none of the stages' business.
     """
 
     config: Config
     stage_index: int = Field(ge=0)
     layers: list[str] = Field(min_length=1)
     settings: list[Setting] = Field(default_factory=list)
+    driver_metrics: list[str] = Field(default_factory=list)
 
     @property
     def stage_name(self) -> str:
@@ -63,22 +65,31 @@ class Assignment(Strict):
         return [self.config, *(setting.on(self.config) for setting in self.settings)]
 
 
-def assign(config: Config, settings: Sequence[Setting] = ()) -> list[Assignment]:
+def assign(
+    config: Config, settings: Sequence[Setting] = (), driver_metrics: Sequence[str] = ()
+) -> list[Assignment]:
     """Every stage's assignment, in the config's order.
 
     Args:
         config: the job.
         settings: what it may change to on the way.
+        driver_metrics: names of the metrics that the driver computes.
 
     Raises:
         ConfigError: the layers cannot be imported or the balance does not fit them, or something
             that every host has (torch's own losses, optimizers, schedulers) refuses the config.
     """
-    _try_out(config)
+    _try_out(config, driver_metrics)
     layers_of_stages = _layers_of_stages(config)
     _check_weights(config, [name for names in layers_of_stages for name in names])
     return [
-        Assignment(config=config, stage_index=index, layers=names, settings=list(settings))
+        Assignment(
+            config=config,
+            stage_index=index,
+            layers=names,
+            settings=list(settings),
+            driver_metrics=list(driver_metrics),
+        )
         for index, names in enumerate(layers_of_stages)
     ]
 
@@ -101,12 +112,12 @@ def _layers_of_stages(config: Config) -> list[list[str]]:
     return partition.cut(list(available), balance)
 
 
-def _try_out(config: Config) -> None:
+def _try_out(config: Config, driver_metrics: Sequence[str]) -> None:
     """Build what comes from torch or rpcmp, on nothing: a wrong name or argument shows at once.
 
     The user's own losses and optimizers may need packages that only the stages' hosts have.
     """
-    for name, source in (("loss", config.loss), *_metrics(config)):
+    for name, source in (("loss", config.loss), *_metrics(config, driver_metrics)):
         if _everywhere(source):
             factory.function(source, name)
     for index in range(config.num_stages):
@@ -124,8 +135,13 @@ def _try_optimizer(config: Config, index: int) -> None:
         factory.create(schedule, f"scheduler{of_stage if own.scheduler else ''}", optimizer)
 
 
-def _metrics(config: Config) -> list[tuple[str, Factory]]:
-    return [(f"metrics.{name}", metric) for name, metric in config.metrics.items()]
+def _metrics(config: Config, driver_metrics: Sequence[str]) -> list[tuple[str, Factory]]:
+    """Those that the sink computes."""
+    return [
+        (f"metrics.{name}", metric)
+        for name, metric in config.metrics.items()
+        if name not in driver_metrics
+    ]
 
 
 def _everywhere(source: Factory) -> bool:

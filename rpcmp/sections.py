@@ -21,7 +21,8 @@ from pydantic import (
     model_validator,
 )
 
-from rpcmp import addresses, sizes
+from rpcmp import addresses, direction, sizes
+from rpcmp.direction import Mode
 from rpcmp.errors import ConfigError
 
 _PLAIN: TypeAdapter[dict[str, JsonValue]] = TypeAdapter(dict[str, JsonValue])
@@ -214,6 +215,46 @@ class DataConfig(Strict):
     num_workers: int = Field(default=0, ge=0, description="processes that load samples")
 
 
+def _direction(key: str, metric: str, mode: Mode | None) -> Mode:
+    """Whether less or more of a metric is better.
+
+    Raises:
+        ValueError: nobody says so, nor does its name.
+    """
+    found = mode or direction.guess(metric)
+    if found is None:
+        raise ValueError(f'is less or more of {metric!r} better? give `{key}` = "min" or "max"')
+    return found
+
+
+class EarlyStoppingConfig(Strict):
+    """`[early_stopping]`."""
+
+    metric: str = Field(
+        default="loss", description='what is watched: "loss", a metric, or a key of it ("name.key")'
+    )
+    mode: Mode | None = Field(
+        default=None,
+        description="whether less or more of it is better; by its name when omitted",
+    )
+    patience: Positive = Field(
+        default=3, description="evaluations in a row without an improvement that end the run"
+    )
+    min_delta: float = Field(
+        default=0.0, ge=0, description="what an improvement has to be more than"
+    )
+
+    @property
+    def direction(self) -> Mode:
+        """Whether less or more of the metric is better."""
+        return _direction("mode", self.metric, self.mode)
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        _direction("mode", self.metric, self.mode)
+        return self
+
+
 class CheckpointConfig(Strict):
     """Checkpoints on disks."""
 
@@ -225,11 +266,33 @@ class CheckpointConfig(Strict):
         description="seconds between checkpoints; 300 where neither is given",
     )
     keep: Positive = Field(default=3, description="how many are kept; older ones are removed")
+    best: str | None = Field(
+        default=None,
+        description='"loss", a metric, or a key of it ("name.key"): the step with the best '
+        "evaluation by it is kept as well",
+    )
+    best_mode: Mode | None = Field(
+        default=None,
+        description="whether less or more of it is better; by its name when omitted",
+    )
     shared: bool = Field(
         default=False,
         description="`dir` is one folder that all hosts see; else each stage has its files on its "
         "own host, and on its neighbour's",
     )
+
+    @property
+    def best_direction(self) -> Mode:
+        """Whether less or more of the metric `best` is better."""
+        return _direction("best_mode", self.best or "", self.best_mode)
+
+    @model_validator(mode="after")
+    def _check_best(self) -> Self:
+        if self.best is not None:
+            _direction("best_mode", self.best, self.best_mode)
+        elif self.best_mode is not None:
+            raise ValueError("`best_mode` of what? give `best`, the name of a metric")
+        return self
 
 
 class SecurityConfig(Strict):

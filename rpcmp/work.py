@@ -172,7 +172,13 @@ class Trained(NamedTuple):
 
 
 class Evaluated(NamedTuple):
-    """The sink's answer to an evaluation: loss and metrics, each a mean over the micro-batch."""
+    """The sink's answer to an evaluation.
+
+    Attributes:
+        loss, metrics: each a mean over the micro-batch.
+        outputs: what they were computed from, where the driver has metrics of its own.
+    """
 
     loss: float
     metrics: dict[str, float]
+    outputs: Any = None

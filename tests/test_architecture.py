@@ -15,7 +15,7 @@ PACKAGE = Path(__file__).parent.parent / "rpcmp"
 PROTOS = PACKAGE.parent / "protos"
 
 LAYERS = """
-    __init__ errors members seeds metrics tree tensorfile digest v1 host examples devices
+    __init__ errors members seeds metrics direction tree tensorfile digest v1 host examples devices
     pythonfiles
     graph partition schedule addresses microbatch treespec split process scratch
     simulation sizes work handoff snapshot unpickling

@@ -19,6 +19,7 @@ from rpcmp.checkpoint import files
 from rpcmp.checkpoint.files import Written, check, sha256_of, write_durably
 from rpcmp.checkpoint.folder import CheckpointFolder, look, step_of
 from rpcmp.checkpoint.manifest import (
+    BestMark,
     Cursor,
     Manifest,
     StageFile,
@@ -414,6 +415,22 @@ def test_nothing_is_surplus_where_nothing_is_valid(folder: CheckpointFolder) -> 
     folder.commit(manifest(2))
     damage(folder, 2)
     assert folder.surplus(1) == []
+
+
+def test_the_best_is_kept_however_old_it_is(folder: CheckpointFolder) -> None:
+    assert folder.best() is None
+    mark = BestMark(metric="loss", value=0.5)
+    for step in (10, 20, 30, 40, 50):
+        folder.commit(manifest(step, best=mark if step in (10, 20) else None))
+    best = folder.best()
+    assert best is not None
+    assert (best.step, best.best) == (20, mark)  # what was the best before is marked as well
+    assert steps(folder.surplus(1)) == [40, 30, 10]
+    assert steps(folder.surplus(4)) == [10]
+    folder.commit(manifest(50, best=mark))
+    assert steps(folder.surplus(1)) == [40, 30, 20, 10]
+    damage(folder, 50)
+    assert folder.best() == manifest(20, best=mark)
 
 
 @given(

@@ -18,6 +18,7 @@ from rpcmp.errors import ConfigError
 from rpcmp.sections import (
     CheckpointConfig,
     DataConfig,
+    EarlyStoppingConfig,
     Factory,
     ModelConfig,
     RecoveryConfig,
@@ -54,6 +55,7 @@ SECTIONS: list[type[BaseModel]] = [
     StageConfig,
     DataConfig,
     CheckpointConfig,
+    EarlyStoppingConfig,
     RecoveryConfig,
     SecurityConfig,
     Factory,
@@ -72,7 +74,8 @@ def test_the_defaults_are_as_documented() -> None:
         "microbatches_per_message": 1,
         "wire_dtype": None,
         "max_grad_norm": None,
-        "evaluate_every": 1,
+        "evaluate_every": None,
+        "evaluate_every_steps": None,
         "ship_code": True,
         "model": {"layers": "m:layers", "kwargs": {}, "balance": None, "num_stages": None},
         "stages": [],
@@ -84,6 +87,7 @@ def test_the_defaults_are_as_documented() -> None:
         "report": None,
         "init": None,
         "data": None,
+        "early_stopping": None,
         "checkpoint": None,
         "security": {"certs": None, "insecure": False},
         "recovery": RecoveryConfig().model_dump(),
@@ -96,7 +100,15 @@ def test_the_defaults_of_checkpoints_and_recovery_are_as_documented() -> None:
         "every_steps": None,
         "every_seconds": None,
         "keep": 3,
+        "best": None,
+        "best_mode": None,
         "shared": False,
+    }
+    assert EarlyStoppingConfig().model_dump() == {
+        "metric": "loss",
+        "mode": None,
+        "patience": 3,
+        "min_delta": 0.0,
     }
     assert RecoveryConfig().model_dump() == {
         "enabled": True,
@@ -352,6 +364,73 @@ def test_a_stage_may_have_a_scheduler_where_the_job_has_none() -> None:
 def test_what_does_not_fit_together_is_refused(data: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         parse(data)
+
+
+def evaluated(**more: Any) -> dict[str, Any]:
+    """A config with an evaluation dataset and two metrics."""
+    metrics = {"accuracy": "m:accuracy", "quality": "m:Quality"}
+    return {**LAYERS, "data": {"train": "m:train", "test": "m:test"}, "metrics": metrics, **more}
+
+
+def test_evaluations_follow_epochs_unless_steps_are_given() -> None:
+    for given, epochs in (
+        ({}, 1),
+        ({"evaluate_every": 3}, 3),
+        ({"evaluate_every": 0}, 0),
+        ({"evaluate_every_steps": 7}, 0),
+        ({"evaluate_every": 0, "evaluate_every_steps": 7}, 0),
+    ):
+        assert parse(evaluated(**given)).evaluate_every_epochs == epochs
+
+
+def test_whether_less_or_more_is_better_is_said_or_known_by_name() -> None:
+    for section, mode in (
+        ({}, "min"),
+        ({"metric": "accuracy"}, "max"),
+        ({"metric": "quality", "mode": "min"}, "min"),
+        ({"metric": "quality.f1"}, "max"),
+        ({"metric": "accuracy", "mode": "min"}, "min"),
+    ):
+        found = parse(evaluated(early_stopping=section)).early_stopping
+        assert found is not None
+        assert found.direction == mode
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"early_stopping": {"metric": "acuracy", "mode": "max"}}, "did you mean 'accuracy'"),
+        ({"early_stopping": {"metric": "quality"}}, "less or more of 'quality' better"),
+        ({"early_stopping": {"metric": "f1"}}, "'f1' is not among loss, accuracy, quality"),
+        ({"early_stopping": {}, "evaluate_every": 0}, "needs evaluations, and evaluate_every is 0"),
+        ({"early_stopping": {"patience": 0}}, "early_stopping.patience: "),
+        ({"early_stopping": {"min_delta": -1.0}}, "early_stopping.min_delta: "),
+        ({"checkpoint": {"dir": "d", "best": "lss", "best_mode": "min"}}, "did you mean 'loss'"),
+        ({"checkpoint": {"dir": "d", "best": "quality"}}, "give `best_mode` ="),
+        ({"checkpoint": {"dir": "d", "best_mode": "max"}}, "`best_mode` of what"),
+        ({"evaluate_every": 1, "evaluate_every_steps": 5}, "not both"),
+        ({"evaluate_every_steps": 5, "data": None}, "evaluate_every_steps needs an evaluation dat"),
+        ({"early_stopping": {}, "data": {"train": "m:t"}}, r"\[early_stopping\] needs an eval"),
+        ({"checkpoint": {"dir": "d", "best": "loss"}, "data": None}, "checkpoint.best needs an ev"),
+    ],
+)
+def test_what_is_decided_by_evaluations_needs_them(more: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse(evaluated(**more))
+
+
+def test_a_config_without_evaluation_is_a_valid_one() -> None:
+    config = parse(
+        evaluated(
+            evaluate_every_steps=3,
+            early_stopping={},
+            checkpoint={"dir": "d", "best": "accuracy"},
+            report="m:report",
+        )
+    )
+    plain = config.without_evaluation()
+    assert Config.model_validate_json(plain.model_dump_json()) == plain
+    assert (plain.watched, plain.metrics) == ({}, {})
 
 
 def keys_with_wrong_values() -> list[tuple[str, object]]:

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from rpcmp.checkpoint import ranges
 from rpcmp.checkpoint.export import export
 from rpcmp.checkpoint.files import sha256_of
-from rpcmp.checkpoint.folder import CheckpointFolder
-from rpcmp.checkpoint.manifest import Cursor, Manifest, StageFile
+from rpcmp.checkpoint.folder import CheckpointFolder, look
+from rpcmp.checkpoint.manifest import BestMark, Cursor, Manifest, StageFile
 from rpcmp.cli import cli
 from rpcmp.errors import CheckpointError, ConfigError
 
@@ -366,6 +366,27 @@ def test_the_command_fails_where_nothing_can_be_exported(tmp_path: Path) -> None
     error = command(tmp_path, tmp_path / "out").exception
     assert isinstance(error, CheckpointError)
     assert error.exit_code == 2
+
+
+def test_the_best_is_taken_and_no_other_in_its_place(three: list[Path], tmp_path: Path) -> None:
+    middle, target = three[1], tmp_path / "model.safetensors"
+    with pytest.raises(CheckpointError, match=r"is marked as the best: set `best` in \[checkpoint"):
+        export(middle.parent, target, best=True)
+    found = look(middle)
+    assert found is not None
+    assert found.manifest is not None
+    mark = BestMark(metric="accuracy", value=0.75)
+    marked = found.manifest.model_copy(update={"best": mark})
+    CheckpointFolder(middle.parent).commit(marked)
+    taken = command("--best", middle.parent, target)
+    assert taken.exit_code == 0, taken.output
+    assert taken.output.startswith(f"step {marked.step}, accuracy 0.7500: ")
+    flip(middle / "stage0.safetensors")
+    with pytest.raises(CheckpointError, match="is damaged"):
+        export(middle.parent, target, best=True)
+    flip(three[0] / "manifest.json")
+    with pytest.raises(CheckpointError, match="may have been the best: remove it"):
+        export(middle.parent, target, best=True)
 
 
 def test_the_command_needs_no_torch(three: list[Path], tmp_path: Path) -> None:

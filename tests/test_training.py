@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,11 +13,14 @@ import pytest
 
 from rpcmp.config import Config
 from rpcmp.configfile import parse
+from rpcmp.driver.best import Best
+from rpcmp.driver.datasets import Datasets
 from rpcmp.driver.evaluation import Evaluation
 from rpcmp.driver.group import Group, Round
+from rpcmp.driver.metrics import Metrics
 from rpcmp.driver.progress import Progress
 from rpcmp.driver.tracer import Tracer
-from rpcmp.driver.training import Datasets, Training
+from rpcmp.driver.training import Training
 from rpcmp.process.channel import Message
 from rpcmp.trace import chrome
 from rpcmp.trace.spans import Kind, Span
@@ -31,9 +35,11 @@ class Stages:
     Attributes:
         optimizer: the same, for the optimizers.
         is_held: whether steps are held.
+        test_losses: what evaluations give, by step; 0.5 after all others.
     """
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, test_losses: dict[int, float] | None = None) -> None:
+        self.test_losses = test_losses or {}
         self.log: list[str] = []
         self.ends: set[End] = set()
         self.optimizer = self
@@ -72,9 +78,9 @@ class Stages:
     def step_scheduler(self, loss: float) -> None:
         self.log.append(f"scheduler {loss}")
 
-    def evaluate(self, inputs: Any, targets: Any, step: int) -> Evaluation:
+    def evaluate(self, inputs: Any, targets: Any, step: int, own: Metrics) -> Evaluation:
         self.log.append(f"evaluate{step}")
-        return Evaluation(len(inputs), 0.5)
+        return Evaluation(len(inputs), self.test_losses.get(step, 0.5))
 
     @staticmethod
     def _reports(step: int) -> dict[str, StepReport]:
@@ -298,3 +304,118 @@ def test_a_run_that_was_stopped_saves_its_last_step() -> None:
     training.run(evaluate=True)
     training.save()
     assert stages.log[-1] == f"save{training.progress.step}"
+
+
+TESTED = {"train": "tests.models:dataset", "test": "tests.models:dataset", "batch_size": 5}
+"""Two steps an epoch, two mini-batches an evaluation."""
+
+
+def evaluations(log: list[str]) -> list[int]:
+    """The steps that were evaluated; each has two mini-batches."""
+    found = [int(entry.removeprefix("evaluate")) for entry in log if entry.startswith("evaluate")]
+    assert found[::2] == found[1::2]
+    return found[::2]
+
+
+@pytest.mark.parametrize("count", [{"steps": 8}, {"epochs": 4}])
+def test_evaluations_follow_every_so_many_steps(count: dict[str, int]) -> None:
+    stages, reported = train(job(evaluate_every_steps=3, data=TESTED, **count))
+    assert evaluations(stages.log) == [3, 6, 8]
+    told = [(event["step"], event["epoch"]) for event in reported if event["event"] == "eval"]
+    assert told == [(3, 2), (6, 3), (8, 4)]
+    assert stages.log[:11] == [  # no step is under way meanwhile
+        *("start1", "start2", "finish1", "start3", "finish2", "finish3", "settle"),
+        *("evaluate3", "evaluate3", "start4", "start5"),
+    ]
+
+
+def test_a_run_that_goes_on_is_evaluated_after_the_same_steps() -> None:
+    config = job(steps=8, evaluate_every_steps=3, data=TESTED)
+    for step, begin in progress_of(config).items():
+        log = go_on(config, begin)
+        # The one after the step that it goes on from is done again: who went before may not have.
+        assert evaluations(log) == [found for found in (3, 6, 8) if found >= step]
+
+
+STOPPING = {"patience": 2, "min_delta": 0.01}
+LOSSES = {2: 0.5, 4: 0.4, 6: 0.395, 8: math.nan, 10: 0.1}
+
+
+def test_a_run_ends_when_evaluations_do_not_get_better() -> None:
+    config = job(steps=20, evaluate_every_steps=2, data=TESTED, early_stopping=STOPPING)
+    reported: list[Message] = []
+    stages = Stages(config, LOSSES)
+    _training(config, stages, reported.append, threading.Event()).run(evaluate=True)
+    assert evaluations(stages.log) == [2, 4, 6, 8]  # the last is not evaluated twice
+    (told,) = [event for event in reported if event["event"] == "early_stop"]
+    assert (told["step"], told["best_step"], told["best"], told["waited"]) == (8, 4, 0.4, 2)
+    assert "start9" not in stages.log
+    known = {e["step"]: Progress.from_message(e) for e in reported if e["event"] == "progress"}
+    for step, begin in known.items():  # the last that was told of each step
+        again = Stages(config, LOSSES)
+        told_again: list[Message] = []
+        _training(config, again, told_again.append, threading.Event(), begin).run(evaluate=True)
+        assert evaluations(again.log) == [found for found in (2, 4, 6, 8) if found >= step]
+        assert "start9" not in again.log
+        assert [event for event in told_again if event["event"] == "early_stop"] == [told]
+
+
+def test_more_patience_lets_a_run_go_on_that_had_stopped() -> None:
+    config = job(steps=12, evaluate_every_steps=2, data=TESTED, early_stopping=STOPPING)
+    reported: list[Message] = []
+    training = _training(config, Stages(config, LOSSES), reported.append, threading.Event())
+    training.run(evaluate=True)
+    patient = job(
+        steps=12,
+        evaluate_every_steps=2,
+        data=TESTED,
+        early_stopping={**STOPPING, "patience": 3},
+    )
+    stages = Stages(patient, LOSSES)
+    _training(patient, stages, reported.append, threading.Event(), training.progress).run(True)
+    assert evaluations(stages.log) == [8, 10, 12]
+
+
+def test_the_best_step_is_saved_and_waited_for() -> None:
+    config = job(
+        steps=10,
+        evaluate_every_steps=2,
+        data=TESTED,
+        checkpoint={"dir": "saved", "every_steps": 5, "best": "loss"},
+    )
+    losses = {2: 0.5, 4: 0.6, 6: math.nan, 8: 0.3, 10: 0.2}
+    stages, training = _saving(config, losses)
+    saved = [entry for entry in stages.log if "save" in entry or entry.startswith("evaluate")]
+    assert saved == [
+        *("evaluate2", "evaluate2", "save2", "evaluate4", "evaluate4"),
+        *("start5+save", "evaluate6", "evaluate6", "evaluate8", "evaluate8", "save8"),
+        *("start10+save", "evaluate10", "evaluate10"),
+    ]
+    assert training.progress.best == Best("loss", "min", 0.2, 10)
+
+
+def test_a_best_step_that_the_disks_do_not_take_is_none() -> None:
+    config = job(
+        steps=6,
+        evaluate_every_steps=2,
+        data=TESTED,
+        checkpoint={"dir": "saved", "every_steps": 100, "best": "loss"},
+    )
+    stages, training = _saving(config, {2: 0.5, 4: 0.1, 6: 0.3}, failing=4)
+    assert [entry for entry in stages.log if "save" in entry] == ["save2", "save4", "start6+save"]
+    assert training.progress.best == Best("loss", "min", 0.3, 6)
+
+
+def _saving(config: Config, losses: dict[int, float], failing: int = 0) -> tuple[Stages, Training]:
+    """A run whose supervisor has every checkpoint on the disks when the driver waits for it."""
+    stages = Stages(config, losses)
+
+    def report(event: Message) -> None:
+        if event["event"] == "progress" and event["awaits_save"]:
+            step = event["step"]
+            later = threading.Timer(0.01, lambda: training.saves.note_done(step, step == failing))
+            later.start()
+
+    training = _training(config, stages, report, threading.Event())
+    training.run(evaluate=True)
+    return stages, training

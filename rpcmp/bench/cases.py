@@ -204,5 +204,8 @@ def _plain(data: dict[str, Any]) -> dict[str, Any]:
         "metrics": {},
         "report": None,
         "evaluate_every": 0,
+        "evaluate_every_steps": None,
+        "early_stopping": None,
+        "checkpoint": None,
         "data": {**data["data"], "test": None, "drop_last": True},
     }

@@ -54,13 +54,14 @@ class _Source:
     tensor: TensorRange
 
 
-def export(source: Path, target: Path) -> Exported:
+def export(source: Path, target: Path, best: bool = False) -> Exported:
     """Write the model of a checkpoint to `target`, all or nothing.
 
     Args:
         source: a checkpoint folder, of which the newest checkpoint is taken that is whole and whose
             files are all here; or one step folder.
         target: the safetensors file to write.
+        best: take the one that is marked as the best, and no other where that is not whole.
 
     Raises:
         CheckpointError: there is no such checkpoint; says what is wrong with those that there are.
@@ -68,7 +69,7 @@ def export(source: Path, target: Path) -> Exported:
     """
     _require_place(target)
     skipped: list[str] = []
-    for found in _candidates(source):
+    for found in _best(source) if best else _candidates(source):
         problems = [found.problem] if found.manifest is None else verify(found.path, found.manifest)
         if found.manifest and not problems:
             return _export(found.path, found.manifest, target, tuple(skipped))
@@ -120,6 +121,22 @@ def _candidates(source: Path) -> list[Found]:
     if not every:
         raise CheckpointError(f"{source} holds no checkpoint")
     return every
+
+
+def _best(source: Path) -> list[Found]:
+    """The best checkpoint.
+
+    Raises:
+        CheckpointError: none is marked so, or one that may be it is damaged.
+    """
+    for found in _candidates(source):
+        if found.manifest is None:
+            raise CheckpointError(f"{found.problem}; it may have been the best: remove it")
+        if found.manifest.best is not None:
+            return [found]
+    raise CheckpointError(
+        f"no checkpoint in {source} is marked as the best: set `best` in [checkpoint] for that"
+    )
 
 
 def _export(

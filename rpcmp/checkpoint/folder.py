@@ -66,6 +66,14 @@ class CheckpointFolder:
         """
         return [found.manifest for found in self.found() if found.manifest]
 
+    def best(self) -> Manifest | None:
+        """The best checkpoint: the newest that is marked so; None: none is.
+
+        Raises:
+            CheckpointError: the folder cannot be read.
+        """
+        return next((manifest for manifest in self.valid() if manifest.best is not None), None)
+
     def require_run(self, run: str | None) -> None:
         """Fail when there are checkpoints of another run, which this one would mix with and prune.
 
@@ -94,19 +102,20 @@ class CheckpointFolder:
             )
 
     def surplus(self, keep: int) -> list[Path]:
-        """Step folders that are not needed besides the newest `keep` valid checkpoints.
+        """Step folders that are not needed besides the newest `keep` valid ones and the best.
 
         The newest valid one always stays, and what is newer: its stages may be writing it.
 
         Raises:
             CheckpointError: the folder cannot be read.
         """
-        valid = [self.path_of(manifest.step) for manifest in self.valid()]
-        kept = valid[:keep]
+        valid = self.valid()
         if not valid:
             return []
-        older = [path for path in self._step_folders() if _step(path) < _step(valid[0])]
-        return [path for path in older if path not in kept]
+        best = [manifest for manifest in valid if manifest.best is not None][:1]
+        kept = {manifest.step for manifest in (*valid[:keep], *best)}
+        older = [path for path in self._step_folders() if _step(path) < valid[0].step]
+        return [path for path in older if _step(path) not in kept]
 
     def remove(self, step_folder: Path) -> None:
         """Remove a step folder, or what is left of it.

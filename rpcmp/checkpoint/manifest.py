@@ -58,6 +58,13 @@ class StageFile(Strict):
     state: str
 
 
+class BestMark(Strict):
+    """What makes a checkpoint the best of its run, up to its step: a metric, and its value."""
+
+    metric: str
+    value: float
+
+
 class Manifest(Strict):
     """A whole checkpoint.
 
@@ -69,6 +76,7 @@ class Manifest(Strict):
         generation: counts the starts of the run's processes, from 1.
         cursor: where in the data.
         driver: the driver's own state.
+        best: marks the best checkpoint up to this step; the newest that is marked is the best.
         rng: the states of its random generators.
         versions: of rpcmp, torch and Python.
         config: the job's, see rpcmp.checkpoint.redaction.
@@ -83,6 +91,7 @@ class Manifest(Strict):
     generation: Ordinal
     cursor: Cursor
     driver: dict[str, JsonValue]
+    best: BestMark | None = None
     rng: dict[str, JsonValue]
     versions: dict[str, str]
     config: dict[str, JsonValue]

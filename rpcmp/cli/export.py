@@ -10,7 +10,8 @@ import click
 @click.command()
 @click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
 @click.argument("file", type=click.Path(path_type=Path))
-def export(folder: Path, file: Path) -> None:
+@click.option("--best", is_flag=True, help="Take the best checkpoint, by `checkpoint.best`.")
+def export(folder: Path, file: Path, best: bool) -> None:
     """Write the model of a checkpoint to one safetensors FILE, which plain torch loads.
 
     DIR is a checkpoint folder, of which the newest whole checkpoint is taken, or one step folder in
@@ -20,14 +21,14 @@ def export(folder: Path, file: Path) -> None:
     \b
     Example:
       rpcmp export checkpoints model.safetensors
+      rpcmp export --best checkpoints model.safetensors
     """
     from rpcmp import sizes
     from rpcmp.checkpoint.export import export as run
 
-    result = run(folder, file)
+    result = run(folder, file, best)
     for problem in result.skipped:
         click.echo(f"skipped: {problem}", err=True)
-    click.echo(
-        f"step {result.step}: {result.num_tensors} tensors, {sizes.show(result.size)} written to "
-        f"{file}"
-    )
+    mark = result.manifest.best if best else None
+    what = f"step {result.step}" + (f", {mark.metric} {mark.value:.4f}" if mark else "")
+    click.echo(f"{what}: {result.num_tensors} tensors, {sizes.show(result.size)} written to {file}")

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from rpcmp import sizes
-from rpcmp.cli import faultlines
+from rpcmp.cli import bestlines, faultlines
 from rpcmp.cli.aside import Report
 from rpcmp.config import Config
 from rpcmp.process.channel import Message
@@ -127,6 +127,8 @@ def _lines(event: Message, config: Config, steps: int) -> Iterator[str]:
         case "eval":
             found = {k: v for k, v in event.items() if k not in ("event", "step", "epoch")}
             yield f"evaluation after step {event['step']}: {_numbers(found)}"
+        case "early_stop" | "best":
+            yield bestlines.line(event)
         case "report":
             yield event["text"]
         case "fault" | "recovered" | "waiting" | "replaced" | "resumed" | "checkpoint" | "warning":
@@ -136,6 +138,8 @@ def _lines(event: Message, config: Config, steps: int) -> Iterator[str]:
                 f"done: {event['steps']} steps, last loss {event['loss']:.4f}"
                 + (f", {_numbers(event['metrics'], 'test ')}" if event["metrics"] else "")
             )
+            if "best" in event:
+                yield bestlines.kept(event["best"])
             yield f"peak memory {_memory(event['memory'])}"
             if "plan" in event:
                 yield _compared(event["plan"])

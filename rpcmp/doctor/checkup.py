@@ -89,12 +89,14 @@ class Checkup:
             if config.checkpoint is not None and config.checkpoint.shared:
                 with contextlib.suppress(OSError):  # the driver's own look says why
                     marker = placed.enter_context(marked(config.checkpoint_folder))
+            home = await self._look_at_home(marker)
+            own = home.facts.driver_metrics if home.facts else []
             stages = await asyncio.gather(
-                *(self._visit(client, i, marker) for i, client in enumerate(self._clients))
+                *(self._visit(client, i, marker, own) for i, client in enumerate(self._clients))
             )
             at = config.recovery.spares
-            spares = await asyncio.gather(*(self._visit_spare(one, marker) for one in at))
-            return await self._look_at_home(marker), stages, spares
+            spares = await asyncio.gather(*(self._visit_spare(one, marker, own) for one in at))
+            return home, stages, spares
 
     async def try_links(self, everybody: Sequence[Seen]) -> list[SeenLink]:
         """The ways between those who are there, one after the other."""
@@ -107,12 +109,14 @@ class Checkup:
         there = [link for link in used if link.one in facts and link.other in facts]
         return [await self._try(link, facts) for link in there]
 
-    async def _visit(self, client: StageClient, index: int, marker: str) -> Seen:
-        order = orders.of_stage(self._config, index, marker)
+    async def _visit(
+        self, client: StageClient, index: int, marker: str, driver_metrics: Sequence[str]
+    ) -> Seen:
+        order = orders.of_stage(self._config, index, marker, driver_metrics)
         return await self._ask(client, client.name, index, order)
 
-    async def _visit_spare(self, address: str, marker: str) -> Seen:
-        order = orders.of_spare(self._config, marker)
+    async def _visit_spare(self, address: str, marker: str, driver_metrics: Sequence[str]) -> Seen:
+        order = orders.of_spare(self._config, marker, driver_metrics)
         async with StageClient("spare", address, self._dialer) as client:
             return await self._ask(client, f"spare {address}", None, order)
 

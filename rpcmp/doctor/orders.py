@@ -2,40 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from rpcmp.config import Config
 from rpcmp.examination.facts import Order
 from rpcmp.sections import Factory
 
 
-def of_stage(config: Config, index: int, marker: str) -> Order:
+def of_stage(
+    config: Config, index: int, marker: str, driver_metrics: Collection[str] = ()
+) -> Order:
     """One stage's.
 
     Args:
         marker: name of the driver's file in the folder of checkpoints; empty: it is not shared.
+        driver_metrics: config keys of the metrics that the driver computes instead of a stage.
     """
+    sinks = {key: value for key, value in _metrics(config).items() if key not in driver_metrics}
     is_sink = config.stage_names[index] == config.graph().sink
     callables = _names(
         {
             **_own_or_jobs(config, index),
-            **({"loss": config.loss, **_metrics(config)} if is_sink else {}),
+            **({"loss": config.loss, **sinks} if is_sink else {}),
         }
     )
     devices = [config.stage(index).device]
     return _order(config, {**_model(config, index), **callables}, marker, devices)
 
 
-def of_spare(config: Config, marker: str) -> Order:
+def of_spare(config: Config, marker: str, driver_metrics: Collection[str] = ()) -> Order:
     """That of a server which may take any stage."""
-    stages = [of_stage(config, index, marker) for index in range(config.num_stages)]
+    stages = [of_stage(config, i, marker, driver_metrics) for i in range(config.num_stages)]
     callables = {key: name for stage in stages for key, name in stage.callables.items()}
     devices = sorted({device for stage in stages for device in stage.devices})
     return _order(config, callables, marker, devices)
 
 
 def of_driver(config: Config, marker: str) -> Order:
-    """The driver's: it loads the data, and reads the list of layers."""
+    """The driver's: it loads the data, reads the list of layers, and computes some metrics."""
     data = config.data
     callables = _names(
         {
@@ -45,7 +49,8 @@ def of_driver(config: Config, marker: str) -> Order:
         }
     )
     model = _model(config, 0) if config.model is not None else {}
-    return _order(config, {**model, **callables}, marker, ["cpu"])
+    order = _order(config, {**model, **callables}, marker, ["cpu"])
+    return order.model_copy(update={"metrics": _names(_metrics(config))})
 
 
 def _model(config: Config, index: int) -> dict[str, str]:

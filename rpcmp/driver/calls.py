@@ -10,6 +10,7 @@ from torch import Tensor
 
 from rpcmp.config import Config
 from rpcmp.driver.group import Group
+from rpcmp.driver.metrics import Metrics
 from rpcmp.errors import JobError, RpcmpError, one_line, to_wire
 from rpcmp.handoff import Handoff
 from rpcmp.process.activity import PHASE_BYTES, Activity
@@ -27,6 +28,7 @@ class Calls:
         config, group: the job.
         step: optimizer steps that the group has done.
         kept: the number that it goes on from.
+        metrics: those that the driver computes.
 
     Attributes:
         step: as given, from then on counted.
@@ -34,9 +36,17 @@ class Calls:
         kept: the newest number that all stages have kept something under.
     """
 
-    def __init__(self, config: Config, group: Group, step: int = 0, kept: int = 0) -> None:
+    def __init__(
+        self,
+        config: Config,
+        group: Group,
+        step: int = 0,
+        kept: int = 0,
+        metrics: Metrics | None = None,
+    ) -> None:
         self._config = config
         self._group = group
+        self._metrics = metrics or Metrics({})
         self._has_gradients = False
         self.step = step
         self.version = 0
@@ -61,8 +71,10 @@ class Calls:
 
     def evaluate(self, inputs: Any, targets: Any) -> dict[str, Any]:
         """Number of samples, loss and metrics."""
-        found = self._group.evaluate(inputs, targets, self.step)
-        return {"num_samples": found.num_samples, "loss": found.loss, "metrics": found.metrics}
+        self._metrics.reset()
+        found = self._group.evaluate(inputs, targets, self.step, self._metrics)
+        metrics = {**found.metrics, **self._metrics.compute()}
+        return {"num_samples": found.num_samples, "loss": found.loss, "metrics": metrics}
 
     def predict(self, inputs: Any) -> Any:
         """The last stage's outputs."""

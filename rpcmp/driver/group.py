@@ -19,6 +19,7 @@ import torch
 from rpcmp import digest, inflight, microbatch, transport, tree
 from rpcmp.config import Config
 from rpcmp.driver.evaluation import Evaluation, mean
+from rpcmp.driver.metrics import Metrics
 from rpcmp.driver.optimizer import DistributedOptimizer
 from rpcmp.errors import (
     ConfigError,
@@ -187,11 +188,22 @@ class Group:
         """
         self._everywhere(Stage.save, step)
 
-    def evaluate(self, inputs: Any, targets: Any, step: int) -> Evaluation:
-        """Loss and metrics of a mini-batch; parameters and gradients stay as they are."""
+    def evaluate(
+        self, inputs: Any, targets: Any, step: int, own: Metrics | None = None
+    ) -> Evaluation:
+        """Loss and means of a mini-batch; parameters and gradients stay as they are.
 
+        Args:
+            inputs, targets: trees of tensors whose first dimension counts the samples.
+            step: the optimizer step that this follows.
+            own: the driver's metrics, which take in every micro-batch, in order.
+        """
         works = self._works(Mode.EVALUATE, step, inputs, targets)
         found: list[Evaluated] = self._finish(self._ask_all(works))
+        if own is not None and own.names:
+            parts = microbatch.split(targets, self._config.num_microbatches)
+            for answer, part in zip(found, parts, strict=True):
+                own.update(answer.outputs, part)
         return mean(
             Evaluation(work.num_samples, answer.loss, answer.metrics)
             for work, answer in zip(works, found, strict=True)

@@ -22,10 +22,12 @@ from pathlib import Path
 from rpcmp import factory, inflight, plan, transport, unpickling
 from rpcmp.config import Config
 from rpcmp.driver import calls
+from rpcmp.driver.datasets import Datasets
 from rpcmp.driver.group import Group
+from rpcmp.driver.metrics import Metrics
 from rpcmp.driver.progress import Progress
 from rpcmp.driver.tracer import Tracer
-from rpcmp.driver.training import Datasets, Training
+from rpcmp.driver.training import Training
 from rpcmp.errors import JobError, RpcmpError, one_line, to_wire
 from rpcmp.process import heartbeat
 from rpcmp.process.channel import Bond, Message
@@ -63,6 +65,7 @@ class DriverProcess:
         self._training: Training | None = None
         self._saves_at_end = False
         self._datasets: Datasets | None = None
+        self._metrics = Metrics({})
         self._store = ChannelStore(self._channel.send)
         threading.Thread(target=self._listen, daemon=True).start()
 
@@ -79,7 +82,7 @@ class DriverProcess:
         group = Group(config, self._source)
         match work["op"]:
             case "serve":
-                model = calls.Calls(config, group, work["step"], work["kept"])
+                model = calls.Calls(config, group, work["step"], work["kept"], self._metrics)
                 calls.serve(model, self._fds[0], self._activity)
             case "train":
                 self._train(config, group, work)
@@ -98,7 +101,9 @@ class DriverProcess:
         settings = [Setting(**setting) for setting in message["settings"]]
         configs = [config, *(setting.on(config) for setting in settings)]
         transport.reserve_threads(max(map(inflight.in_flight, configs)))
-        assignments = [part.model_dump_json() for part in plan.assign(config, settings)]
+        self._metrics = Metrics.load(config)
+        assigned = plan.assign(config, settings, self._metrics.names)
+        assignments = [part.model_dump_json() for part in assigned]
         if message["load_data"]:
             self._datasets = Datasets.load(config)
         if config.report is not None:
@@ -160,7 +165,15 @@ class DriverProcess:
             raise JobError("the driver process was told to train without having loaded its data")
         send = self._channel.send
         return Training(
-            config, self._datasets, group, send, self._stop, begin, self._activity, tracer
+            config,
+            self._datasets,
+            group,
+            send,
+            self._stop,
+            begin,
+            self._activity,
+            tracer,
+            self._metrics,
         )
 
     def _expect(self, op: str) -> Message:
@@ -179,7 +192,7 @@ class DriverProcess:
                     self._stop.set()
                 case "saved":
                     if self._training is not None:
-                        self._training.saves.note_done(message["step"])
+                        self._training.saves.note_done(message["step"], message["failed"])
                 case _:
                     self._messages.put(message)
         os._exit(128 + signal.SIGHUP)

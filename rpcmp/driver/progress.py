@@ -7,6 +7,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Self
 
+from rpcmp.config import Config
+from rpcmp.driver.best import Best
+from rpcmp.driver.earlystopping import EarlyStopping
+
 
 @dataclass(frozen=True)
 class Progress:
@@ -19,6 +23,8 @@ class Progress:
         loss: the last step's.
         epoch_loss: the sum of the losses of that epoch's steps, for schedulers that watch it.
         metrics: of the last evaluation before.
+        stopping: what early stopping makes of all of them; None: it is off.
+        best: which of them was the best; None: no step is kept for it, or there was none.
         is_saved: whether a checkpoint has all this already.
         since_saved: seconds since the run's last checkpoint, when it went on from here.
         has_ended_epoch: whether what follows an epoch's last step has been done as well.
@@ -30,6 +36,8 @@ class Progress:
     loss: float = math.nan
     epoch_loss: float = 0.0
     metrics: dict[str, float] = field(default_factory=dict)
+    stopping: EarlyStopping | None = None
+    best: Best | None = None
     is_saved: bool = False
     since_saved: float = 0.0
     has_ended_epoch: bool = False
@@ -48,6 +56,30 @@ class Progress:
             has_ended_epoch=False,
         )
 
+    def under(self, config: Config) -> Self:
+        """The same under a config that may be another: what was decided by other rules is void."""
+        stopping, best = None, self.best
+        if (section := config.early_stopping) is not None:
+            stopping = EarlyStopping.begin(section, self.stopping)
+        saved = config.checkpoint
+        if best is not None and (
+            saved is None
+            or saved.best is None
+            or (best.metric, best.mode) != (saved.best, saved.best_direction)
+        ):
+            best = None
+        return replace(self, stopping=stopping, best=best)
+
+    def evaluated(self, config: Config, values: dict[str, float]) -> Self:
+        """After an evaluation: what it gave, and what follows from it."""
+        stopping, best = self.stopping, self.best
+        if (section := config.early_stopping) is not None and stopping is not None:
+            stopping = stopping.after(self.step, values[section.metric], section.min_delta)
+        if (saved := config.checkpoint) is not None and saved.best is not None:
+            found = Best(saved.best, saved.best_direction, values[saved.best], self.step)
+            best = found.against(best)
+        return replace(self, metrics=values, stopping=stopping, best=best)
+
     @property
     def mean_loss(self) -> float:
         """Of the epoch's steps."""
@@ -61,4 +93,8 @@ class Progress:
     def from_message(cls, message: Mapping[str, Any]) -> Self:
         """What `message` gave, whatever else the other end has added."""
         names = {field.name for field in fields(cls)}
-        return cls(**{name: value for name, value in message.items() if name in names})
+        found = {name: value for name, value in message.items() if name in names}
+        for name, kind in (("stopping", EarlyStopping), ("best", Best)):
+            if found.get(name) is not None:
+                found[name] = kind(**found[name])
+        return cls(**found)

@@ -40,6 +40,7 @@ class Saves:
         self._changed = threading.Condition()
         self._begun = time.monotonic() - since
         self._under_way: set[int] = set()
+        self._failed: set[int] = set()
         self._saved = saved
 
     def is_due(self, step: int) -> bool:
@@ -62,11 +63,17 @@ class Saves:
         """Whether `step` is one of the last that are, or will be, saved; a disk is asked once."""
         return step in self._under_way or self._saved == step
 
-    def note_done(self, step: int) -> None:
+    def note_done(self, step: int, failed: bool = False) -> None:
         """Hear that the checkpoint of `step` is on the disks, or that it failed."""
         with self._changed:
             self._under_way.discard(step)
+            if failed:
+                self._failed.add(step)
             self._changed.notify_all()
+
+    def has_failed(self, step: int) -> bool:
+        """Whether the checkpoint of `step` could not be made."""
+        return step in self._failed
 
     def wait(self) -> None:
         """Wait until none is under way."""

@@ -12,59 +12,28 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
-from rpcmp import data, factory
+from rpcmp import factory
 from rpcmp.config import Config
-from rpcmp.data import Batches
-from rpcmp.driver.evaluation import Evaluation, mean
+from rpcmp.driver.best import Best
+from rpcmp.driver.datasets import Datasets
+from rpcmp.driver.earlystopping import EarlyStopping
+from rpcmp.driver.evaluator import Evaluator
 from rpcmp.driver.group import Group, Round
+from rpcmp.driver.metrics import Metrics
 from rpcmp.driver.progress import Progress
 from rpcmp.driver.saves import Saves
 from rpcmp.driver.tracer import Tracer
-from rpcmp.errors import ConfigError, FactoryError
+from rpcmp.errors import FactoryError
 from rpcmp.inflight import STEPS_AHEAD
 from rpcmp.microbatch import num_samples
 from rpcmp.process.activity import Activity
 from rpcmp.process.channel import Message
-from rpcmp.sections import DataConfig
 from rpcmp.work import End, StepReport
 
 Report = Callable[[Message], None]
-
-
-@dataclass(frozen=True)
-class Datasets:
-    """What a job trains and evaluates on."""
-
-    train: Batches
-    test: Batches | None
-
-    @classmethod
-    def load(cls, config: Config) -> Datasets:
-        """The datasets of `[data]`.
-
-        Raises:
-            ConfigError: there is no `[data]`, or a dataset cannot be used.
-        """
-        section = config.data
-        if section is None:
-            raise ConfigError("the config has no [data] section, which training from it needs")
-        train = data.load(section.train, "data.train", section, config.seed, training=True)
-        return cls(train, cls._load_test(section, config.seed))
-
-    def close(self) -> None:
-        """End the processes that load samples, where there are any."""
-        for batches in (self.train, self.test):
-            if batches is not None:
-                batches.close()
-
-    @staticmethod
-    def _load_test(section: DataConfig, seed: int) -> Batches | None:
-        if section.test is None:
-            return None
-        return data.load(section.test, "data.test", section, seed, training=False)
 
 
 @dataclass(frozen=True)
@@ -105,6 +74,7 @@ class Training:
         begin: how far the run has come already.
         activity: told what the driver does.
         tracer: told of every step.
+        metrics: those that the driver computes.
 
     Attributes:
         progress: how far the run has come.
@@ -121,17 +91,22 @@ class Training:
         begin: Progress | None = None,
         activity: Activity | None = None,
         tracer: Tracer | None = None,
+        metrics: Metrics | None = None,
     ) -> None:
         self._config = config
         self._datasets = datasets
         self._group = group
         self._report = report
-        self.progress = begin or Progress()
+        self.progress = (begin or Progress()).under(config)
         saved = self.progress.step if self.progress.is_saved else 0
         self.saves = Saves(config, self.total_steps(), saved, self.progress.since_saved)
         self._activity = activity or Activity()
         self._stop = stop
         self._tracer = tracer
+        self._evaluator = Evaluator(
+            config, datasets.test, group, metrics or Metrics({}), stop, self._activity
+        )
+        self._evaluated_after = -1
         self._under_way: deque[tuple[_Step, Round]] = deque()
         self._untold: Message | None = None
         self._last: Message | None = None
@@ -152,10 +127,14 @@ class Training:
         Args:
             evaluate: evaluate after epochs and at the end, and write the report.
         """
-        self._end_epoch_again(evaluate)
-        self._train(self._mini_batches(), evaluate)
+        self._follow_again(evaluate)
+        if self._over(evaluate) is None:
+            self._train(self._mini_batches(), evaluate)
+        if (over := self._over(evaluate)) is not None:
+            self._report({"event": "early_stop", **asdict(over), "step": self.progress.step})
         if evaluate and not self._stop.is_set():
-            self._evaluate(self.progress.epoch)
+            if self._evaluated_after != self.progress.step:
+                self._evaluate(self.progress.epoch)
             self._write_report()
 
     def save(self) -> None:
@@ -189,29 +168,38 @@ class Training:
                 self._finish(*self._under_way.popleft())
             if self._must_drain(step, evaluate):
                 self._drain()
-                self._end_epoch(step, evaluate)
-            if self._stop.is_set():
+                self._follow(step, evaluate)
+                self._ended = time.perf_counter()  # none of that is the next step's
+            if self._stop.is_set() or self._over(evaluate) is not None:
                 break
         self._drain()
 
-    def _end_epoch_again(self, evaluate: bool) -> None:
-        """What follows an epoch's last step, where the run goes on from right after it."""
+    def _follow_again(self, evaluate: bool) -> None:
+        """What follows a step, where the run goes on from right after it."""
         begin = self.progress
-        if begin.batch == len(self._datasets.train) and not begin.has_ended_epoch:
-            step = _Step(begin.step, begin.epoch, True, None, None, 0.0)
-            if self._must_drain(step, evaluate):
-                self._end_epoch(step, evaluate)
+        ends_epoch = begin.batch == len(self._datasets.train)
+        step = _Step(begin.step, begin.epoch, ends_epoch, None, None, 0.0)
+        if begin.step and not begin.has_ended_epoch and self._must_drain(step, evaluate):
+            self._follow(step, evaluate)
+        elif begin.best is not None and begin.best.step == begin.step:
+            self._keep_best(None)
 
     def _must_drain(self, step: _Step, evaluate: bool) -> bool:
         """Whether something happens after this step for which all stages must have done it."""
-        steps_scheduler = self._config.steps_scheduler("epoch")
-        return step.ends_epoch and (steps_scheduler or self._is_evaluation_due(step, evaluate))
+        steps_scheduler = step.ends_epoch and self._config.steps_scheduler("epoch")
+        return steps_scheduler or self._is_evaluation_due(step, evaluate)
 
     def _is_evaluation_due(self, step: _Step, evaluate: bool) -> bool:
-        every = self._config.evaluate_every
-        if not evaluate or self._datasets.test is None or every == 0:
+        if not evaluate or step.number == self.total_steps():
             return False
-        return step.epoch % every == 0 and step.number != self.total_steps()
+        return self._evaluator.is_due(step.number, step.epoch, step.ends_epoch)
+
+    def _over(self, evaluate: bool) -> EarlyStopping | None:
+        """Why the run ends here, where evaluations have not got better for long enough."""
+        section, stopping = self._config.early_stopping, self.progress.stopping
+        if not evaluate or section is None or stopping is None:
+            return None
+        return stopping if stopping.is_over(section.patience) else None
 
     def _drain(self) -> None:
         """Wait until all stages have done all steps, and report them."""
@@ -290,27 +278,45 @@ class Training:
         more = {"told": self._last, "awaits_save": awaits_save}
         self._report({"event": "progress", **self.progress.message(), **more})
 
-    def _end_epoch(self, step: _Step, evaluate: bool) -> None:
-        self._epoch_ended_after = step.number
-        if self._config.scheduler_interval == "epoch":
-            self._group.optimizer.step_scheduler(self.progress.mean_loss)
+    def _follow(self, step: _Step, evaluate: bool) -> None:
+        """What comes after a step that all stages have done, and before the next one."""
+        if step.ends_epoch:
+            self._epoch_ended_after = step.number
+            if self._config.scheduler_interval == "epoch":
+                self._group.optimizer.step_scheduler(self.progress.mean_loss)
         if self._is_evaluation_due(step, evaluate) and not self._stop.is_set():
             self._evaluate(step.epoch)
 
     def _evaluate(self, epoch: int) -> None:
-        if self._datasets.test is None:
+        step, before = self.progress.step, self.progress.best
+        values = self._evaluator.run(step, epoch)
+        if values is None:
             return
-        parts: list[Evaluation] = []
+        self._evaluated_after = step
+        self._report({"event": "eval", "step": step, "epoch": epoch, **values})
+        self.progress = self.progress.evaluated(self._config, values)
+        if self.progress.best is not None and self.progress.best.step == step:
+            self._keep_best(before)
+        else:
+            self._tell_progress()
+
+    def _keep_best(self, before: Best | None) -> None:
+        """Have this step, the best so far, saved; waits for the disks.
+
+        Later steps might be all that is left after a fault, and nobody could save this one then.
+
+        Args:
+            before: the best before, which stays that where the disks fail.
+        """
+        self.save()
+        self._tell_progress()
+        self._activity.end()
+        self.saves.wait()
         step = self.progress.step
-        for index, (inputs, targets) in enumerate(self._datasets.test.epoch(epoch)):
-            if self._stop.is_set():
-                return
-            self._activity.begin("evaluation", step, index)
-            parts.append(self._group.evaluate(inputs, targets, step))
-        total = mean(parts)
-        metrics = {"loss": total.loss, **total.metrics}
-        self.progress = replace(self.progress, metrics=metrics)
-        self._report({"event": "eval", "step": step, "epoch": epoch, **metrics})
+        if self.saves.has_failed(step):
+            kept = before if before is not None and before.step < step else None
+            self.progress = replace(self.progress, best=kept)
+            self._tell_progress()
 
     def _write_report(self) -> None:
         if self._config.report is None or self._stop.is_set():

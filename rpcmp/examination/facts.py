@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pydantic import Field
+
 from rpcmp.sections import Strict
 
 
@@ -11,12 +13,14 @@ class Order(Strict):
     Attributes:
         callables: "module:callable" of what will be built there, by config key.
         devices: torch devices.
+        metrics: "module:callable" of those that the driver may have to compute, by config key.
         folder: where checkpoints go, absolute; empty: nowhere.
         marker: name of a file that is in that folder if it is the driver's; empty: it need not be.
     """
 
     callables: dict[str, str]
     devices: list[str]
+    metrics: dict[str, str] = Field(default_factory=dict)
     folder: str = ""
     marker: str = ""
 
@@ -79,6 +83,7 @@ class HostFacts(Strict):
         devices: those that were asked for, by what they were called.
         code: SHA-256 of what is installed or was sent along, by top-level module.
         problems: of callables, by config key: why one does not import.
+        driver_metrics: keys of those of the order's metrics that keep a state.
     """
 
     host: str
@@ -93,3 +98,4 @@ class HostFacts(Strict):
     devices: dict[str, Device]
     code: dict[str, str]
     problems: dict[str, str]
+    driver_metrics: list[str] = Field(default_factory=list)

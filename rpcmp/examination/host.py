@@ -65,6 +65,7 @@ async def examine(
         devices=found["devices"],
         code=found["code"],
         problems=found["problems"],
+        driver_metrics=found["driver_metrics"],
     )
 
 

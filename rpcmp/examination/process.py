@@ -13,6 +13,7 @@ from rpcmp import devices, errand, factory
 from rpcmp.errors import FactoryError, one_line
 from rpcmp.examination.code import COMPARED_BY_VERSION, sha256_of
 from rpcmp.examination.facts import Device, Order
+from rpcmp.metrics import keeps_state
 from rpcmp.process.channel import Channel, Message
 
 
@@ -32,6 +33,7 @@ def _examine(message: Message) -> Message:
         "devices": {name: _device(name).model_dump() for name in order.devices},
         "problems": {key: problem for key, problem in problems.items() if problem},
         "code": _hashes(order, problems),
+        "driver_metrics": [key for key, name in order.metrics.items() if _keeps_state(name, key)],
     }
 
 
@@ -44,6 +46,14 @@ def _problem(name: str, key: str) -> str:
     except BaseException as error:  # a module that calls sys.exit()
         return f"{key} = {name!r} does not import: {one_line(error)}"
     return ""
+
+
+def _keeps_state(name: str, key: str) -> bool:
+    """Whether a metric is the driver's; one that does not import here is the sink's."""
+    try:
+        return keeps_state(factory.resolve(name, key))
+    except BaseException:
+        return False
 
 
 def _hashes(order: Order, problems: dict[str, str]) -> dict[str, str]:

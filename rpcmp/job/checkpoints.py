@@ -17,8 +17,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from rpcmp.checkpoint.folder import CheckpointFolder
-from rpcmp.checkpoint.manifest import Cursor, Manifest, StageFile
+from rpcmp.checkpoint.folder import CheckpointFolder, look
+from rpcmp.checkpoint.manifest import BestMark, Cursor, Manifest, StageFile
 from rpcmp.checkpoint.redaction import redacted
 from rpcmp.config import Config
 from rpcmp.control.options import versions
@@ -35,6 +35,8 @@ DRIVERS_OWN = {
     "loss",
     "epoch_loss",
     "metrics",
+    "stopping",
+    "best",
     "has_ended_epoch",
 }
 """What of a progress event is the driver's state: rpcmp.driver.progress.Progress."""
@@ -66,6 +68,7 @@ class Checkpoints:
         self._folder = CheckpointFolder(config.checkpoint_folder)
         self._parts: dict[int, dict[str, pb.Saved]] = {}
         self._progress: dict[int, Message] = {}
+        self._settled = 0
         self._software = _software()
         self.layers: dict[str, list[str]] = {}
         self.generation = 1
@@ -86,13 +89,15 @@ class Checkpoints:
     async def note_progress(self, progress: Message) -> int | None:
         """Hear what the driver was right after a step; a step whose checkpoint ends by it."""
         step = progress["step"]
+        if step == self._settled:
+            progress = {**progress, "awaits_save": False}
         self._progress[step] = progress
         # Two steps are under way at most, and a lost host takes the last snapshot along.
         window = 3 * max(1, self._config.snapshot_every_steps) + 4
         for old in [old for old in self._progress if old <= step - window]:
             if not self._progress[old]["awaits_save"]:
                 del self._progress[old]
-        return await self._end(step)
+        return await self._end(step) or await self._mark(progress)
 
     async def note_saved(self, stage: str, saved: pb.Saved) -> int | None:
         """Hear what became of a stage's part; the step, if its checkpoint ends by it."""
@@ -120,7 +125,8 @@ class Checkpoints:
         """Go on from a checkpoint; the keys of the config that have changed since."""
         self.run, self.saved = manifest.run, manifest.step
         self.generation = max(self.generation, manifest.generation + 1)
-        self._progress[manifest.step] = {**manifest.driver, "told": None, "awaits_save": False}
+        own = {**manifest.driver, **self._without_lost_best(manifest)}
+        self._progress[manifest.step] = {**own, "told": None, "awaits_save": False}
         return differences(
             redacted(manifest.config), redacted(self._config.model_dump(mode="json"))
         )
@@ -147,6 +153,7 @@ class Checkpoints:
             return None
         del self._parts[step]
         self._progress[step] = {**progress, "awaits_save": False}
+        self._settled = step
         failed = {stage: part.error for stage, part in parts.items() if part.error}
         try:
             if failed:
@@ -160,7 +167,57 @@ class Checkpoints:
         self.saved, self._saved_at = step, time.monotonic()
         path = self._folder.path_of(step)
         self._report({"event": "checkpoint", "step": step, "path": str(path)})
+        self._tell_best(manifest)
         return step
+
+    async def _mark(self, progress: Message) -> int | None:
+        """Mark a checkpoint that was there before it was known to be the best; its step."""
+        step: int = progress["step"]
+        best = _best(progress)
+        found = look(self._folder.path_of(step)) if best and step == self.saved else None
+        if found is None or found.manifest is None or found.manifest.best == best:
+            return None
+        own = {key: value for key, value in progress.items() if key in DRIVERS_OWN}
+        manifest = found.manifest.model_copy(update={"driver": own, "best": best})
+        try:
+            await asyncio.to_thread(self._folder.commit, manifest)
+        except RpcmpError as error:
+            text = f"step {step} is the best and cannot be marked so: {error}; the run goes on"
+            self._report({"event": "warning", "text": text})
+            return None
+        self._tell_best(manifest)
+        return step
+
+    def _tell_best(self, manifest: Manifest) -> None:
+        if manifest.best is not None:
+            self._report({"event": "best", "step": manifest.step, **manifest.best.model_dump()})
+
+    def _without_lost_best(self, manifest: Manifest) -> Message:
+        """What changes of the driver's state where the best checkpoint is not there any more."""
+        best: Any = manifest.driver.get("best")
+        section = self._config.checkpoint
+        if best is None or section is None or section.best is None:
+            return {}
+        found = look(self._folder.path_of(best["step"]))
+        if found is not None and found.manifest is not None and found.manifest.best is not None:
+            return {}
+        text = f"the best checkpoint, of step {best['step']}, is gone: the best begins anew"
+        self._report({"event": "warning", "text": text})
+        return {"best": None}
+
+    def best(self) -> Message | None:
+        """The best step that is kept: "step", "metric", "value", "path"; None: none is."""
+        if self._config.checkpoint is None or self._config.checkpoint.best is None:
+            return None
+        try:
+            manifest = self._folder.best()
+        except RpcmpError as error:
+            self._report({"event": "warning", "text": f"which checkpoint is the best? {error}"})
+            return None
+        if manifest is None or manifest.best is None:
+            return None
+        path = str(self._folder.path_of(manifest.step))
+        return {"step": manifest.step, **manifest.best.model_dump(), "path": path}
 
     def _manifest(self, progress: Message, parts: dict[str, pb.Saved]) -> Manifest:
         return Manifest(
@@ -170,6 +227,7 @@ class Checkpoints:
             generation=self.generation,
             cursor=Cursor(epoch=progress["epoch"], batch=progress["batch"]),
             driver={key: value for key, value in progress.items() if key in DRIVERS_OWN},
+            best=_best(progress),
             rng={"seed": self._config.seed, **RNG},
             versions=self._software,
             config=redacted(self._config.model_dump(mode="json")),
@@ -211,6 +269,14 @@ class Checkpoints:
                 return await client.save(request)
             except RpcmpError as error:
                 return pb.Saved(step=found.step, error=str(error))
+
+
+def _best(progress: Message) -> BestMark | None:
+    """What a checkpoint of just this step is marked with; None where another one is the best."""
+    best = progress.get("best")
+    if best is None or best["step"] != progress["step"]:
+        return None
+    return BestMark(metric=best["metric"], value=best["value"])
 
 
 def _software() -> dict[str, str]:

@@ -43,7 +43,7 @@ class EventLog:
                 if event["step"] > self._evaluated:
                     self._evaluated = event["step"]
                     self._report(event)
-            case "report":
+            case "report" | "early_stop":
                 self._tell_once(event)
             case _:
                 self._report(event)

@@ -161,7 +161,8 @@ class Run:
         try:
             while (event := await session.next_event())["event"] != "done":
                 if event["event"] == "summary":
-                    summary = event
+                    best = await asyncio.to_thread(checkpoints.best)
+                    summary = event if best is None else {**event, "best": best}
                 else:
                     await self._handle(event, session, checkpoints)
         finally:
@@ -189,7 +190,8 @@ class Run:
             case _:
                 self._log.tell(event)
         if saved is not None:
-            session.send({"op": "saved", "step": saved})
+            failed = saved != checkpoints.saved
+            session.send({"op": "saved", "step": saved, "failed": failed})
             self._removing = asyncio.create_task(checkpoints.remove_surplus())
 
     async def _recover(

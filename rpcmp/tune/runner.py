@@ -80,4 +80,4 @@ def plain(config: Config) -> Config:
     if config.data is None:
         raise ConfigError("the config has no [data] section, which tuning it needs")
     data = config.data.model_copy(update={"test": None, "drop_last": True})
-    return config.without_schedulers().model_copy(update={"data": data, "report": None})
+    return config.without_schedulers().without_evaluation().model_copy(update={"data": data})

@@ -8,15 +8,16 @@ not depend on the balance.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from rpcmp import factory, layers, seeds, tree
-from rpcmp.errors import ConfigError
+from rpcmp import factory, layers, metrics, seeds, tree
+from rpcmp.errors import ConfigError, FactoryError
 from rpcmp.plan import Assignment
+from rpcmp.sections import Factory
 from rpcmp.work import Evaluated, Mode, Work
 
 ALIGNMENT = 64
@@ -32,6 +33,11 @@ class StageModel:
     Raises:
         FactoryError: something that the config names does not import or raised.
         ConfigError: the device does not exist here.
+
+    Attributes:
+        is_sink: whether it computes the loss.
+        device: where its modules are.
+        tells_outputs: whether the driver has metrics of its own, and needs the outputs for them.
     """
 
     def __init__(self, assignment: Assignment) -> None:
@@ -50,9 +56,11 @@ class StageModel:
         if isinstance(self._loss, nn.Module):
             self._loss.to(self.device)
         self._sums_samples = _sums_samples(self._loss)
+        self.tells_outputs = self.is_sink and bool(assignment.driver_metrics)
         self._metrics = {
-            name: factory.function(metric, f"metrics.{name}")
+            name: _metric(metric, f"metrics.{name}")
             for name, metric in (config.metrics.items() if self.is_sink else ())
+            if name not in assignment.driver_metrics
         }
 
     def forward(self, inputs: list[Any], work: Work) -> Any:
@@ -87,8 +95,8 @@ class StageModel:
         loss = float(self._scalar_loss(outputs, targets))
         if self._sums_samples:
             loss /= work.num_samples
-        metrics = {name: float(metric(outputs, targets)) for name, metric in self._metrics.items()}
-        return Evaluated(loss, metrics)
+        means = {name: float(metric(outputs, targets)) for name, metric in self._metrics.items()}
+        return Evaluated(loss, means)
 
     def _scalar_loss(self, outputs: Any, targets: Any) -> Tensor:
         if self._loss is None:
@@ -167,6 +175,21 @@ def _device(name: str) -> torch.device:
         reason = str(error).splitlines()[0]
         raise ConfigError(f"device = {name!r} is not to be had here: {reason}") from error
     return device
+
+
+def _metric(source: Factory, what: str) -> Callable[..., Any]:
+    """A function of (outputs, targets).
+
+    Raises:
+        FactoryError: it cannot be had, or is the driver's to compute.
+    """
+    metric = factory.function(source, what)
+    if metrics.keeps_state(metric):
+        raise FactoryError(
+            f"{what} = {source.callable!r} has update and compute, so the driver has to compute "
+            "it, and could not import it: install it there"
+        )
+    return metric
 
 
 def _sums_samples(loss: Any) -> bool:

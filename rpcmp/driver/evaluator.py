@@ -1,0 +1,81 @@
+"""Evaluations of a run: when there is one, and what it gives.
+
+What follows a step depends on its number alone, never on what was lost or resumed on the way, so
+every run of a config is evaluated after the same steps.
+"""
+
+from __future__ import annotations
+
+import threading
+
+from rpcmp.config import Config
+from rpcmp.data import Batches
+from rpcmp.driver.evaluation import Evaluation, mean
+from rpcmp.driver.group import Group
+from rpcmp.driver.metrics import Metrics
+from rpcmp.errors import ConfigError
+from rpcmp.process.activity import Activity
+
+
+class Evaluator:
+    """Evaluates the stages on the `test` dataset.
+
+    Args:
+        config: the job.
+        test: that dataset; None: there are no evaluations.
+        group: the stages.
+        metrics: those that the driver computes.
+        stop: set by somebody else, ends an evaluation that is under way.
+        activity: told what the driver does.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        test: Batches | None,
+        group: Group,
+        metrics: Metrics,
+        stop: threading.Event,
+        activity: Activity,
+    ) -> None:
+        self._config = config
+        self._test = test
+        self._group = group
+        self._metrics = metrics
+        self._stop = stop
+        self._activity = activity
+
+    def is_due(self, step: int, epoch: int, ends_epoch: bool) -> bool:
+        """Whether an evaluation follows `step`; the run's last one has its own, in any case."""
+        if self._test is None:
+            return False
+        steps, epochs = self._config.evaluate_every_steps, self._config.evaluate_every_epochs
+        if steps is not None and step % steps == 0:
+            return True
+        return ends_epoch and epochs > 0 and epoch % epochs == 0
+
+    def run(self, step: int, epoch: int) -> dict[str, float] | None:
+        """The loss and all metrics of the whole dataset, by name; None where it was stopped.
+
+        Raises:
+            StageError: the user's code raised at a stage.
+            JobError: or in a metric of the driver's.
+            ConfigError: a metric by which something is decided is not among the results.
+        """
+        if self._test is None:
+            return None
+        parts: list[Evaluation] = []
+        self._metrics.reset()
+        for index, (inputs, targets) in enumerate(self._test.epoch(epoch)):
+            if self._stop.is_set():
+                return None
+            self._activity.begin("evaluation", step, index)
+            parts.append(self._group.evaluate(inputs, targets, step, self._metrics))
+        total = mean(parts)
+        values = {"loss": total.loss, **total.metrics, **self._metrics.compute()}
+        for key, metric in self._config.watched.items():
+            if metric not in values:
+                raise ConfigError(
+                    f"{key} = {metric!r}: an evaluation gives {', '.join(values)}; name one of them"
+                )
+        return values
