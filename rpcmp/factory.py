@@ -45,7 +45,7 @@ def resolve(name: str, what: str) -> Callable[..., Any]:
         target: Any = importlib.import_module(module_name)
         for part in attribute.split("."):
             target = getattr(target, part)
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # sys.exit() in a module must not end this process
         raise FactoryError(f"{what} = {name!r} does not import: {explain(error)}") from error
     if not callable(target):
         raise FactoryError(f"{what} = {name!r} is {type(target).__name__}, not callable")

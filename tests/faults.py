@@ -50,8 +50,10 @@ class Faults:
         markers = [Path(fault["marker"]) for fault in self.planted]
         return [json.loads(marker.read_text()) for marker in markers if marker.exists()]
 
-    def config(self, text: str = "", stages: int = 3, milliseconds: float = 0.0) -> Path:
-        """The job's config; `text` is added to it, before its sections."""
+    def config(
+        self, text: str = "", stages: int = 3, milliseconds: float = 0.0, sections: str = ""
+    ) -> Path:
+        """The job's config; `text` is added to it before its sections, `sections` after them."""
         at = ", ".join(
             "{ " + ", ".join(f"{k} = {json.dumps(v)}" for k, v in fault.items()) + " }"
             for fault in self.planted
@@ -72,6 +74,7 @@ class Faults:
             stages = {stages}
             milliseconds = {milliseconds}
             at = [{at}]
+            {sections}
         """
         return self.job.config(_without_twins(body))
 

@@ -289,6 +289,9 @@ def test_each_is_asked_for_what_will_be_built_there() -> None:
     assert set(first.callables) == {"model.layers", "optimizer"}
     assert set(last.callables) == {"model.layers", "optimizer", "loss", "metrics.accuracy"}
     assert set(home.callables) == {"model.layers", "data.train"}
+    assert home.metrics == {"metrics.accuracy": "my_metrics:accuracy"}  # it may be the driver's
+    without = orders.of_stage(job, 1, "m", ["metrics.accuracy"])
+    assert set(last.callables) - set(without.callables) == {"metrics.accuracy"}
     assert (last.folder, last.marker) == ("/data", "m")
     assert set(orders.of_spare(job, "").callables) == set(last.callables)
 

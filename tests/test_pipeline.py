@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
+from torchmetrics.regression import R2Score
 
 import rpcmp
 from rpcmp.config import Config
@@ -23,6 +24,9 @@ from tests.zoo import zoo
 pytestmark = pytest.mark.usefixtures("token")
 
 BATCH = 10
+
+METRICS = {"error": "zoo:error", "r2": "torchmetrics.regression:R2Score", "fit": "measures:Fit"}
+"""A mean over samples, and two that keep a state."""
 
 
 def config(**more: object) -> Config:
@@ -39,7 +43,7 @@ def config(**more: object) -> Config:
 @pytest.fixture(scope="module")
 def pipeline() -> Iterator[rpcmp.Pipeline]:
     """One pipeline for the tests of this module that leave it usable."""
-    with rpcmp.launch(config()) as launched:
+    with rpcmp.launch(config(metrics=METRICS)) as launched:
         yield launched
 
 
@@ -56,6 +60,19 @@ def test_training_lowers_the_loss(pipeline: rpcmp.Pipeline, batch: tuple[Tensor,
     after = pipeline.evaluate(*batch)
     assert after.loss < before
     assert after.num_samples == BATCH
+
+
+def test_metrics_with_a_state_are_those_of_the_whole_batch(
+    pipeline: rpcmp.Pipeline, batch: tuple[Tensor, Tensor]
+) -> None:
+    inputs, targets = batch
+    outputs = pipeline.predict(inputs)
+    for _ in range(2):  # nothing is left of an evaluation before
+        found = pipeline.evaluate(inputs, targets).metrics
+        assert list(found) == ["error", "r2", "fit.r2", "fit.samples"]
+        assert found["r2"] == pytest.approx(float(R2Score()(outputs, targets)))
+        assert found["error"] == pytest.approx(float(zoo.error(outputs, targets)))
+        assert found["fit.samples"] == BATCH
 
 
 def test_nothing_is_left_behind_after_a_step(

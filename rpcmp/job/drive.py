@@ -36,7 +36,8 @@ async def drive(
     Args:
         config: the job.
         report: told of every event: plan (of a balance that was measured), start, step, eval,
-            report, checkpoint, fault, recovered, waiting, replaced, warning, summary.
+            early_stop, report, checkpoint, best, fault, recovered, waiting, replaced, warning,
+            summary.
         connect: addresses of running stage servers; see Fleet.
         evaluate: evaluate and write the report as well.
         save_state: where to save the final parameters and buffers, as safetensors.

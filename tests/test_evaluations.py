@@ -1,0 +1,181 @@
+"""Real runs that decide by their evaluations: early stopping, and the best step that is kept.
+
+after step   2      4      6      8      10     12
+fit.r2     -2.30  -1.85  -3.63  -1.53  -2.72  -4.13      best: 8; patience 2: over after 12
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rpcmp.checkpoint.folder import CheckpointFolder
+from tests.faults import Faults, committed, drive
+from tests.processes import JobFolder, Result, rpcmp, running
+
+BEST, LAST = 8, 12
+
+SECTIONS = """
+[metrics]
+error = "measures:error"
+fit = { callable = "measures:Fit" }
+[early_stopping]
+metric = "fit.r2"
+patience = 2
+[checkpoint]
+dir = "saved"
+every_steps = 5
+keep = 1
+best = "fit.r2"
+[data]
+train = "zoo:regression"
+test = { callable = "zoo:regression", kwargs = { samples = 23 } }
+batch_size = 10
+"""
+
+FAST = ("--set", "optimizer.kwargs.lr=0.02", "--set", "scheduler.kwargs.gamma=1.0")
+
+
+def config(faults: Faults) -> Path:
+    return faults.config("steps = 40\nevaluate_every_steps = 2", stages=2, sections=SECTIONS)
+
+
+def decided(result: Result) -> tuple[list[dict[str, Any]], dict[str, Any], dict[str, Any]]:
+    """Every evaluation, why the run ended, and which step was the best."""
+    evaluations = [event for event in result.events if event["event"] == "eval"]
+    best = result.event("summary")["best"]
+    return evaluations, result.event("early_stop"), {**best, "path": Path(best["path"]).name}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[JobFolder, Result]:
+    """A run that lost nothing, and its files; not to be changed."""
+    job = JobFolder(tmp_path_factory.mktemp("undisturbed") / "job")
+    return job, drive(config(Faults(job)), *FAST)
+
+
+def test_a_run_ends_early_and_keeps_its_best_step(undisturbed: tuple[JobFolder, Result]) -> None:
+    job, result = undisturbed
+    steps, _ = committed(result)
+    evaluations, stopped, best = decided(result)
+    assert [step for step, _ in steps] == list(range(1, LAST + 1))
+    assert [event["step"] for event in evaluations] == [2, 4, 6, 8, 10, 12]
+    assert all(event["fit.samples"] == 23 for event in evaluations)
+    values = {event["step"]: event["fit.r2"] for event in evaluations}
+    assert max(values, key=lambda step: values[step]) == BEST
+    assert stopped["step"] == LAST
+    assert (stopped["best_step"], stopped["best"], stopped["waited"]) == (BEST, values[BEST], 2)
+    assert (best["step"], best["metric"], best["value"]) == (BEST, "fit.r2", values[BEST])
+    assert [event["step"] for event in result.events if event["event"] == "best"] == [2, 4, 8]
+    assert result.event("summary")["metrics"]["fit.r2"] == values[LAST]
+    folder = CheckpointFolder(job.folder / "saved")
+    assert [manifest.step for manifest in folder.valid()] == [LAST, BEST]
+    exported = rpcmp("export", "--best", folder.path, job.folder / "model.safetensors")
+    assert exported.out.startswith(f"step {BEST}, fit.r2 {values[BEST]:.4f}: ")
+
+
+@pytest.mark.long
+def test_what_is_evaluated_does_not_change_what_is_trained(
+    undisturbed: tuple[JobFolder, Result], job: JobFolder
+) -> None:
+    path = Faults(job).config(f"steps = {LAST}", stages=2)
+    assert committed(drive(path, *FAST)) == committed(undisturbed[1])
+
+
+def test_faults_in_an_evaluation_and_after_the_best_step_change_nothing(
+    undisturbed: tuple[JobFolder, Result], job: JobFolder
+) -> None:
+    faults = Faults(job).fail_at(1, BEST + 1, "forward", "SIGKILL")
+    worker, driver = job.folder / "struck-worker", job.folder / "struck-driver"
+    planted = (
+        *("--set", f"metrics.error.kwargs.marker={worker}"),  # in the first evaluation
+        *("--set", f"metrics.fit.kwargs.marker={driver}"),
+        *("--set", "metrics.fit.kwargs.strikes_in=4"),  # of the second driver process
+    )
+    result = drive(config(faults), *FAST, *planted)
+    assert committed(result) == committed(undisturbed[1])
+    assert decided(result) == decided(undisturbed[1])
+    assert (worker.exists(), driver.exists(), len(faults.struck)) == (True, True, 1)
+    found = [event["step"] for event in result.events if event["event"] == "fault"]
+    assert found == [2, BEST, BEST]
+    folder = CheckpointFolder(job.folder / "saved")
+    assert [manifest.step for manifest in folder.valid()] == [LAST, BEST]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("evaluated", ["evaluate_every_steps = 2", "evaluate_every = 1"])
+def test_a_fault_while_the_best_step_is_saved_changes_nothing(
+    job: JobFolder, tmp_path: Path, evaluated: str
+) -> None:
+    """Steps of which no snapshot is kept: the best is copied after its evaluation."""
+    rare = ("--set", "recovery.mirror_every_steps=3", "--set", "checkpoint.every_steps=100")
+    whole = Faults(JobFolder(tmp_path / "whole"))
+    text = f"steps = 40\n{evaluated}"
+    expected = drive(whole.config(text, stages=2, sections=SECTIONS), *FAST, *rare)
+    best = expected.event("summary")["best"]["step"]
+    assert best % 3
+    faults = Faults(job).fail_at(1, best, "saving", "SIGKILL")
+    result = drive(faults.config(text, stages=2, sections=SECTIONS), *FAST, *rare)
+    assert len(faults.struck) == 1
+    assert committed(result) == committed(expected)
+    assert decided(result) == decided(expected)
+    assert CheckpointFolder(job.folder / "saved").path_of(best).is_dir()
+
+
+def test_a_run_that_was_killed_after_its_best_step_finds_it_again(
+    undisturbed: tuple[JobFolder, Result], job: JobFolder
+) -> None:
+    path = config(Faults(job))
+    with running("drive", path, "--json", *FAST) as run:
+        run.wait_for_line(f'"best", "step": {BEST}')
+        os.kill(run.pid, signal.SIGKILL)
+        run.process.wait()
+    result = drive(path, "--resume", *FAST)
+    begin = result.event("resumed")["step"]
+    assert begin >= BEST
+    assert committed(result)[1] == committed(undisturbed[1])[1]
+    evaluations, *expected = decided(undisturbed[1])
+    assert decided(result)[0] == [event for event in evaluations if event["step"] >= begin]
+    assert list(decided(result)[1:]) == expected
+
+
+@pytest.mark.long
+def test_a_run_that_has_stopped_stays_so_unless_it_gets_more_patience(job: JobFolder) -> None:
+    path = config(Faults(job))
+    first = drive(path, *FAST)
+    again = drive(path, "--resume", *FAST)
+    assert (again.code, again.losses) == (0, [])
+    assert decided(again)[1:] == decided(first)[1:]
+    patient = drive(path, "--resume", *FAST, "--set", "early_stopping.patience=3")
+    assert patient.code == 0
+    assert patient.event("resumed")["changed"] == ["early_stopping.patience"]
+    assert patient.event("early_stop")["step"] == LAST + 2
+    assert patient.event("summary")["best"]["step"] == BEST
+
+
+def test_a_key_that_a_metric_does_not_have_ends_the_run_at_its_first_evaluation(
+    job: JobFolder,
+) -> None:
+    """And the module of a metric with a state is needed by the driver alone."""
+    path = job.config("""
+        ship_code = false
+        evaluate_every_steps = 2
+        steps = 4
+        early_stopping = { metric = "fit.mse" }
+        metrics = { fit = "measures:Fit" }
+        [model]
+        layers = "tests.models:layers"
+        num_stages = 2
+        [data]
+        train = "tests.models:dataset"
+        test = "tests.models:dataset"
+    """)
+    result = drive(path)
+    assert result.code == 2
+    found = "early_stopping.metric = 'fit.mse': an evaluation gives loss, fit.r2, fit.samples"
+    assert found in result.err
+    assert [event["step"] for event in result.events if event["event"] == "step"] == [1, 2]
