@@ -1,4 +1,4 @@
-"""Mini-batches for the driver: the same bits for every number of loader processes.
+"""Mini-batches: the same bits for every number of loader processes, wherever they are loaded.
 
 An epoch's order is drawn from (seed, epoch). Whoever loads a mini-batch first seeds its own process
 from (seed, epoch, index of the mini-batch), so random transforms do not depend on which process
@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import itertools
 from collections.abc import Iterator, Sized
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import (
@@ -24,12 +24,39 @@ from torch.utils.data import (
     default_collate,
 )
 
-from rpcmp import factory, seeds
+from rpcmp import factory, microbatch, seeds
 from rpcmp.errors import ConfigError
 from rpcmp.sections import DataConfig, Factory
 
-# One mini-batch: the epoch, its index there, and the indices of its samples.
-_Key = tuple[int, int, list[int]]
+Key = tuple[int, int, list[int]]
+"""One mini-batch: the epoch, its index there, and the indices of its samples."""
+
+
+class Loaded(NamedTuple):
+    """A mini-batch that has been loaded.
+
+    Attributes:
+        inputs, targets: trees of tensors whose first dimension counts the samples; no targets
+            where something is to be predicted.
+    """
+
+    inputs: Any
+    targets: Any = None
+
+    @property
+    def num_samples(self) -> int:
+        """How many.
+
+        Raises:
+            ConfigError: inputs and targets differ in it, or are not made of tensors.
+        """
+        samples = microbatch.num_samples(self.inputs)
+        if self.targets is not None and microbatch.num_samples(self.targets) != samples:
+            raise ConfigError(
+                f"{samples} inputs and {microbatch.num_samples(self.targets)} targets do not make "
+                "a mini-batch"
+            )
+        return samples
 
 
 class Batches:
@@ -43,10 +70,10 @@ class Batches:
     """
 
     def __init__(self, dataset: Dataset[Any], data: DataConfig, seed: int, training: bool) -> None:
-        self._order = _Order(_sized(dataset), data, seed, training)
+        self._order = Order(_sized(dataset), data, seed, training)
         self._empty: DataLoader[Any] = DataLoader([])  # type: ignore[arg-type]
         self._loader: DataLoader[Any] = DataLoader(
-            _SeededSamples(dataset, seed),
+            Samples(dataset, seed),
             sampler=self._order,
             batch_size=None,  # an item is a whole mini-batch: only so is it known which one
             collate_fn=default_collate,
@@ -67,8 +94,8 @@ class Batches:
             self._loader = self._empty
             gc.collect()
 
-    def epoch(self, epoch: int, first: int = 0) -> Iterator[tuple[Any, Any]]:
-        """(inputs, targets) of each mini-batch of `epoch`, counted from 1.
+    def epoch(self, epoch: int, first: int = 0) -> Iterator[Loaded]:
+        """Each mini-batch of `epoch`, counted from 1.
 
         Starts with the one whose index is `first`; those before are not loaded. Random transforms
         are seeded if they draw from the default generators of torch, Python or numpy.
@@ -76,21 +103,23 @@ class Batches:
         Raises:
             ConfigError: the dataset's items are no pairs.
         """
-        self._order.epoch, self._order.first = epoch, first
+        self._order.begin(epoch, first)
         batches = iter(self._loader)
         for _ in range(first, len(self._loader)):
-            batch = next(batches)  # a dataset's own StopIteration must not end the epoch in silence
-            if not isinstance(batch, tuple | list) or len(batch) != 2:
-                raise ConfigError("the dataset's items must be (input, target) pairs")
-            yield batch[0], batch[1]
+            # A dataset's own StopIteration must not end the epoch in silence.
+            yield _pair(next(batches))
 
 
-class _Order(Sampler[_Key]):
-    """The mini-batches of `epoch`, from the one with index `first` on."""
+class Order(Sampler[Key]):
+    """The mini-batches of one epoch after the other, as the indices of their samples.
+
+    Args:
+        dataset: whose length counts.
+        data, seed, training: see Batches.
+    """
 
     def __init__(self, dataset: Sized, data: DataConfig, seed: int, training: bool) -> None:
-        self.epoch = 1
-        self.first = 0
+        self._epoch, self._first = 1, 0
         self._seed = seed
         self._generator = torch.Generator()
         self._samples = BatchSampler(
@@ -101,30 +130,53 @@ class _Order(Sampler[_Key]):
             drop_last=data.drop_last and training,
         )
 
+    def begin(self, epoch: int, first: int = 0) -> None:
+        """Go on with the mini-batches of `epoch` from the one with index `first` on."""
+        self._epoch, self._first = epoch, first
+
     def __len__(self) -> int:
         """Of the whole epoch."""
         return len(self._samples)
 
-    def __iter__(self) -> Iterator[_Key]:
-        self._generator.manual_seed(seeds.derive(self._seed, "epoch", self.epoch))
-        keys = zip(itertools.repeat(self.epoch), itertools.count(), self._samples, strict=False)
-        return itertools.islice(keys, self.first, None)
+    def __iter__(self) -> Iterator[Key]:
+        self._generator.manual_seed(seeds.derive(self._seed, "epoch", self._epoch))
+        keys = zip(itertools.repeat(self._epoch), itertools.count(), self._samples, strict=False)
+        return itertools.islice(keys, self._first, None)
 
 
-class _SeededSamples(Dataset[Any]):
-    """The samples of a whole mini-batch at once, loaded under a seed of its own."""
+class Samples(Dataset[Any]):
+    """The samples of a whole mini-batch at once, loaded under a seed of its own.
+
+    Args:
+        dataset: see Batches.
+        seed: the config's.
+    """
 
     def __init__(self, dataset: Dataset[Any], seed: int) -> None:
         self._dataset = dataset
         self._seed = seed
 
-    def __getitem__(self, key: _Key) -> Any:
+    def __len__(self) -> int:
+        return len(_sized(self._dataset))
+
+    def __getitem__(self, key: Key) -> Any:
         epoch, index, samples = key
         seeds.seed_all(self._seed, "batch", epoch, index)
         # torch's own loaders ask a dataset for many samples at once where it offers that.
         if load_samples := getattr(self._dataset, "__getitems__", None):
             return load_samples(samples)
         return [self._dataset[sample] for sample in samples]
+
+    def load(self, key: Key) -> Loaded:
+        """A mini-batch, with the bits that Batches gives it.
+
+        Raises:
+            ConfigError: the dataset's items are no pairs, or not made of tensors.
+        """
+        loaded = _pair(default_collate(self[key]))
+        if loaded.num_samples != len(key[2]):
+            raise ConfigError(f"{len(key[2])} samples made a mini-batch of {loaded.num_samples}")
+        return loaded
 
 
 def load(source: Factory, what: str, data: DataConfig, seed: int, training: bool) -> Batches:
@@ -133,15 +185,39 @@ def load(source: Factory, what: str, data: DataConfig, seed: int, training: bool
     Raises:
         ConfigError: it fails, is not map-style, or has too few samples for one mini-batch.
     """
+    dataset = create(source, what, seed)
+    require_enough(len(_sized(dataset)), what, data, training)
+    return Batches(dataset, data, seed, training)
+
+
+def create(source: Factory, what: str, seed: int) -> Dataset[Any]:
+    """The dataset that `source` makes.
+
+    Raises:
+        ConfigError: it fails, or is not map-style.
+    """
     seeds.seed_all(seed, "dataset", what)
-    dataset = factory.create(source, what)
+    dataset: Dataset[Any] = factory.create(source, what)
     is_map_style = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
     if not is_map_style or isinstance(dataset, IterableDataset):  # which has a __getitem__, too
         raise ConfigError(f"{what} = {source.callable!r} is not a map-style dataset")
-    least = data.batch_size if data.drop_last and training else 1
-    if len(dataset) < least:
-        raise ConfigError(f"{what}: {len(dataset)} samples make no mini-batch")
-    return Batches(dataset, data, seed, training)
+    return dataset
+
+
+def require_enough(samples: int, what: str, data: DataConfig, training: bool) -> None:
+    """Refuse a dataset that is too small.
+
+    Raises:
+        ConfigError: it has too few samples for one mini-batch.
+    """
+    if samples < (data.batch_size if data.drop_last and training else 1):
+        raise ConfigError(f"{what}: {samples} samples make no mini-batch")
+
+
+def _pair(batch: Any) -> Loaded:
+    if not isinstance(batch, tuple | list) or len(batch) != 2:
+        raise ConfigError("the dataset's items must be (input, target) pairs")
+    return Loaded(batch[0], batch[1])
 
 
 def _sized(dataset: Dataset[Any]) -> Sized:

@@ -117,7 +117,8 @@ class StageError(JobError):
 
     Args:
         stage: name of the stage.
-        phase: "build", "forward" (loss and metrics included), "backward" or "optimizer".
+        phase: "build", "data" (samples that the stage loads itself), "forward" (loss and metrics
+            included), "backward" or "optimizer".
         cause: one line, "ValueError: ...".
         traceback: the remote traceback, formatted.
         step: optimizer step, counted from 1; None before the first.

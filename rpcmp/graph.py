@@ -82,6 +82,12 @@ class Graph:
             if reference.producer == stage
         )
 
+    def parts(self, stage: str) -> tuple[Reference, ...]:
+        """What `stage` reads of the batch, each part once; the sink needs the targets."""
+        read = [reference for reference in self.inputs[stage] if reference.from_batch]
+        needed = [*read, Reference(SOURCES[1])] if stage == self.sink else read
+        return tuple(dict.fromkeys(needed))
+
     def depth(self, stage: str) -> int:
         """Stages on the longest way from `stage` to the sink, both included."""
         readers = {port.reader for port in self.ports(stage)}

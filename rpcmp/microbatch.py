@@ -52,18 +52,20 @@ def num_samples(batch: Any) -> int:
 
 
 def split(batch: Any, num_microbatches: int) -> list[Any]:
-    """`batch` cut along the first dimension of its tensors.
+    """`batch` cut along the first dimension of its tensors."""
+    count = len(sizes(num_samples(batch), num_microbatches))
+    return [cut(batch, count, microbatch) for microbatch in range(count)]
 
-    Each slice is a fresh contiguous copy: a view's offset into its storage would decide which
-    vector code a kernel takes, and with it the last bits of the result.
+
+def cut(batch: Any, num_microbatches: int, microbatch: int) -> Any:
+    """One slice of `batch`.
+
+    A fresh contiguous copy: a view's offset into its storage would decide which vector code a
+    kernel takes, and with it the last bits of the result.
     """
-    result, start = [], 0
-    for size in sizes(num_samples(batch), num_microbatches):
-        end = start + size
-
-        def cut(tensor: torch.Tensor, start: int = start, end: int = end) -> torch.Tensor:
-            return tensor[start:end].clone(memory_format=torch.contiguous_format)
-
-        result.append(tree.map_tensors(cut, batch))
-        start = end
-    return result
+    all_sizes = sizes(num_samples(batch), num_microbatches)
+    start = sum(all_sizes[:microbatch])
+    end = start + all_sizes[microbatch]
+    return tree.map_tensors(
+        lambda tensor: tensor[start:end].clone(memory_format=torch.contiguous_format), batch
+    )

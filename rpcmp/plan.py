@@ -27,6 +27,7 @@ class Assignment(Strict):
     Attributes:
         settings: others than the config's own that the job may change to on the way.
         driver_metrics: names of the metrics that are none of the stages' business.
+        loads_data: whether the stages load what they read of the batch themselves.
     """
 
     config: Config
@@ -34,6 +35,7 @@ class Assignment(Strict):
     layers: list[str] = Field(min_length=1)
     settings: list[Setting] = Field(default_factory=list)
     driver_metrics: list[str] = Field(default_factory=list)
+    loads_data: bool = False
 
     @property
     def stage_name(self) -> str:
@@ -66,7 +68,10 @@ class Assignment(Strict):
 
 
 def assign(
-    config: Config, settings: Sequence[Setting] = (), driver_metrics: Sequence[str] = ()
+    config: Config,
+    settings: Sequence[Setting] = (),
+    driver_metrics: Sequence[str] = (),
+    loads_data: bool = False,
 ) -> list[Assignment]:
     """Every stage's assignment, in the config's order.
 
@@ -74,6 +79,7 @@ def assign(
         config: the job.
         settings: what it may change to on the way.
         driver_metrics: names of the metrics that the driver computes.
+        loads_data: whether the stages load what they read of the batch themselves.
 
     Raises:
         ConfigError: the layers cannot be imported or the balance does not fit them, or something
@@ -89,6 +95,7 @@ def assign(
             layers=names,
             settings=list(settings),
             driver_metrics=list(driver_metrics),
+            loads_data=loads_data,
         )
         for index, names in enumerate(layers_of_stages)
     ]

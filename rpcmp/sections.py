@@ -205,14 +205,31 @@ class StageConfig(Strict):
 
 
 class DataConfig(Strict):
-    """Where samples come from: map-style datasets of (input, target) pairs, on the driver."""
+    """Where samples come from: map-style datasets of (input, target) pairs."""
 
     train: FactoryOrName = Field(description="the training dataset")
     test: FactoryOrName | None = Field(default=None, description="the evaluation dataset")
     batch_size: Positive = Field(default=32, description="samples a mini-batch (optimizer step)")
     shuffle: bool = Field(default=True, description="a new seeded order in every epoch")
     drop_last: bool = Field(default=False, description="leave out an incomplete mini-batch")
-    num_workers: int = Field(default=0, ge=0, description="processes that load samples")
+    num_workers: int = Field(
+        default=0, ge=0, description="processes that load samples; at a stage one at least"
+    )
+    at: Literal["driver", "stage"] = Field(
+        default="driver",
+        description="who loads them: the driver, or on its own host each stage that reads the "
+        "batch",
+    )
+
+    @property
+    def factories(self) -> dict[str, Factory]:
+        """Where the datasets come from that there are, "train" and "test"."""
+        return {"train": self.train, **({} if self.test is None else {"test": self.test})}
+
+    @property
+    def num_loaders(self) -> int:
+        """Processes that load samples at each stage that reads the batch."""
+        return max(1, self.num_workers)
 
 
 def _direction(key: str, metric: str, mode: Mode | None) -> Mode:

@@ -56,6 +56,7 @@ class Work(NamedTuple):
         end: what a stage does after the round.
         version: the number under which stages keep what they are after the round; 0: they do not.
         save: whether that goes to a disk.
+        drawn: the number of the `Drawn` whose samples these are; 0: the driver has them.
     """
 
     round: int
@@ -69,6 +70,7 @@ class Work(NamedTuple):
     end: End = End.NOTHING
     version: int = 0
     save: bool = False
+    drawn: int = 0
 
     @property
     def draw(self) -> int:
@@ -125,6 +127,46 @@ def bundles(works: Sequence[Work], per_message: int) -> list[Bundle]:
     ]
 
 
+class Drawn(NamedTuple):
+    """A mini-batch that stages load themselves: which samples of which dataset.
+
+    Attributes:
+        number: unique in a generation, from 1.
+        dataset: "train" or "test".
+        epoch: counted from 1.
+        batch: its index in the epoch; random transforms draw from (seed, epoch, batch).
+        samples: their indices, in order.
+    """
+
+    number: int
+    dataset: str
+    epoch: int
+    batch: int
+    samples: list[int]
+
+    @property
+    def num_samples(self) -> int:
+        """How many."""
+        return len(self.samples)
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Where in the run it is."""
+        return self.epoch, self.batch
+
+
+class Holding(NamedTuple):
+    """What a stage that loads samples has built.
+
+    Attributes:
+        host: where.
+        sizes: samples in each dataset, by "train" and "test".
+    """
+
+    host: str
+    sizes: dict[str, int]
+
+
 class StepReport(NamedTuple):
     """What a stage says after an optimizer step.
 
@@ -177,8 +219,10 @@ class Evaluated(NamedTuple):
     Attributes:
         loss, metrics: each a mean over the micro-batch.
         outputs: what they were computed from, where the driver has metrics of its own.
+        targets: and the targets, where the driver has not loaded them.
     """
 
     loss: float
     metrics: dict[str, float]
     outputs: Any = None
+    targets: Any = None

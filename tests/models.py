@@ -135,3 +135,8 @@ def tied_factories() -> Layers:
 def colliding_layers() -> Layers:
     """Layers whose parameters' names could be mixed up."""
     return [("a", lambda: nn.Linear(1, 1)), ("a.b", lambda: nn.Linear(1, 1))]
+
+
+def complex_pairs() -> TensorDataset:
+    """Pairs of a kind of tensors that cannot be handed from process to process."""
+    return TensorDataset(torch.zeros(3, dtype=torch.complex128), torch.zeros(3))

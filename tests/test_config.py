@@ -147,6 +147,7 @@ def test_the_defaults_of_the_data_are_as_documented() -> None:
         "shuffle": True,
         "drop_last": False,
         "num_workers": 0,
+        "at": "driver",
     }
 
 

@@ -279,6 +279,11 @@ def test_a_stage_in_the_middle_gets_no_batches() -> None:
     assert Link("a", "c", ("rendezvous",)) in found
 
 
+def test_a_driver_sends_no_batches_where_stages_load_their_samples() -> None:
+    found = links(graph.chain(["a", "b"]), ["a", "b"], [None] * 2, sends_batches=False)
+    assert [link.carries for link in found if link.one == "driver"] == [("control",)] * 2
+
+
 def test_each_is_asked_for_what_will_be_built_there() -> None:
     job = config(checkpoint={"dir": "/data"})
     first, last, home = (
@@ -294,6 +299,15 @@ def test_each_is_asked_for_what_will_be_built_there() -> None:
     assert set(last.callables) - set(without.callables) == {"metrics.accuracy"}
     assert (last.folder, last.marker) == ("/data", "m")
     assert set(orders.of_spare(job, "").callables) == set(last.callables)
+
+
+def test_who_loads_the_samples_is_asked_for_the_datasets() -> None:
+    data = {"train": "m:train", "test": "m:test", "at": "stage"}
+    job = config(model={"layers": "m:layers", "balance": [1, 1, 1]}, data=data)
+    first, middle, last = (orders.of_stage(job, index, "") for index in range(3))
+    asked = [{"data.train", "data.test"} <= set(each.callables) for each in (first, middle, last)]
+    assert asked == [True, False, True]
+    assert set(orders.of_driver(job, "").callables) == {"model.layers"}
 
 
 def test_a_stage_is_asked_for_the_optimizer_and_the_scheduler_of_its_own() -> None:

@@ -16,7 +16,7 @@ from rpcmp.configfile import parse
 from rpcmp.driver.best import Best
 from rpcmp.driver.datasets import Datasets
 from rpcmp.driver.evaluation import Evaluation
-from rpcmp.driver.group import Group, Round
+from rpcmp.driver.group import Batch, Group, Round
 from rpcmp.driver.metrics import Metrics
 from rpcmp.driver.progress import Progress
 from rpcmp.driver.tracer import Tracer
@@ -48,8 +48,7 @@ class Stages:
 
     def start_step(
         self,
-        inputs: Any,
-        targets: Any,
+        batch: Batch,
         step: int,
         end: End,
         version: int = 0,
@@ -78,9 +77,9 @@ class Stages:
     def step_scheduler(self, loss: float) -> None:
         self.log.append(f"scheduler {loss}")
 
-    def evaluate(self, inputs: Any, targets: Any, step: int, own: Metrics) -> Evaluation:
+    def evaluate(self, batch: Batch, step: int, own: Metrics) -> Evaluation:
         self.log.append(f"evaluate{step}")
-        return Evaluation(len(inputs), self.test_losses.get(step, 0.5))
+        return Evaluation(batch.num_samples, self.test_losses.get(step, 0.5))
 
     @staticmethod
     def _reports(step: int) -> dict[str, StepReport]:

@@ -105,7 +105,9 @@ class Checkup:
         machines = [facts[name].machine if name in facts else name for name in names]
         mirrors = recovery.enabled and recovery.mirror_every_steps > 0
         holders = neighbours(machines) if mirrors else [None] * len(names)
-        used = links(self._config.graph(), names, holders)
+        data = self._config.data
+        sends_batches = data is None or data.at == "driver"
+        used = links(self._config.graph(), names, holders, sends_batches)
         there = [link for link in used if link.one in facts and link.other in facts]
         return [await self._try(link, facts) for link in there]
 

@@ -31,13 +31,19 @@ class Link:
         return bool(TENSORS.intersection(self.carries))
 
 
-def links(graph: Graph, names: Sequence[str], holders: Sequence[int | None]) -> list[Link]:
+def links(
+    graph: Graph,
+    names: Sequence[str],
+    holders: Sequence[int | None],
+    sends_batches: bool = True,
+) -> list[Link]:
     """Every link of a job, each once.
 
     Args:
         graph: which stage reads what.
         names: of the stages, in the config's order.
         holders: the index of the stage whose server holds each stage's snapshots as well.
+        sends_batches: whether the driver loads the samples.
     """
     found: dict[tuple[str, str], list[str]] = {}
 
@@ -47,9 +53,7 @@ def links(graph: Graph, names: Sequence[str], holders: Sequence[int | None]) -> 
             found[pair].append(what)
 
     for name in names:
-        reads = any(reference.from_batch for reference in graph.inputs[name])
-        # The last one gets the targets, for the loss.
-        add(DRIVER, name, "batches" if reads or name == graph.sink else "control")
+        add(DRIVER, name, "batches" if sends_batches and graph.parts(name) else "control")
     for name in graph.stages:
         for port in graph.ports(name):
             add(name, port.reader, "activations")

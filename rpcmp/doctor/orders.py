@@ -19,11 +19,12 @@ def of_stage(
         driver_metrics: config keys of the metrics that the driver computes instead of a stage.
     """
     sinks = {key: value for key, value in _metrics(config).items() if key not in driver_metrics}
-    is_sink = config.stage_names[index] == config.graph().sink
+    graph, name = config.graph(), config.stage_names[index]
     callables = _names(
         {
             **_own_or_jobs(config, index),
-            **({"loss": config.loss, **sinks} if is_sink else {}),
+            **({"loss": config.loss, **sinks} if name == graph.sink else {}),
+            **(_data(config, "stage") if graph.parts(name) else {}),
         }
     )
     devices = [config.stage(index).device]
@@ -39,15 +40,8 @@ def of_spare(config: Config, marker: str, driver_metrics: Collection[str] = ()) 
 
 
 def of_driver(config: Config, marker: str) -> Order:
-    """The driver's: it loads the data, reads the list of layers, and computes some metrics."""
-    data = config.data
-    callables = _names(
-        {
-            "data.train": data.train if data else None,
-            "data.test": data.test if data else None,
-            "report": config.report,
-        }
-    )
+    """The driver's: it may load the data, reads the list of layers, and computes some metrics."""
+    callables = _names({**_data(config, "driver"), "report": config.report})
     model = _model(config, 0) if config.model is not None else {}
     order = _order(config, {**model, **callables}, marker, ["cpu"])
     return order.model_copy(update={"metrics": _names(_metrics(config))})
@@ -75,6 +69,14 @@ def _own_or_jobs(config: Config, index: int) -> dict[str, Factory | None]:
 
 def _metrics(config: Config) -> dict[str, Factory]:
     return {f"metrics.{name}": metric for name, metric in config.metrics.items()}
+
+
+def _data(config: Config, at: str) -> dict[str, Factory | None]:
+    """The datasets, where they are loaded there."""
+    data = config.data
+    if data is None or data.at != at:
+        return {}
+    return {"data.train": data.train, "data.test": data.test}
 
 
 def _names(factories: Mapping[str, Factory | None]) -> dict[str, str]:

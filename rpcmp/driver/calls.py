@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from rpcmp.config import Config
+from rpcmp.data import Loaded
 from rpcmp.driver.group import Group
 from rpcmp.driver.metrics import Metrics
 from rpcmp.errors import JobError, RpcmpError, one_line, to_wire
@@ -56,7 +57,8 @@ class Calls:
         """One optimizer step; returns the mean loss."""
         # Held, so that after an error in any stage's backward none of them has stepped.
         version = self.version if self._is_due() else 0
-        started = self._group.start_step(inputs, targets, self.step + 1, End.HOLD, version)
+        batch = Loaded(inputs, targets)
+        started = self._group.start_step(batch, self.step + 1, End.HOLD, version)
         loss = self._group.finish_step(started).loss
         self._group.end_step(loss)
         self.step += 1
@@ -67,12 +69,12 @@ class Calls:
     def forward_backward(self, inputs: Any, targets: Any) -> float:
         """Accumulate gradients; returns the mean loss."""
         self._has_gradients = True
-        return self._group.forward_backward(inputs, targets, self.step + 1)
+        return self._group.forward_backward(Loaded(inputs, targets), self.step + 1)
 
     def evaluate(self, inputs: Any, targets: Any) -> dict[str, Any]:
         """Number of samples, loss and metrics."""
         self._metrics.reset()
-        found = self._group.evaluate(inputs, targets, self.step, self._metrics)
+        found = self._group.evaluate(Loaded(inputs, targets), self.step, self._metrics)
         metrics = {**found.metrics, **self._metrics.compute()}
         return {"num_samples": found.num_samples, "loss": found.loss, "metrics": metrics}
 

@@ -1,40 +1,75 @@
-"""What a job trains and evaluates on."""
+"""What a job trains and evaluates on, loaded here or at the stages."""
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 from rpcmp import data
 from rpcmp.config import Config
-from rpcmp.data import Batches
+from rpcmp.data import Order
+from rpcmp.driver.draws import AHEAD, Announcer, Draws
+from rpcmp.driver.group import Batch, Group
 from rpcmp.errors import ConfigError
 from rpcmp.sections import DataConfig
+from rpcmp.work import Holding
+
+
+class MiniBatches(Protocol):
+    """Those of one dataset, epoch after epoch."""
+
+    def __len__(self) -> int:
+        """Of one epoch."""
+
+    def epoch(self, epoch: int, first: int = 0) -> Iterator[Batch]:
+        """Each mini-batch of `epoch`, counted from 1, from the one whose index is `first` on."""
+
+    def close(self) -> None:
+        """End the processes that load samples, where there are any."""
 
 
 @dataclass(frozen=True)
 class Datasets:
-    """The datasets of `[data]`.
+    """The mini-batches of a job, epoch after epoch."""
 
-    Attributes:
-        train: what it trains on.
-        test: what it evaluates on; None: it does not.
-    """
-
-    train: Batches
-    test: Batches | None
+    train: MiniBatches
+    test: MiniBatches | None
 
     @classmethod
     def load(cls, config: Config) -> Datasets:
-        """Those of a config.
+        """The datasets of `[data]`, loaded by this process.
 
         Raises:
             ConfigError: there is no `[data]`, or a dataset cannot be used.
         """
-        section = config.data
-        if section is None:
-            raise ConfigError("the config has no [data] section, which training from it needs")
-        train = data.load(section.train, "data.train", section, config.seed, training=True)
-        return cls(train, cls._load_test(section, config.seed))
+        section, seed = _section(config), config.seed
+        train = data.load(section.train, "data.train", section, seed, training=True)
+        if section.test is None:
+            return cls(train, None)
+        return cls(train, data.load(section.test, "data.test", section, seed, training=False))
+
+    @classmethod
+    def at_stages(cls, config: Config, group: Group) -> Datasets:
+        """The datasets that the stages have built, from what these say of them.
+
+        Raises:
+            ConfigError: there is no `[data]`, a dataset is too small, or hosts have others.
+        """
+        section, seed = _section(config), config.seed
+        sizes = _common_sizes(group.holdings())
+        num_ahead = AHEAD * section.num_loaders
+        announcer = Announcer(group.announce, num_ahead, itertools.count(1))
+        orders = {}
+        for name, samples in sizes.items():
+            training = name == "train"
+            data.require_enough(samples, f"data.{name}", section, training)
+            orders[name] = Order(range(samples), section, seed, training)
+        total = total_steps(config, len(orders["train"]))
+        train = Draws("train", orders["train"], announcer, total)
+        test = Draws("test", orders["test"], announcer) if "test" in orders else None
+        return cls(train, test)
 
     def close(self) -> None:
         """End the processes that load samples, where there are any."""
@@ -42,8 +77,27 @@ class Datasets:
             if batches is not None:
                 batches.close()
 
-    @staticmethod
-    def _load_test(section: DataConfig, seed: int) -> Batches | None:
-        if section.test is None:
-            return None
-        return data.load(section.test, "data.test", section, seed, training=False)
+
+def total_steps(config: Config, per_epoch: int) -> int:
+    """Optimizer steps of the whole run."""
+    return config.steps if config.steps is not None else (config.epochs or 1) * per_epoch
+
+
+def _section(config: Config) -> DataConfig:
+    if config.data is None:
+        raise ConfigError("the config has no [data] section, which training from it needs")
+    return config.data
+
+
+def _common_sizes(holdings: Mapping[str, Holding]) -> dict[str, int]:
+    """The samples of each dataset, which all stages have to agree on."""
+    (first, here), *others = holdings.items()
+    for other, there in others:
+        for name, samples in here.sizes.items():
+            if there.sizes[name] != samples:
+                raise ConfigError(
+                    f"data.{name} has {samples} samples for stage {first!r} on {here.host} and "
+                    f"{there.sizes[name]} for stage {other!r} on {there.host}: all hosts need the "
+                    "same data"
+                )
+    return here.sizes

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 
 from rpcmp.config import Config
-from rpcmp.data import Batches
+from rpcmp.driver.datasets import MiniBatches
 from rpcmp.driver.evaluation import Evaluation, mean
 from rpcmp.driver.group import Group
 from rpcmp.driver.metrics import Metrics
@@ -32,7 +32,7 @@ class Evaluator:
     def __init__(
         self,
         config: Config,
-        test: Batches | None,
+        test: MiniBatches | None,
         group: Group,
         metrics: Metrics,
         stop: threading.Event,
@@ -66,11 +66,11 @@ class Evaluator:
             return None
         parts: list[Evaluation] = []
         self._metrics.reset()
-        for index, (inputs, targets) in enumerate(self._test.epoch(epoch)):
+        for index, batch in enumerate(self._test.epoch(epoch)):
             if self._stop.is_set():
                 return None
             self._activity.begin("evaluation", step, index)
-            parts.append(self._group.evaluate(inputs, targets, step, self._metrics))
+            parts.append(self._group.evaluate(batch, step, self._metrics))
         total = mean(parts)
         values = {"loss": total.loss, **total.metrics, **self._metrics.compute()}
         for key, metric in self._config.watched.items():

@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
 from rpcmp import digest, inflight, microbatch, transport, tree
 from rpcmp.config import Config
+from rpcmp.data import Loaded
 from rpcmp.driver.evaluation import Evaluation, mean
 from rpcmp.driver.metrics import Metrics
 from rpcmp.driver.optimizer import DistributedOptimizer
@@ -34,8 +35,10 @@ from rpcmp.trace.spans import Span
 from rpcmp.transport import Raised
 from rpcmp.work import (
     Bundle,
+    Drawn,
     End,
     Evaluated,
+    Holding,
     Mode,
     Outputs,
     StepReport,
@@ -45,6 +48,9 @@ from rpcmp.work import (
 )
 from rpcmp.worker.optimizer import StageOptimizer
 from rpcmp.worker.stage import DRIVER_PORT, Stage
+
+Batch: TypeAlias = Loaded | Drawn
+"""A mini-batch: its tensors, or which samples the stages have been told to load."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +85,10 @@ class Group:
         self._stage_rrefs = {
             name: transport.remote_service(member(name)) for name in config.stage_names
         }
+        graph = config.graph()
+        self._readers = {
+            name: rref for name, rref in self._stage_rrefs.items() if graph.parts(name)
+        }
         self.optimizer = DistributedOptimizer(
             {
                 name: transport.remote_part(rref, _optimizer_of)
@@ -104,8 +114,7 @@ class Group:
 
     def start_step(
         self,
-        inputs: Any,
-        targets: Any,
+        batch: Batch,
         step: int,
         end: End,
         version: int = 0,
@@ -116,7 +125,7 @@ class Group:
         Up to STEPS_AHEAD may be under way; every stage works on them strictly in order.
 
         Args:
-            inputs, targets: trees of tensors whose first dimension counts the samples.
+            batch: one that the stages load they must have heard of by `announce`.
             step: the optimizer step that this is for, counted from 1; seeds dropout. Called again
                 for the same step, gradients add up and dropout goes on drawing.
             end: what the stages do by themselves afterwards.
@@ -125,7 +134,7 @@ class Group:
         """
         if step != self._step:
             self._step, self._accumulated = step, 0
-        works = self._works(Mode.TRAIN, step, inputs, targets, end, version, save)
+        works = self._works(Mode.TRAIN, step, batch, end, version, save)
         self._accumulated += len(works)
         future = transport.call(self._sink, Stage.train, self._bundles(works), self._trained)
         self._trained = self._round
@@ -147,9 +156,9 @@ class Group:
             raise
         return Trained(math.fsum(part.loss for part in trained), trained[0].reports)
 
-    def forward_backward(self, inputs: Any, targets: Any, step: int) -> float:
+    def forward_backward(self, batch: Batch, step: int) -> float:
         """Accumulate the gradients of a mini-batch and return its loss; see `start_step`."""
-        return self.finish_step(self.start_step(inputs, targets, step, End.NOTHING)).loss
+        return self.finish_step(self.start_step(batch, step, End.NOTHING)).loss
 
     def end_step(self, loss: float) -> dict[str, StepReport]:
         """Let all stages step that hold a step, after its `finish_step`; what they report.
@@ -188,20 +197,22 @@ class Group:
         """
         self._everywhere(Stage.save, step)
 
-    def evaluate(
-        self, inputs: Any, targets: Any, step: int, own: Metrics | None = None
-    ) -> Evaluation:
+    def evaluate(self, batch: Batch, step: int, own: Metrics | None = None) -> Evaluation:
         """Loss and means of a mini-batch; parameters and gradients stay as they are.
 
         Args:
-            inputs, targets: trees of tensors whose first dimension counts the samples.
+            batch: see `start_step`.
             step: the optimizer step that this follows.
             own: the driver's metrics, which take in every micro-batch, in order.
         """
-        works = self._works(Mode.EVALUATE, step, inputs, targets)
+        works = self._works(Mode.EVALUATE, step, batch)
         found: list[Evaluated] = self._finish(self._ask_all(works))
         if own is not None and own.names:
-            parts = microbatch.split(targets, self._config.num_microbatches)
+            parts = (
+                microbatch.split(batch.targets, self._config.num_microbatches)
+                if isinstance(batch, Loaded)
+                else [answer.targets for answer in found]
+            )
             for answer, part in zip(found, parts, strict=True):
                 own.update(answer.outputs, part)
         return mean(
@@ -211,7 +222,7 @@ class Group:
 
     def predict(self, inputs: Any, step: int) -> Any:
         """The last stage's outputs for `inputs`, joined again along the first dimension."""
-        works = self._works(Mode.PREDICT, step, inputs, None)
+        works = self._works(Mode.PREDICT, step, Loaded(inputs))
         found: list[Outputs] = self._finish(self._ask_all(works))
         return _concatenate([answer.value for answer in found])
 
@@ -242,6 +253,16 @@ class Group:
         }
         for stage, future in futures.items():
             transport.result(future, stage)
+
+    def holdings(self) -> dict[str, Holding]:
+        """What the stages have built to load samples from, by name; of those that do so."""
+        found = transport.call_each(self._readers, Stage.holding)
+        return {name: holding for name, holding in found.items() if holding is not None}
+
+    def announce(self, drawn: Sequence[Drawn]) -> None:
+        """Tell these stages which mini-batches they will be asked for, so that they load them."""
+        for rref in self._readers.values():
+            transport.call_rref(rref, Stage.expect, list(drawn))
 
     def hosts(self) -> dict[str, dict[str, str]]:
         """What decides the bits of each stage's host; see rpcmp.host."""
@@ -275,24 +296,25 @@ class Group:
         self._everywhere(Stage.finish)
         self.optimizer.release()
         self._stage_rrefs.clear()
+        self._readers.clear()
 
     def _works(
         self,
         mode: Mode,
         step: int,
-        inputs: Any,
-        targets: Any,
+        batch: Batch,
         end: End = End.NOTHING,
         version: int = 0,
         save: bool = False,
     ) -> list[Work]:
         """The micro-batches of a new round, whose slices the stages can ask for from now on."""
         count = self._config.num_microbatches
-        samples = _num_samples(inputs, targets)
+        samples = batch.num_samples
         sizes = microbatch.sizes(samples, count)
         self._round += 1
-        target_slices = None if targets is None else microbatch.split(targets, count)
-        self._source.load(self._round, microbatch.split(inputs, count), target_slices)
+        if isinstance(batch, Loaded):
+            targets = None if batch.targets is None else microbatch.split(batch.targets, count)
+            self._source.load(self._round, microbatch.split(batch.inputs, count), targets)
         return [
             Work(
                 round=self._round,
@@ -306,6 +328,7 @@ class Group:
                 end=end,
                 version=version,
                 save=save,
+                drawn=batch.number if isinstance(batch, Drawn) else 0,
             )
             for index, size in enumerate(sizes)
         ]
@@ -360,21 +383,6 @@ class Group:
 
     def _everywhere(self, method: Callable[..., Any], *args: Any) -> dict[str, Any]:
         return transport.call_each(self._stage_rrefs, method, *args)
-
-
-def _num_samples(inputs: Any, targets: Any) -> int:
-    """The samples of a mini-batch.
-
-    Raises:
-        ConfigError: inputs and targets differ in it.
-    """
-    samples = microbatch.num_samples(inputs)
-    if targets is not None and microbatch.num_samples(targets) != samples:
-        raise ConfigError(
-            f"{samples} inputs and {microbatch.num_samples(targets)} targets do not make a "
-            "mini-batch"
-        )
-    return samples
 
 
 def _optimizer_of(stage: Stage) -> StageOptimizer:

@@ -3,8 +3,8 @@
     sink ──outputs of a micro-batch──> update(outputs, targets), in order ──> compute() at the end
 
 An F1 or an area under a curve is no mean of what it is for micro-batches, so it needs all of them
-in one place. That place is the driver, which has the targets already; what the model is cut into
-makes no difference.
+in one place. That place is the driver, which mostly has the targets already, and else gets them
+with the outputs; what the model is cut into makes no difference.
 """
 
 from __future__ import annotations

@@ -65,6 +65,7 @@ class DriverProcess:
         self._training: Training | None = None
         self._saves_at_end = False
         self._datasets: Datasets | None = None
+        self._loads_at_stages = False
         self._metrics = Metrics({})
         self._store = ChannelStore(self._channel.send)
         threading.Thread(target=self._listen, daemon=True).start()
@@ -80,6 +81,8 @@ class DriverProcess:
         self._channel.send({"event": "joined", "address": address})
         work = self._messages.get()
         group = Group(config, self._source)
+        if self._loads_at_stages:
+            self._datasets = Datasets.at_stages(config, group)
         match work["op"]:
             case "serve":
                 model = calls.Calls(config, group, work["step"], work["kept"], self._metrics)
@@ -102,9 +105,11 @@ class DriverProcess:
         configs = [config, *(setting.on(config) for setting in settings)]
         transport.reserve_threads(max(map(inflight.in_flight, configs)))
         self._metrics = Metrics.load(config)
-        assigned = plan.assign(config, settings, self._metrics.names)
+        at_stages = config.data is not None and config.data.at == "stage"
+        self._loads_at_stages = message["load_data"] and at_stages
+        assigned = plan.assign(config, settings, self._metrics.names, self._loads_at_stages)
         assignments = [part.model_dump_json() for part in assigned]
-        if message["load_data"]:
+        if message["load_data"] and not at_stages:
             self._datasets = Datasets.load(config)
         if config.report is not None:
             factory.resolve(config.report.callable, "report")

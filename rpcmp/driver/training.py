@@ -13,22 +13,22 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from rpcmp import factory
 from rpcmp.config import Config
+from rpcmp.data import Loaded
 from rpcmp.driver.best import Best
-from rpcmp.driver.datasets import Datasets
+from rpcmp.driver.datasets import Datasets, total_steps
 from rpcmp.driver.earlystopping import EarlyStopping
 from rpcmp.driver.evaluator import Evaluator
-from rpcmp.driver.group import Group, Round
+from rpcmp.driver.group import Batch, Group, Round
 from rpcmp.driver.metrics import Metrics
 from rpcmp.driver.progress import Progress
 from rpcmp.driver.saves import Saves
 from rpcmp.driver.tracer import Tracer
 from rpcmp.errors import FactoryError
 from rpcmp.inflight import STEPS_AHEAD
-from rpcmp.microbatch import num_samples
 from rpcmp.process.activity import Activity
 from rpcmp.process.channel import Message
 from rpcmp.work import End, StepReport
@@ -43,8 +43,7 @@ class _Step:
     number: int
     epoch: int
     ends_epoch: bool
-    inputs: Any
-    targets: Any
+    batch: Batch
     data_seconds: float
 
 
@@ -117,9 +116,7 @@ class Training:
 
     def total_steps(self) -> int:
         """Optimizer steps of the whole run."""
-        if self._config.steps is not None:
-            return self._config.steps
-        return (self._config.epochs or 1) * len(self._datasets.train)
+        return total_steps(self._config, len(self._datasets.train))
 
     def run(self, evaluate: bool) -> None:
         """Train to the end, or to the end of the step in which it is told to stop.
@@ -178,7 +175,7 @@ class Training:
         """What follows a step, where the run goes on from right after it."""
         begin = self.progress
         ends_epoch = begin.batch == len(self._datasets.train)
-        step = _Step(begin.step, begin.epoch, ends_epoch, None, None, 0.0)
+        step = _Step(begin.step, begin.epoch, ends_epoch, Loaded(None), 0.0)
         if begin.step and not begin.has_ended_epoch and self._must_drain(step, evaluate):
             self._follow(step, evaluate)
         elif begin.best is not None and begin.best.step == begin.step:
@@ -214,11 +211,11 @@ class Training:
         while number < total:
             epoch, first = 1 + number // per_epoch, number % per_epoch
             asked = self._ask_for_data(number)
-            for inputs, targets in self._datasets.train.epoch(epoch, first):
+            for batch in self._datasets.train.epoch(epoch, first):
                 number += 1
                 ends_epoch = number % per_epoch == 0
                 seconds = time.perf_counter() - asked
-                yield _Step(number, epoch, ends_epoch, inputs, targets, seconds)
+                yield _Step(number, epoch, ends_epoch, batch, seconds)
                 if number == total:
                     return
                 asked = self._ask_for_data(number)
@@ -233,7 +230,7 @@ class Training:
         save = self.saves.is_due(step.number)
         self._activity.begin("step", step.number)
         version = step.number if save or self._is_kept(step.number) else 0
-        return self._group.start_step(step.inputs, step.targets, step.number, end, version, save)
+        return self._group.start_step(step.batch, step.number, end, version, save)
 
     def _is_kept(self, step: int) -> bool:
         """Whether all stages keep in memory what they are right after `step`."""
@@ -340,7 +337,7 @@ def _event(step: _Step, loss: float, seconds: float) -> Message:
         "step": step.number,
         "epoch": step.epoch,
         "loss": loss,
-        "samples_per_s": num_samples(step.inputs) / seconds,
+        "samples_per_s": step.batch.num_samples / seconds,
         "step_s": seconds,
         "data_share": step.data_seconds / seconds,
         "busy": {},

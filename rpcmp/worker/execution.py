@@ -192,7 +192,10 @@ class Execution:
         if work.mode is Mode.EVALUATE and self._model.is_sink:
             evaluated = self._model.evaluate(outputs, targets, work)
             if self._model.tells_outputs:
-                evaluated = evaluated._replace(outputs=self._copied(self._ports[0], outputs).value)
+                told = self._copied(self._ports[0], outputs).value
+                evaluated = evaluated._replace(
+                    outputs=told, targets=targets if work.drawn else None
+                )
             return [evaluated]
         return [self._copied(port, tree.select(outputs, port.path)) for port in self._ports]
 

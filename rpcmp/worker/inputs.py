@@ -8,9 +8,10 @@ from typing import Any
 from torch.futures import Future
 
 from rpcmp import transport
-from rpcmp.graph import SOURCES, Graph, Port
+from rpcmp.graph import SOURCES, Graph, Port, Reference
 from rpcmp.members import member
 from rpcmp.work import Bundle, Mode
+from rpcmp.worker.feed import Feed
 from rpcmp.worker.slices import Slices
 
 
@@ -21,18 +22,26 @@ class Inputs:
         graph: who reads whom.
         stage: whose inputs.
         forward: the method by which another stage is asked, with a bundle and a port.
+        feed: what this stage loads itself; None: the driver has all of the batch.
 
     Attributes:
         references: what it reads, in order.
         ports: for each of them, which of its producer's ports this is; 0 for what the batch gives.
     """
 
-    def __init__(self, graph: Graph, stage: str, forward: Callable[..., Future[Any]]) -> None:
+    def __init__(
+        self,
+        graph: Graph,
+        stage: str,
+        forward: Callable[..., Future[Any]],
+        feed: Feed | None = None,
+    ) -> None:
         self.references = graph.inputs[stage]
         self.ports = [_port(graph, stage, index) for index in range(len(self.references))]
         self._is_sink = graph.sink == stage
         self._forward = forward
         self._slices = Slices()
+        self._feed = feed
 
     def ask(self, bundle: Bundle, callback: Callable[[list[Any]], None]) -> None:
         """Ask for all that a forward needs; `callback` gets the answers.
@@ -42,22 +51,29 @@ class Inputs:
         """
         asked = [self._ask_one(bundle, index) for index in range(len(self.references))]
         if self._is_sink and bundle.mode is not Mode.PREDICT:
-            targets = self._slices.get(bundle, SOURCES[1], (), len(self.references))
+            targets = self._ask_batch(bundle, Reference(SOURCES[1]), len(self.references))
             asked.append(("the targets", targets))
         transport.when_all(asked, callback)
 
     def forget(self) -> None:
         """Let go of what was asked for and will not be taken: a round was aborted."""
         self._slices.forget()
+        if self._feed is not None:
+            self._feed.forget()
 
     def _ask_one(self, bundle: Bundle, index: int) -> tuple[str, Future[Any]]:
         reference = self.references[index]
         if reference.from_batch:
-            answer = self._slices.get(bundle, reference.producer, reference.path, index)
+            answer = self._ask_batch(bundle, reference, index)
         else:
             producer = member(reference.producer)
             answer = transport.call(producer, self._forward, bundle, self.ports[index])
         return f"{reference} (input {index})", answer
+
+    def _ask_batch(self, bundle: Bundle, reference: Reference, index: int) -> Future[Any]:
+        if self._feed is not None and bundle.works[0].drawn:
+            return self._feed.get(bundle, reference)
+        return self._slices.get(bundle, reference.producer, reference.path, index)
 
 
 def _port(graph: Graph, stage: str, index: int) -> int:

@@ -24,6 +24,8 @@ from rpcmp.process import heartbeat
 from rpcmp.process.channel import Bond, Message
 from rpcmp.snapshot.slots import Slots
 from rpcmp.store import ChannelStore
+from rpcmp.worker.feed import Feed
+from rpcmp.worker.loaders import Loaders
 from rpcmp.worker.snapshots import StageSnapshots, restore
 from rpcmp.worker.stage import Stage
 
@@ -74,13 +76,14 @@ class WorkerProcess:
             sys.path.insert(0, folder)
             files = [path.stem for path in Path(folder).iterdir()]
         unpickling.allow(assignment.config.modules, files)
+        loaders = _loaders(assignment)  # before there are threads
         transport.reserve_threads(assignment.in_flight)
         if any(limits.splits for limits in assignment.all_limits):
             split.install()
         threading.Thread(target=self._listen, daemon=True).start()
         heartbeat.begin(self._channel)
         with self._activity.doing("build"):
-            stage = self._build(assignment)
+            stage = self._build(assignment, loaders)
             if (begin := self._start["restore"]) is not None:
                 self._restore(stage, begin["step"], begin["files"])
         with self._activity.doing("join"):
@@ -89,6 +92,8 @@ class WorkerProcess:
             )
         self._channel.send({"event": "joined", "address": address})
         stage.finished.wait()
+        if loaders is not None:
+            loaders.close()
         transport.leave(LEAVE_SECONDS)
         self._channel.send({"event": "left"})
         os._exit(0)  # no destructors: RPC threads may still be about
@@ -102,9 +107,12 @@ class WorkerProcess:
             files = [self._slots.path(found.slot)]
         restore(files, stage.name, stage.model, stage.optimizer)
 
-    def _build(self, assignment: Assignment) -> Stage:
+    def _build(self, assignment: Assignment, loaders: Loaders | None) -> Stage:
         try:
-            stage = Stage(assignment, self._activity)
+            feed = None if loaders is None else Feed(loaders)
+            stage = Stage(assignment, self._activity, feed)
+            if feed is not None:
+                feed.wait()
             if assignment.config.takes_snapshots:
                 self._snapshots = stage.snapshots = self._snapshots_of(stage, assignment)
         except Exception as error:
@@ -138,3 +146,10 @@ class WorkerProcess:
                 case "saved" if self._snapshots is not None:
                     self._snapshots.note_saved()
         os._exit(1)
+
+
+def _loaders(assignment: Assignment) -> Loaders | None:
+    """The processes that load samples for a stage, where it reads any and is to do so itself."""
+    config, stage = assignment.config, assignment.stage_name
+    loads = assignment.loads_data and config.graph().parts(stage)
+    return Loaders(config, stage) if loads else None

@@ -19,7 +19,7 @@ import functools
 import platform
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -34,13 +34,14 @@ from rpcmp.plan import Assignment
 from rpcmp.process.activity import Activity
 from rpcmp.schedule import Limits, policy
 from rpcmp.transport import Raised
-from rpcmp.work import Bundle, End, Mode, StepReport, Work
+from rpcmp.work import Bundle, Drawn, End, Holding, Mode, StepReport, Work
 from rpcmp.worker.backward import Backwards, Missing
 from rpcmp.worker.compute import ComputeThread
 from rpcmp.worker.conductor import Conductor
 from rpcmp.worker.exchange import Exchange
 from rpcmp.worker.execution import Execution
 from rpcmp.worker.failure import Failures
+from rpcmp.worker.feed import Feed
 from rpcmp.worker.inputs import Inputs
 from rpcmp.worker.memory import Meter
 from rpcmp.worker.model import StageModel
@@ -60,6 +61,7 @@ class Stage:
     Args:
         assignment: which stage of which job.
         activity: told what it does.
+        feed: what it loads itself; None: the driver has all of the batch.
 
     Raises:
         RpcmpError: the user's factories fail; see StageModel.
@@ -69,7 +71,12 @@ class Stage:
         finished: set when the worker has to leave the group.
     """
 
-    def __init__(self, assignment: Assignment, activity: Activity | None = None) -> None:
+    def __init__(
+        self,
+        assignment: Assignment,
+        activity: Activity | None = None,
+        feed: Feed | None = None,
+    ) -> None:
         self.name = assignment.stage_name
         self.snapshots: StageSnapshots | None = None
         graph = assignment.config.graph()
@@ -78,7 +85,8 @@ class Stage:
         self.finished = threading.Event()
         self._limits = assignment.limits
         self._compute = ComputeThread(policy(assignment.config.schedule), activity)
-        self._inputs = Inputs(graph, self.name, Stage.forward)
+        self._feed = feed
+        self._inputs = Inputs(graph, self.name, Stage.forward, feed)
         self._failures = Failures()
         self._backwards = Backwards(
             self.name,
@@ -178,6 +186,15 @@ class Stage:
             self._backwards.splits = self._limits.splits
 
         return self._compute.future(switch)
+
+    def holding(self) -> Holding | None:
+        """What this stage has built to load samples from, where it does so itself."""
+        return None if self._feed is None else self._feed.holding
+
+    def expect(self, drawn: Sequence[Drawn]) -> None:
+        """Load mini-batches that this stage will be asked for, where it does so itself."""
+        if self._feed is not None:
+            self._feed.expect(drawn)
 
     def digests(self) -> Future[Any]:
         """`digest.tensor_line` of each parameter and buffer, by name."""

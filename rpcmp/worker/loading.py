@@ -1,0 +1,126 @@
+"""A process that loads samples for a stage: builds the datasets, then does what it is asked.
+
+worker ──which samples──> process      process ──sizes; parts of a mini-batch, or an error──> worker
+
+Answers are tensors in shared memory, and a pickle of what they are part of: a batch may be made of
+the user's own named tuples, and this process is as trustworthy as the worker that has forked it.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import platform
+import signal
+import traceback
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import torch
+from setproctitle import setproctitle
+
+from rpcmp import data, tree
+from rpcmp.config import Config
+from rpcmp.data import Samples
+from rpcmp.errors import ConfigError, RpcmpError, StageError, from_wire, one_line, to_wire
+from rpcmp.factory import explain
+from rpcmp.graph import SOURCES, Reference
+from rpcmp.handoff import Handoff
+from rpcmp.process.channel import die_with_parent
+
+Message = dict[str, Any]
+
+Parts = dict[Reference, Any]
+"""What a stage reads of a mini-batch: for each reference a tree of tensors."""
+
+
+def serve(handoff: Handoff, parent_pid: int, config: Config, stage: str) -> NoReturn:
+    """Answer the worker until it is gone; the process ends here.
+
+    Args:
+        handoff: to the worker.
+        parent_pid: the worker's.
+        config: the job.
+        stage: for whom, by name.
+    """
+    die_with_parent(parent_pid, signal.SIGKILL)
+    setproctitle("rpcmp.data")
+    torch.set_num_threads(1)
+    loading = _Loading(config, stage)
+    answer = loading.build()
+    while True:
+        try:
+            _send(handoff, answer, stage)
+            answer = loading.load(*handoff.receive())
+        except (OSError, EOFError):
+            os._exit(0)
+
+
+def _send(handoff: Handoff, answer: Message, stage: str) -> None:
+    try:
+        handoff.send(answer)
+    except (OSError, EOFError):
+        raise
+    except Exception as error:  # tensors of a kind that cannot be handed over; nothing was sent
+        handoff.send(_failure(stage, error))
+
+
+def unpacked(references: Sequence[Reference], answer: Message) -> Parts:
+    """What a process has answered.
+
+    Raises:
+        RpcmpError: what it failed with.
+    """
+    if "error" in answer:
+        raise from_wire(answer["error"])
+    leaves = iter(answer["leaves"])
+    trees = pickle.loads(bytes.fromhex(answer["trees"]))
+    parts = tree.map_leaves(lambda _: next(leaves), trees)
+    return dict(zip(references, parts, strict=True))
+
+
+class _Loading:
+    def __init__(self, config: Config, stage: str) -> None:
+        self._config = config
+        self._stage = stage
+        self._references = config.graph().parts(stage)
+        self._samples: dict[str, Samples] = {}
+
+    def build(self) -> Message:
+        """How many samples each dataset has."""
+        data_config, sizes = self._config.data, {}
+        factories = {} if data_config is None else data_config.factories
+        try:
+            for name, source in factories.items():
+                dataset = data.create(source, f"data.{name}", self._config.seed)
+                self._samples[name] = Samples(dataset, self._config.seed)
+                sizes[name] = len(self._samples[name])
+        except Exception as error:
+            text = str(error) if isinstance(error, RpcmpError) else explain(error)
+            return {"error": to_wire(ConfigError(f"on {platform.node()}: {text}"))}
+        return {"sizes": sizes}
+
+    def load(self, dataset: str, epoch: int, index: int, samples: list[int]) -> Message:
+        """What the stage reads of one mini-batch."""
+        try:
+            loaded = self._samples[dataset].load((epoch, index, samples))
+            batch = dict(zip(SOURCES, loaded, strict=True))
+            parts = [_part(batch, reference) for reference in self._references]
+        except RpcmpError as error:
+            return {"error": to_wire(error)}
+        except BaseException as error:  # also sys.exit() in the user's code
+            return _failure(self._stage, error)
+        trees = tree.map_leaves(lambda _: None, parts)
+        return {"trees": pickle.dumps(trees).hex(), "leaves": list(tree.leaves(parts))}
+
+
+def _failure(stage: str, error: BaseException) -> Message:
+    text = "".join(traceback.format_exception(error))
+    return {"error": to_wire(StageError(stage, "data", one_line(error), text))}
+
+
+def _part(batch: dict[str, Any], reference: Reference) -> Any:
+    try:
+        return tree.select(batch[reference.producer], reference.path)
+    except LookupError as error:
+        raise ConfigError(f"a stage reads {str(reference)!r}: {error}") from error
