@@ -1,4 +1,4 @@
-"""What the devices of this host have: names and memory."""
+"""The devices of this host: which one a name stands for, and what they have."""
 
 from __future__ import annotations
 
@@ -7,6 +7,20 @@ import resource
 from pathlib import Path
 
 import torch
+
+AUTO = "auto"
+"""In the place of a device: CUDA's where the host has one, else the CPU."""
+
+
+def resolve(name: str) -> torch.device:
+    """The device that a config's name stands for on this host; it may not exist.
+
+    Raises:
+        RuntimeError: torch knows no such device.
+    """
+    if name == AUTO:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return torch.device(name)
 
 
 def name_of(device: torch.device) -> str:

@@ -6,14 +6,21 @@ import platform
 
 import torch
 
+CPU = torch.device("cpu")
 
-def facts() -> dict[str, str]:
-    """Torch's version, the vector instructions it uses, the machine, and its compute threads."""
+
+def facts(device: torch.device = CPU) -> dict[str, str]:
+    """Torch's version, the vector instructions it uses, the machine, its threads, the device.
+
+    Args:
+        device: where the process computes.
+    """
     return {
         "torch": str(torch.__version__),
         "CPU capability": torch.backends.cpu.get_cpu_capability(),
         "machine": platform.machine(),
         "threads": str(torch.get_num_threads()),
+        "device": str(device),
     }
 
 

@@ -13,9 +13,9 @@ import torch
 from pydantic import Field
 from torch import nn
 
-from rpcmp import factory, inflight, layers, partition, weights
+from rpcmp import devices, factory, inflight, layers, partition, weights
 from rpcmp.config import Config
-from rpcmp.errors import ConfigError
+from rpcmp.errors import ConfigError, one_line
 from rpcmp.schedule import Limits
 from rpcmp.sections import Factory, StageConfig, Strict
 from rpcmp.setting import Setting
@@ -128,7 +128,19 @@ def _try_out(config: Config, driver_metrics: Sequence[str]) -> None:
         if _everywhere(source):
             factory.function(source, name)
     for index in range(config.num_stages):
+        _try_device(config, index)
         _try_optimizer(config, index)
+
+
+def _try_device(config: Config, index: int) -> None:
+    """Whether torch knows it: that the host has it, only the host can tell."""
+    name = config.stage(index).device
+    try:
+        devices.resolve(name)
+    except RuntimeError as error:
+        raise ConfigError(
+            f"stage {config.stage_names[index]!r}: device = {name!r}: {one_line(error)}"
+        ) from error
 
 
 def _try_optimizer(config: Config, index: int) -> None:

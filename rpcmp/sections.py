@@ -175,7 +175,11 @@ class StageConfig(Strict):
         max_length=1,
         description="HOST:PORT of its stage server; started on localhost when omitted",
     )
-    device: str = Field(default="cpu", description='torch device of the stage, such as "cuda:0"')
+    device: str = Field(
+        default="cpu",
+        description='torch device of the stage, such as "cuda:0"; "auto": CUDA where its host has '
+        "it, else the CPU",
+    )
     threads: Positive = Field(default=1, description="compute threads (OpenMP, MKL)")
     memory: Size | None = Field(
         default=None,

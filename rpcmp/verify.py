@@ -82,7 +82,7 @@ def verify(config: Config, connect: Sequence[str] | None = None) -> Verified:
         RpcmpError: one of the runs failed.
     """
     config, pipelined, reference = asyncio.run(_both(config, connect))
-    caveats = host.differences(reference.hosts["reference"], pipelined.hosts) + _devices(config)
+    caveats = host.differences(reference.hosts["reference"], pipelined.hosts)
     difference = first_difference(pipelined, reference)
     if difference is not None and config.wire_dtype is None:
         raise MismatchError("\n  ".join([difference, *(f"note: {text}" for text in caveats)]))
@@ -194,9 +194,3 @@ async def _reference(config: Config, path: Path, forks: Forks) -> Run:
     finally:
         await child.kill()
     raise WorkerDiedError(f"the reference process ended early: {child.exit_code}")
-
-
-def _devices(config: Config) -> list[str]:
-    """Stages that do not compute on the CPU, as the reference does."""
-    found = {config.stage(index).device for index in range(config.num_stages)} - {"cpu"}
-    return [f"stages compute on {', '.join(sorted(found))}, the reference on cpu"] if found else []

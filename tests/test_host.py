@@ -12,6 +12,8 @@ def test_facts_name_torch_and_threads() -> None:
     assert facts["torch"] == torch.__version__
     assert facts["threads"] == str(torch.get_num_threads())
     assert facts["CPU capability"]
+    assert facts["device"] == "cpu"
+    assert host.facts(torch.device("cuda", 1))["device"] == "cuda:1"
 
 
 def test_differences_name_stage_and_fact() -> None:

@@ -127,6 +127,10 @@ def test_a_schedule_that_cannot_run_within_max_in_flight_is_refused() -> None:
         (chain(num_stages=4), "4 stages need at least as many layers, but the model has 3"),
         (chain(layers="tests.models:raising", kwargs={}), "failed: ValueError"),
         (chain(layers="tests.models:no_such"), "does not import"),
+        (
+            parse({**BRANCHES, "stages": [{"module": "m:M", "device": "gpu"}]}),
+            "stage 'stage0': device = 'gpu': .* one of cpu, cuda",
+        ),
     ],
 )
 def test_a_plan_that_cannot_be_made_says_why(config: Config, message: str) -> None:

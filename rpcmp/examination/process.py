@@ -65,7 +65,7 @@ def _hashes(order: Order, problems: dict[str, str]) -> dict[str, str]:
 
 def _device(name: str) -> Device:
     try:
-        device = torch.device(name)
+        device = devices.resolve(name)
         torch.ones(2, device=device).sum().item()
         return Device(name=devices.name_of(device), available_bytes=devices.available_bytes(device))
     except (RuntimeError, AssertionError) as error:  # torch without CUDA asserts

@@ -24,7 +24,7 @@ def measure(order: Order, inputs: Any, targets: Any) -> HostProfile:
         FactoryError: a layer cannot be built.
         JobError: one failed when it was run.
     """
-    device = torch.device(order.config.stage(0).device)
+    device = devices.resolve(order.config.stage(0).device)
     _load_lazily_loaded(order)
     base, available = devices.base_bytes(device), devices.available_bytes(device)
     names = list(layers.chain_layers(order.config))

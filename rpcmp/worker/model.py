@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rpcmp import factory, layers, metrics, seeds, tree
+from rpcmp import devices, factory, layers, metrics, seeds, tree
 from rpcmp.errors import ConfigError, FactoryError
 from rpcmp.plan import Assignment
 from rpcmp.sections import Factory
@@ -169,7 +169,7 @@ def _aligned(tensor: Tensor) -> Tensor:
 
 def _device(name: str) -> torch.device:
     try:
-        device = torch.device(name)
+        device = devices.resolve(name)
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]

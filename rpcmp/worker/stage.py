@@ -228,7 +228,7 @@ class Stage:
 
     def host(self) -> dict[str, str]:
         """What decides this host's bits."""
-        return host.facts()
+        return host.facts(self.model.device)
 
     def trace(self, on: bool) -> Future[Any]:
         """Record every action from now on, or stop it; answers with the name of this host."""

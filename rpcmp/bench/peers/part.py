@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from rpcmp import data, factory, graph, layers, plan
+from rpcmp import data, devices, factory, graph, layers, plan
 from rpcmp.config import Config
 from rpcmp.errors import ConfigError, UnfitError
 
@@ -40,7 +40,8 @@ def layer_names(config: Config, parts_a_stage: int = 1) -> list[list[str]]:
     """
     if config.graph() != graph.chain(config.stage_names):
         raise UnfitError("the stages are no chain")
-    if {config.stage(index).device for index in range(config.num_stages)} != {"cpu"}:
+    places = [devices.resolve(config.stage(index).device) for index in range(config.num_stages)]
+    if any(place.type != "cpu" for place in places):
         raise UnfitError("Gloo sends only what lies on the CPU")
     stages = [assignment.layers for assignment in plan.assign(config)]
     if parts_a_stage == 1:
