@@ -80,6 +80,7 @@ def test_plain_lines_where_there_is_no_terminal(job: JobFolder) -> None:
     memory, parameters = lines[-2:]
     assert re.fullmatch(r"peak memory(,? stage\d [\d,]+ MiB \(idle [\d,]+\)){2}", memory)
     assert parameters.startswith("parameters sha256 ")
+    assert re.match(r"done: \d+ steps, loss \d+\.\d{4} -> \d+\.\d{4}", lines[-3])
     assert result.err == ""
 
 

@@ -7,6 +7,7 @@ import json
 import math
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import click
@@ -44,26 +45,45 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
+@dataclass
+class _Run:
+    """What later lines have to know of what came before.
+
+    Attributes:
+        config: the job.
+        steps: how many it will have done.
+        first_loss: of the first step; None before.
+    """
+
+    config: Config
+    steps: int = 0
+    first_loss: float | None = None
+
+    def note(self, event: Message) -> None:
+        if event["event"] == "start":
+            self.steps = event["steps"]
+        if event["event"] == "step" and self.first_loss is None:
+            self.first_loss = event["loss"]
+
+
 class _Plain:
     """A line for the first and the last step, and for one every few seconds."""
 
     def __init__(self, config: Config, every: float, quiet: bool) -> None:
-        self._config = config
+        self._run = _Run(config)
         self._every = every
         self._quiet = quiet
-        self._steps = 0
         self._shown = float("-inf")
 
     def show(self, event: Message) -> None:
-        if event["event"] == "start":
-            self._steps = event["steps"]
+        self._run.note(event)
         due = time.monotonic() - self._shown >= self._every
-        if event["event"] == "step" and not due and event["step"] < self._steps:
+        if event["event"] == "step" and not due and event["step"] < self._run.steps:
             return
         if event["event"] == "step":
             self._shown = time.monotonic()
         if not self._quiet or event["event"] == "summary":
-            for line in _lines(event, self._config, self._steps):
+            for line in _lines(event, self._run):
                 click.echo(line)
 
 
@@ -71,17 +91,16 @@ class _Terminal:
     """A progress bar; everything else scrolls by above it."""
 
     def __init__(self, config: Config, console: Console, progress: Progress) -> None:
-        self._config = config
+        self._run = _Run(config)
         self._console = console
         self._progress = progress
         self._task = progress.add_task("starting", total=None, loss="", speed="", busy="")
-        self._steps = 0
 
     def show(self, event: Message) -> None:
+        self._run.note(event)
         match event["event"]:
             case "start":
-                self._steps = event["steps"]
-                self._progress.update(self._task, total=self._steps, description="training")
+                self._progress.update(self._task, total=self._run.steps, description="training")
             case "step":
                 self._progress.update(
                     self._task,
@@ -92,7 +111,7 @@ class _Terminal:
                     busy=f"busy {_busy(event['busy'])}",
                 )
             case _:
-                for line in _lines(event, self._config, self._steps):
+                for line in _lines(event, self._run):
                     self._console.print(line, markup=False, emoji=False, soft_wrap=True)
 
 
@@ -111,17 +130,18 @@ def _bar(console: Console) -> Progress:
     )
 
 
-def _lines(event: Message, config: Config, steps: int) -> Iterator[str]:
+def _lines(event: Message, run: _Run) -> Iterator[str]:
     match event["event"]:
         case "plan":
             yield from _plan(event)
         case "start":
-            where = ", ".join(config.stage_names)
-            yield f"{config.name}: {steps} steps, {config.schedule}, stages {where}"
+            where = ", ".join(run.config.stage_names)
+            yield f"{run.config.name}: {run.steps} steps, {run.config.schedule}, stages {where}"
         case "step":
             yield (
-                f"step {event['step']}/{steps}  epoch {event['epoch']}  loss {event['loss']:.4f}  "
-                f"{event['samples_per_s']:,.0f} samples/s  busy {_busy(event['busy'])}  "
+                f"step {event['step']}/{run.steps}  epoch {event['epoch']}  "
+                f"loss {event['loss']:.4f}  {event['samples_per_s']:,.0f} samples/s  "
+                f"busy {_busy(event['busy'])}  "
                 f"data {event['data_share']:.0%}"
             )
         case "eval":
@@ -135,7 +155,7 @@ def _lines(event: Message, config: Config, steps: int) -> Iterator[str]:
             yield faultlines.line(event)
         case "summary":
             yield (
-                f"done: {event['steps']} steps, last loss {event['loss']:.4f}"
+                f"done: {event['steps']} steps, {_loss(run.first_loss, event['loss'])}"
                 + (f", {_numbers(event['metrics'], 'test ')}" if event["metrics"] else "")
             )
             if "best" in event:
@@ -144,6 +164,11 @@ def _lines(event: Message, config: Config, steps: int) -> Iterator[str]:
             if "plan" in event:
                 yield _compared(event["plan"])
             yield f"parameters sha256 {event['parameters_sha256']}"
+
+
+def _loss(first: float | None, last: float) -> str:
+    """Whether it has learned: the loss of the first step that was seen, and of the last."""
+    return f"loss {last:.4f}" if first is None else f"loss {first:.4f} -> {last:.4f}"
 
 
 def _plan(event: Message) -> Iterator[str]:
