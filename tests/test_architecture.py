@@ -16,6 +16,7 @@ PROTOS = PACKAGE.parent / "protos"
 
 LAYERS = """
     __init__ errors members seeds metrics direction tree tensorfile digest v1 host examples devices
+    starter
     pythonfiles
     graph partition schedule addresses microbatch treespec split process scratch
     simulation sizes work handoff snapshot unpickling

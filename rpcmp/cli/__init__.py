@@ -23,6 +23,7 @@ COMMANDS = (
     "drive",
     "export",
     "health",
+    "new",
     "serve",
     "status",
     "trace",

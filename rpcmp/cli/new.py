@@ -1,0 +1,34 @@
+"""`rpcmp new`: the files of a new job."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+
+@click.command()
+@click.argument("name")
+@click.option("--like", metavar="EXAMPLE", help="Begin as one of the examples, such as resnet50.")
+def new(name: str, like: str | None) -> None:
+    """Write NAME.py, a model and its data, and NAME.toml, its config, into the current folder.
+
+    Both have comments and run as they are. Nothing is overwritten. The examples are those of the
+    README; what they need besides their own file they take from the package.
+
+    \b
+    Examples:
+      rpcmp new my_model
+      rpcmp new my_model --like llama
+    """
+    from rpcmp.starter.create import create
+
+    model, config = create(name, Path.cwd(), like)
+    click.echo(f"{model.name}: the model")
+    click.echo(f"{config.name}: how it is trained, and where")
+    for command, why in (
+        (f"rpcmp drive {config.name}", "trains it, on stage servers of its own"),
+        (f"rpcmp verify {config.name} --steps 5", "proves that the bits are those of one process"),
+        (f"rpcmp doctor {config.name}", "tells what would go wrong, before a run on several hosts"),
+    ):
+        click.echo(f"  {command:{len(name) + 30}}# {why}")
