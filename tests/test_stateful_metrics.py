@@ -118,6 +118,8 @@ def test_nothing_is_decided_by_a_key_of_a_mean() -> None:
         ConfigError, match=r"early_stopping\.metric = 'm\.f1': metrics\.m is a mean"
     ):
         load(watched, m={"callable": "rpcmp.metrics:accuracy"})
+    with pytest.raises(FactoryError, match=r"metrics\.m = .* does not import: Mod"):
+        load(watched, m={"callable": "no_such_module_here:F1"})
 
 
 def test_results_are_numbers_or_dicts_of_them() -> None:

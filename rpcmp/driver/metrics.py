@@ -61,10 +61,7 @@ class Metrics:
         made = {name: _make(source, f"metrics.{name}") for name, source in config.metrics.items()}
         metrics = {name: metric for name, metric in made.items() if metric is not None}
         for key, watched in config.watched.items():
-            is_dict = any(watched.startswith(f"{name}.") for name in metrics)
-            if watched not in ("loss", *config.metrics) and not is_dict:
-                name = watched.rpartition(".")[0]
-                raise ConfigError(f"{key} = {watched!r}: metrics.{name} is a mean, without keys")
+            _require(key, watched, config.metrics, metrics)
         return cls(metrics)
 
     @property
@@ -104,6 +101,22 @@ class Metrics:
                     raise FactoryError(f"two metrics are called {key!r}: rename metrics.{name}")
                 found[key] = value
         return found
+
+
+def _require(
+    key: str, watched: str, sources: Mapping[str, Factory], metrics: Mapping[str, Metric]
+) -> None:
+    """Fail where something is decided by a key that no metric can have.
+
+    Raises:
+        FactoryError: it would have to be of a metric that does not import here.
+        ConfigError: or of a mean.
+    """
+    if watched in ("loss", *sources) or any(watched.startswith(f"{name}.") for name in metrics):
+        return
+    name = next(name for name in sources if watched.startswith(f"{name}."))
+    factory.resolve(sources[name].callable, f"metrics.{name}")
+    raise ConfigError(f"{key} = {watched!r}: metrics.{name} is a mean, without keys")
 
 
 def _make(source: Factory, what: str) -> Metric | None:
