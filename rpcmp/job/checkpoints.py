@@ -17,12 +17,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from rpcmp.checkpoint.folder import CheckpointFolder, look
-from rpcmp.checkpoint.manifest import BestMark, Cursor, Manifest, StageFile
+from rpcmp.checkpoint.folder import CheckpointFolder
+from rpcmp.checkpoint.manifest import Cursor, Manifest, StageFile
 from rpcmp.checkpoint.redaction import redacted
 from rpcmp.config import Config
 from rpcmp.control.options import versions
 from rpcmp.errors import CheckpointError, RpcmpError
+from rpcmp.job.best import BestCheckpoint, mark_of
 from rpcmp.job.fleet import Fleet
 from rpcmp.job.restore import InMemory, newest_common
 from rpcmp.process.channel import Message
@@ -58,6 +59,7 @@ class Checkpoints:
         generation: of the group that runs.
         run: what the checkpoints are of; the same when it is resumed.
         saved: the newest step that has one.
+        best: the one with the best evaluation, where the config wants it kept.
         remove_elsewhere: removes a checkpoint from the disks of other machines.
     """
 
@@ -66,6 +68,7 @@ class Checkpoints:
         self._fleet = fleet
         self._report = report
         self._folder = CheckpointFolder(config.checkpoint_folder)
+        self.best = BestCheckpoint(config, self._folder, report)
         self._parts: dict[int, dict[str, pb.Saved]] = {}
         self._progress: dict[int, Message] = {}
         self._settled = 0
@@ -125,7 +128,7 @@ class Checkpoints:
         """Go on from a checkpoint; the keys of the config that have changed since."""
         self.run, self.saved = manifest.run, manifest.step
         self.generation = max(self.generation, manifest.generation + 1)
-        own = {**manifest.driver, **self._without_lost_best(manifest)}
+        own = {**manifest.driver, **self.best.known_to(manifest)}
         self._progress[manifest.step] = {**own, "told": None, "awaits_save": False}
         return differences(
             redacted(manifest.config), redacted(self._config.model_dump(mode="json"))
@@ -167,57 +170,16 @@ class Checkpoints:
         self.saved, self._saved_at = step, time.monotonic()
         path = self._folder.path_of(step)
         self._report({"event": "checkpoint", "step": step, "path": str(path)})
-        self._tell_best(manifest)
+        self.best.tell(manifest)
         return step
 
     async def _mark(self, progress: Message) -> int | None:
-        """Mark a checkpoint that was there before it was known to be the best; its step."""
+        """Mark the step's checkpoint, if it is there already and is the best; its step."""
         step: int = progress["step"]
-        best = _best(progress)
-        found = look(self._folder.path_of(step)) if best and step == self.saved else None
-        if found is None or found.manifest is None or found.manifest.best == best:
+        mark = mark_of(progress)
+        if mark is None or step != self.saved:
             return None
-        own = {key: value for key, value in progress.items() if key in DRIVERS_OWN}
-        manifest = found.manifest.model_copy(update={"driver": own, "best": best})
-        try:
-            await asyncio.to_thread(self._folder.commit, manifest)
-        except RpcmpError as error:
-            text = f"step {step} is the best and cannot be marked so: {error}; the run goes on"
-            self._report({"event": "warning", "text": text})
-            return None
-        self._tell_best(manifest)
-        return step
-
-    def _tell_best(self, manifest: Manifest) -> None:
-        if manifest.best is not None:
-            self._report({"event": "best", "step": manifest.step, **manifest.best.model_dump()})
-
-    def _without_lost_best(self, manifest: Manifest) -> Message:
-        """What changes of the driver's state where the best checkpoint is not there any more."""
-        best: Any = manifest.driver.get("best")
-        section = self._config.checkpoint
-        if best is None or section is None or section.best is None:
-            return {}
-        found = look(self._folder.path_of(best["step"]))
-        if found is not None and found.manifest is not None and found.manifest.best is not None:
-            return {}
-        text = f"the best checkpoint, of step {best['step']}, is gone: the best begins anew"
-        self._report({"event": "warning", "text": text})
-        return {"best": None}
-
-    def best(self) -> Message | None:
-        """The best step that is kept: "step", "metric", "value", "path"; None: none is."""
-        if self._config.checkpoint is None or self._config.checkpoint.best is None:
-            return None
-        try:
-            manifest = self._folder.best()
-        except RpcmpError as error:
-            self._report({"event": "warning", "text": f"which checkpoint is the best? {error}"})
-            return None
-        if manifest is None or manifest.best is None:
-            return None
-        path = str(self._folder.path_of(manifest.step))
-        return {"step": manifest.step, **manifest.best.model_dump(), "path": path}
+        return step if await self.best.mark(step, mark, _drivers_own(progress)) else None
 
     def _manifest(self, progress: Message, parts: dict[str, pb.Saved]) -> Manifest:
         return Manifest(
@@ -226,8 +188,8 @@ class Checkpoints:
             step=progress["step"],
             generation=self.generation,
             cursor=Cursor(epoch=progress["epoch"], batch=progress["batch"]),
-            driver={key: value for key, value in progress.items() if key in DRIVERS_OWN},
-            best=_best(progress),
+            driver=_drivers_own(progress),
+            best=mark_of(progress),
             rng={"seed": self._config.seed, **RNG},
             versions=self._software,
             config=redacted(self._config.model_dump(mode="json")),
@@ -271,12 +233,8 @@ class Checkpoints:
                 return pb.Saved(step=found.step, error=str(error))
 
 
-def _best(progress: Message) -> BestMark | None:
-    """What a checkpoint of just this step is marked with; None where another one is the best."""
-    best = progress.get("best")
-    if best is None or best["step"] != progress["step"]:
-        return None
-    return BestMark(metric=best["metric"], value=best["value"])
+def _drivers_own(progress: Message) -> Message:
+    return {key: value for key, value in progress.items() if key in DRIVERS_OWN}
 
 
 def _software() -> dict[str, str]:

@@ -161,7 +161,7 @@ class Run:
         try:
             while (event := await session.next_event())["event"] != "done":
                 if event["event"] == "summary":
-                    best = await asyncio.to_thread(checkpoints.best)
+                    best = await asyncio.to_thread(checkpoints.best.kept)
                     summary = event if best is None else {**event, "best": best}
                 else:
                     await self._handle(event, session, checkpoints)
