@@ -17,11 +17,13 @@ from rpcmp import addresses, graph
 from rpcmp.errors import ConfigError
 from rpcmp.sections import (
     NAME,
+    Autocast,
     CheckpointConfig,
     DataConfig,
     EarlyStoppingConfig,
     Factory,
     FactoryOrName,
+    LossScalingConfig,
     ModelConfig,
     Positive,
     RecoveryConfig,
@@ -57,6 +59,11 @@ class Config(Strict):
     wire_dtype: Literal["bfloat16"] | None = Field(
         default=None,
         description="float32 activations and gradients travel between stages as this",
+    )
+    autocast: Autocast | None = Field(
+        default=None,
+        description="compute in this what `torch.autocast` computes in it; parameters stay as they "
+        "are",
     )
     max_grad_norm: float | None = Field(
         default=None, gt=0, description="clip the gradient's norm over all stages"
@@ -103,6 +110,10 @@ class Config(Strict):
     data: DataConfig | None = Field(default=None, description="needed by the command line")
     early_stopping: EarlyStoppingConfig | None = Field(
         default=None, description="ends the run when evaluations do not get better any more"
+    )
+    loss_scaling: LossScalingConfig | None = Field(
+        default=None,
+        description="gradients of a scaled loss, which float16 does not lose; empty: as torch does",
     )
     checkpoint: CheckpointConfig | None = Field(default=None, description="checkpoints on disks")
     security: SecurityConfig = Field(
@@ -233,16 +244,21 @@ class Config(Strict):
 
     @property
     def holds_steps(self) -> bool:
-        """Whether the driver looks at all stages before they step: at the norm, or at the loss.
+        """Whether the driver looks at all stages before they step: at the gradients or the loss.
 
         Of the schedulers that step with the optimizer, only torch's own are known not to do so.
         """
         may_watch = self.steps_scheduler("step") and any(map(_may_watch, self._schedulers))
-        return self.max_grad_norm is not None or may_watch
+        return self.max_grad_norm is not None or self.loss_scaling is not None or may_watch
 
     def stage(self, index: int) -> StageConfig:
         """The settings of one stage; defaults where the config has no table for it."""
         return self.stages[index] if self.stages else StageConfig()
+
+    def autocast_of(self, index: int) -> Autocast | None:
+        """What a stage computes in under `torch.autocast`: its own choice, or else the job's."""
+        own = self.stage(index).autocast or self.autocast
+        return None if own == "float32" else own
 
     def optimizer_of(self, index: int) -> Factory:
         """The optimizer of one stage: its own, or the job's with the stage's arguments."""
@@ -269,6 +285,11 @@ class Config(Strict):
         """A copy of this config whose learning rates stay as they are."""
         stages = [stage.model_copy(update={"scheduler": {}}) for stage in self.stages]
         return self.model_copy(update={"scheduler": None, "stages": stages})
+
+    def without_mixed_precision(self) -> Self:
+        """A copy of this config without autocast and loss scaling."""
+        stages = [stage.model_copy(update={"autocast": None}) for stage in self.stages]
+        return self.model_copy(update={"autocast": None, "loss_scaling": None, "stages": stages})
 
     def graph(self) -> graph.Graph:
         """Which stage reads what.
@@ -349,6 +370,21 @@ class Config(Strict):
             raise ValueError(f"{wanted[0]} needs an evaluation dataset: give `test` in [data]")
         if self.early_stopping and not (self.evaluate_every_epochs or self.evaluate_every_steps):
             raise ValueError("[early_stopping] needs evaluations, and evaluate_every is 0")
+        return self
+
+    @model_validator(mode="after")
+    def _check_loss_scaling(self) -> Self:
+        in_float16 = [
+            repr(name)
+            for index, name in enumerate(self.stage_names)
+            if self.autocast_of(index) == "float16"
+        ]
+        if in_float16 and self.loss_scaling is None:
+            raise ValueError(
+                f'autocast = "float16" (stage {", ".join(in_float16)}) loses small gradients '
+                "without loss scaling: add a section [loss_scaling], which may be empty, or take "
+                '"bfloat16"'
+            )
         return self
 
     @model_validator(mode="after")

@@ -17,6 +17,7 @@
     │   ├── WorkerDiedError                 a worker or driver process is gone
     │   ├── WorkerHungError                 one is stopped, stuck or cut off
     │   ├── NonFiniteLossError              the loss became NaN or infinite
+    │   ├── LossScaleError                  no gradient of a scaled loss is ever finite
     │   ├── MismatchError                   `rpcmp verify` or `bench` found a difference
     │   └── UnfitError                      a peer of `rpcmp bench` cannot run the case
     └── InterruptedJobError        exit 128+n  a signal ended the job
@@ -207,6 +208,19 @@ class NonFiniteLossError(JobError):
         )
         self.loss, self.step, self.microbatch = loss, step, microbatch
         self.fields = {"loss": loss, "step": step, "microbatch": microbatch}
+
+
+class LossScaleError(JobError):
+    """Steps were skipped until the loss scale was of no use; the optimizer stepped on none."""
+
+    def __init__(self, scale: float, step: int) -> None:
+        super().__init__(
+            f"gradients were not finite in so many steps in a row that the loss scale fell to "
+            f"{scale:.1e} at step {step}; the parameters are those before the first of them (try "
+            'a lower learning rate, `max_grad_norm`, or autocast = "bfloat16")'
+        )
+        self.scale, self.step = scale, step
+        self.fields = {"scale": scale, "step": step}
 
 
 class InterruptedJobError(RpcmpError):

@@ -90,14 +90,17 @@ class Pipeline:
         """One optimizer step on a mini-batch; returns the mean loss.
 
         Clips gradients and steps the scheduler as the config says (`max_grad_norm`,
-        `scheduler_interval = "step"`).
+        `scheduler_interval = "step"`). With `loss_scaling` a step whose gradients are not all
+        finite is skipped, at all stages, and the scheduler does not step either.
 
         Args:
             inputs, targets: trees of tensors whose first dimension counts the samples.
 
         Raises:
             StageError: the user's code raised at a stage.
-            NonFiniteLossError: the loss is NaN or infinite.
+            NonFiniteLossError: the loss is NaN or infinite, without `loss_scaling`.
+            JobError: with `loss_scaling`, after clipping and before a step; see
+                `forward_backward`.
             WorkerDiedError, UnavailableError: a process or host is gone, and recovery is off or has
                 not helped.
         """
@@ -105,7 +108,12 @@ class Pipeline:
         return loss
 
     def forward_backward(self, inputs: Any, targets: Any) -> float:
-        """Accumulate the gradients of a mini-batch without a step; returns the mean loss."""
+        """Accumulate the gradients of a mini-batch without a step; returns the mean loss.
+
+        Raises:
+            JobError: with `loss_scaling`, after clipping and before a step: what is clipped is
+                unscaled, and more gradients would come scaled. All are cleared.
+        """
         loss: float = self._call("forward_backward", inputs, targets)
         return loss
 
@@ -239,7 +247,7 @@ class Pipeline:
             if not isinstance(raised, LOST):
                 self._history.note_failed(call)
             raise raised
-        self._history.note_done(call, answer["step"], answer["kept"])
+        self._history.note_done(call, answer["state"], answer["kept"])
         return answer["result"]
 
     def _better(self, error: RpcmpError) -> RpcmpError:
@@ -254,14 +262,34 @@ class Pipeline:
 
 
 class PipelineOptimizer:
-    """The optimizers of all stages as one: what torch.optim has, over the whole model."""
+    """The optimizers of all stages as one: what torch.optim has, over the whole model.
+
+    With `loss_scaling` also what `torch.amp.GradScaler` does with them: `step` and
+    `clip_grad_norm_` unscale the gradients first.
+    """
 
     def __init__(self, pipeline: Pipeline) -> None:
         self._pipeline = pipeline
 
-    def step(self) -> None:
-        """Update the parameters of all stages and clear their gradients."""
-        self._pipeline._call("optimizer_step")
+    def step(self) -> bool:
+        """Update the parameters of all stages and clear their gradients.
+
+        Returns:
+            Whether they were updated: with `loss_scaling` a step is skipped, at all stages, where
+            any of them has a gradient that is not finite.
+        """
+        has_stepped: bool = self._pipeline._call("optimizer_step")
+        return has_stepped
+
+    @property
+    def loss_scale(self) -> float:
+        """What the next loss is multiplied by; 1.0 without `loss_scaling`."""
+        return float(self._pipeline._call("scaler_state")["scale"])
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps that were skipped; 0 without `loss_scaling`."""
+        return int(self._pipeline._call("scaler_state")["skipped"])
 
     def zero_grad(self) -> None:
         """Clear the gradients of all stages."""
@@ -281,7 +309,7 @@ class PipelineOptimizer:
         self._pipeline._call("step_scheduler", loss)
 
     def state_dict(self) -> dict[str, Any]:
-        """Optimizer and scheduler state: by parameter name, and by stage."""
+        """Optimizer and scheduler state: by parameter name, and by stage; the loss scaler's."""
         state: dict[str, Any] = self._pipeline._call("optimizer_state_dict")
         return state
 

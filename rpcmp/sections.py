@@ -115,6 +115,9 @@ Positive = Annotated[int, Field(ge=1)]
 Schedule = Literal["gpipe", "1f1b", "zero-bubble"]
 """The names of rpcmp.schedule's policies."""
 
+Autocast = Literal["bfloat16", "float16"]
+"""What `torch.autocast` computes in, where it does not have to be float32."""
+
 Balance = Annotated[
     Annotated[list[Positive], Tag("<list>")] | Annotated[Literal["auto"], Tag("<auto>")],
     Discriminator(lambda value: "<auto>" if isinstance(value, str) else "<list>"),
@@ -201,6 +204,9 @@ class StageConfig(Strict):
         default=False,
         description="compute activations again in the backward instead of keeping them",
     )
+    autocast: Literal["bfloat16", "float16", "float32"] | None = Field(
+        default=None, description='instead of the job\'s `autocast`; "float32": none'
+    )
 
     @property
     def memory_bytes(self) -> int | None:
@@ -274,6 +280,32 @@ class EarlyStoppingConfig(Strict):
     def _check(self) -> Self:
         _direction("mode", self.metric, self.mode)
         return self
+
+
+class LossScalingConfig(Strict):
+    """One scale for the loss of all stages; the defaults are those of `torch.amp.GradScaler`."""
+
+    initial: float = Field(
+        default=2.0**16,
+        ge=1,
+        le=2.0**126,
+        description="what the loss is multiplied by at first",
+    )
+    growth_factor: float = Field(
+        default=2.0,
+        gt=1,
+        allow_inf_nan=False,
+        description="the scale grows by it after `growth_interval` steps without a skipped one",
+    )
+    backoff_factor: float = Field(
+        default=0.5,
+        gt=0,
+        lt=1,
+        description="the scale shrinks by it where a gradient is not finite; that step is skipped",
+    )
+    growth_interval: Positive = Field(
+        default=2000, description="steps in a row, none skipped, after which the scale grows"
+    )
 
 
 class CheckpointConfig(Strict):

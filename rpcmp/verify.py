@@ -32,11 +32,13 @@ class Run:
         losses: of each step.
         state: the final parameters and buffers by name.
         hosts: where it ran, by stage; the reference's under "reference".
+        skipped: steps whose gradients were not finite, where the loss was scaled.
     """
 
     losses: list[float]
     state: State
     hosts: dict[str, dict[str, str]] = field(default_factory=dict)
+    skipped: int = 0
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,7 @@ class Verified:
     Attributes:
         caveats: settings under which identical bits are not promised.
         difference: how far the runs are apart; None: nowhere.
+        skipped: steps in which nothing was updated.
     """
 
     steps: int
@@ -54,6 +57,7 @@ class Verified:
     parameters_sha256: str
     caveats: list[str]
     difference: Difference | None = None
+    skipped: int = 0
 
 
 @dataclass(frozen=True)
@@ -93,6 +97,7 @@ def verify(config: Config, connect: Sequence[str] | None = None) -> Verified:
         parameters_sha256=digest.parameters_sha256(reference.state),
         caveats=caveats,
         difference=None if difference is None else distance(pipelined, reference),
+        skipped=pipelined.skipped,
     )
 
 
@@ -167,7 +172,8 @@ async def _pipelined(
     # A proof leaves nothing behind, whatever happens to it.
     kept_nothing = config.without_recovery()
     summary = await drive(kept_nothing, note, connect, evaluate=False, save_state=path, forks=forks)
-    return Run(losses, load_tensors(path), summary["hosts"])
+    skipped = summary.get("skipped_steps", 0)
+    return Run(losses, load_tensors(path), summary["hosts"], skipped)
 
 
 async def _reference(config: Config, path: Path, forks: Forks) -> Run:

@@ -149,6 +149,9 @@ def test_ones_own_config_is_measured_without_what_no_peer_does(job: JobFolder) -
     assert (config.data.batch_size, config.data.drop_last) == (20, True)
     assert case.notes == ("without learning-rate scheduler and gradient clipping",)
     assert cases.load(str(path), num_stages=4).num_stages == 4
+    mixed = cases.load(str(path), overrides=["autocast=float16", "loss_scaling={}"])
+    assert (mixed.config.autocast, mixed.config.loss_scaling) == (None, None)
+    assert mixed.notes[1:] == ("without autocast and loss scaling",)
     assert configfile.load(path).max_grad_norm == 1.0
 
 

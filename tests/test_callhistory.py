@@ -19,10 +19,15 @@ Made = tuple[str, tuple[object, ...]]
 """A call that the model has seen: its name and arguments."""
 
 
+def after(steps: int) -> dict[str, object]:
+    """What the driver is after so many steps."""
+    return {"step": steps} if steps else {}
+
+
 def make(history: CallHistory, name: str, *arguments: object, step: int = 0, kept: int = 0) -> Call:
     """Make a call that is answered."""
     call = history.new(name, arguments)
-    history.note_done(call, step, kept)
+    history.note_done(call, after(step), kept)
     return call
 
 
@@ -50,10 +55,10 @@ def test_calls_that_change_something_are_numbered() -> None:
 
 def test_before_the_first_is_kept_a_group_begins_at_nothing() -> None:
     history = CallHistory()
-    assert history.known == {0: 0}
+    assert history.known == {0: {}}
     make(history, "load_state_dict", {})
     make(history, "forward_backward", 1)
-    assert history.known == {0: 0}
+    assert history.known == {0: {}}
     assert names(history.since(0)) == ["load_state_dict", "forward_backward"]
 
 
@@ -64,7 +69,7 @@ def test_what_a_group_has_not_seen_is_repeated_in_order() -> None:
     make(history, "clip_grad_norm_", 1.0, 2.0, step=2, kept=2)
     make(history, "optimizer_step", step=3, kept=5)
     make(history, "step_scheduler", 0.1, step=3, kept=5)
-    assert history.known == {1: 1, 2: 2, 5: 3}
+    assert history.known == {1: after(1), 2: after(2), 5: after(3)}
     assert list(history.since(2)) == [
         Call(3, "forward_backward", (1,)),
         Call(4, "clip_grad_norm_", (1.0, 2.0)),
@@ -80,7 +85,7 @@ def test_the_newest_that_were_kept_are_known() -> None:
     for step in range(1, 10):
         train(history, step, step)
         assert sorted(history.known) == list(range(max(0, step - KEPT + 1), step + 1))
-        assert all(version == steps for version, steps in history.known.items())
+        assert all(state == after(version) for version, state in history.known.items())
 
 
 def test_what_is_forgotten_cannot_be_repeated() -> None:
@@ -98,7 +103,7 @@ def test_repeated_calls_are_no_new_ones() -> None:
     make(history, "forward_backward", step=2, kept=2)
     before, known = list(history.since(0)), history.known
     for call in history.since(0):
-        history.note_done(call, 1, call.version)
+        history.note_done(call, after(1), call.version)
         history.note_failed(call)
     assert list(history.since(0)) == before
     assert history.known == known
@@ -155,7 +160,7 @@ def test_it_is_said_once_that_a_call_has_ended() -> None:
     call = make(history, "train_step")
     assert history.take_is_new()
     assert not history.take_is_new()
-    history.note_done(call, 1, 1)  # repeated
+    history.note_done(call, after(1), 1)  # repeated
     assert not history.take_is_new()
     history.note_failed(history.new("train_step", ()))
     assert not history.take_is_new()
@@ -213,7 +218,7 @@ def test_from_each_known_version_the_repeated_calls_lead_to_the_same_model(
         if outcome == "failed" and name not in DIFFERENTIATING:
             continue
         if call.version == 0:
-            history.note_done(call, steps[-1], kept[-1])
+            history.note_done(call, after(steps[-1]), kept[-1])
             continue
         assert call.version == len(model) + 1
         steps.append(steps[-1] + (outcome != "failed" and name == "train_step"))
@@ -223,8 +228,8 @@ def test_from_each_known_version_the_repeated_calls_lead_to_the_same_model(
             model.append((name, (number,)))
             if outcome == "kept":
                 kept.append(call.version)
-            history.note_done(call, steps[-1], kept[-1])
-        assert history.known == {version: steps[version] for version in kept[-KEPT:]}
+            history.note_done(call, after(steps[-1]), kept[-1])
+        assert history.known == {version: after(steps[version]) for version in kept[-KEPT:]}
         assert rebuilt(history, model) == [model] * len(history.known)
         memory = len(list(history.since(min(history.known))))
         assert memory == len(model) - kept[-KEPT:][0]

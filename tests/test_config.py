@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from pydantic import BaseModel, ValidationError
 
 from rpcmp import graph, schedule
@@ -20,6 +21,7 @@ from rpcmp.sections import (
     DataConfig,
     EarlyStoppingConfig,
     Factory,
+    LossScalingConfig,
     ModelConfig,
     RecoveryConfig,
     SecurityConfig,
@@ -54,6 +56,7 @@ SECTIONS: list[type[BaseModel]] = [
     ModelConfig,
     StageConfig,
     DataConfig,
+    LossScalingConfig,
     CheckpointConfig,
     EarlyStoppingConfig,
     RecoveryConfig,
@@ -73,6 +76,7 @@ def test_the_defaults_are_as_documented() -> None:
         "max_in_flight": None,
         "microbatches_per_message": 1,
         "wire_dtype": None,
+        "autocast": None,
         "max_grad_norm": None,
         "evaluate_every": None,
         "evaluate_every_steps": None,
@@ -88,6 +92,7 @@ def test_the_defaults_are_as_documented() -> None:
         "init": None,
         "data": None,
         "early_stopping": None,
+        "loss_scaling": None,
         "checkpoint": None,
         "security": {"certs": None, "insecure": False},
         "recovery": RecoveryConfig().model_dump(),
@@ -136,6 +141,17 @@ def test_the_defaults_of_a_stage_are_as_documented() -> None:
         "memory": None,
         "frozen": False,
         "recompute": False,
+        "autocast": None,
+    }
+
+
+def test_the_defaults_of_loss_scaling_are_those_of_torch() -> None:
+    ours = parse({**LAYERS, "loss_scaling": {}}).loss_scaling
+    theirs = torch.amp.GradScaler("cpu").state_dict()
+    assert ours is not None
+    assert ours.model_dump() == {
+        "initial": theirs["scale"],
+        **{key: theirs[key] for key in ("growth_factor", "backoff_factor", "growth_interval")},
     }
 
 
@@ -233,6 +249,15 @@ def test_named_stages_form_the_graph_that_they_say() -> None:
     assert [str(reference) for reference in built.inputs["head"]] == ["image", "text"]
 
 
+def test_a_stage_may_compute_in_something_else_than_the_job() -> None:
+    own = [{"autocast": "float32"}, {}, {"autocast": "float16"}]
+    config = parse({**layers(*own), "autocast": "bfloat16", "loss_scaling": {}})
+    assert [config.autocast_of(index) for index in range(3)] == [None, "bfloat16", "float16"]
+    plain = config.without_mixed_precision()
+    assert [plain.autocast_of(index) for index in range(3)] == [None, None, None]
+    assert plain.loss_scaling is None
+
+
 def test_addresses_go_by_stage() -> None:
     config = parse(layers({"addresses": ["127.0.0.1:1"]}, {"addresses": ["[::1]:2"]}))
     assert config.addresses == ["127.0.0.1:1", "[::1]:2"]
@@ -248,6 +273,7 @@ def test_a_stage_without_a_table_has_the_defaults() -> None:
     [
         ({}, False),
         ({"max_grad_norm": 1.0}, True),
+        ({"loss_scaling": {}}, True),
         ({"scheduler": "torch.optim.lr_scheduler:StepLR"}, False),
         ({"scheduler": "torch.optim.lr_scheduler:StepLR", "scheduler_interval": "step"}, False),
         ({"scheduler": "torch.optim.lr_scheduler:ReduceLROnPlateau"}, False),
@@ -360,6 +386,18 @@ def test_a_stage_may_have_a_scheduler_where_the_job_has_none() -> None:
         ({**LAYERS, "name": "my job"}, "name: not of the form letters"),
         ({**LAYERS, "loss": "torch.nn.MSELoss"}, "loss.callable: not of the form"),
         ({**LAYERS, "loss": "m:f()"}, "loss.callable: not of the form"),
+        ({**LAYERS, "autocast": "float64"}, "autocast: .* 'bfloat16' or 'float16'"),
+        (layers({"autocast": "half"}), "stages.0.autocast: .* 'bfloat16'"),
+        (
+            layers({}, {"autocast": "float16"}, {"autocast": "float16"}),
+            r"\(stage 'stage1', 'stage2'\) loses small gradients .* a section \[loss_scaling\]",
+        ),
+        ({**LAYERS, "loss_scaling": {"init_scale": 2.0}}, "loss_scaling.init_scale: unknown key"),
+        ({**LAYERS, "loss_scaling": {"initial": 0.5}}, "initial: .* greater than or equal to 1"),
+        ({**LAYERS, "loss_scaling": {"initial": 1e39}}, "initial: .* less than or equal to"),
+        ({**LAYERS, "loss_scaling": {"growth_factor": 1}}, "growth_factor: .* greater than 1"),
+        ({**LAYERS, "loss_scaling": {"backoff_factor": 1.0}}, "backoff_factor: .* less than 1"),
+        ({**LAYERS, "loss_scaling": {"growth_interval": 0}}, "growth_interval: .* than or equal"),
     ],
 )
 def test_what_does_not_fit_together_is_refused(data: dict[str, Any], message: str) -> None:

@@ -26,6 +26,7 @@ EXAMPLES: list[RpcmpError] = [
     ),
     errors.StageError("stage0", "build", "OSError"),
     errors.NonFiniteLossError(math.inf, step=4, microbatch=2),
+    errors.LossScaleError(2**-20, step=90),
     errors.WorkerHungError("stage1", "host-b", 4711, "forward", 3, 0, 6.5, f"State: T\n{TEXT}"),
     errors.InterruptedJobError(signal.SIGTERM, step=9),
     *(

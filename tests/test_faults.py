@@ -339,6 +339,7 @@ def test_code_is_refused_by_a_server_that_takes_none(job: JobFolder) -> None:
     [
         (["--set", "num_microbatch=3"], "unknown key; did you mean 'num_microbatches'?"),
         (["--set", "schedule=gpipe", "--set", "max_in_flight=1"], "max_in_flight = 1: gpipe holds"),
+        (["--set", "autocast=float16"], "loses small gradients without loss scaling: add a sec"),
         (["--set", "schedule=interleaved"], "'gpipe', '1f1b' or 'zero-bubble'"),
         (["--set", "model.balance=[9, 9]"], "adds up to 18, but the model has 6 layers"),
         pytest.param(

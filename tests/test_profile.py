@@ -72,6 +72,14 @@ def test_bytes_are_those_of_parameters_gradients_momentum_and_new_activations() 
     assert relu.update_s == 0 < linear.update_s
 
 
+def test_under_autocast_activations_take_half_and_parameters_all() -> None:
+    linear, relu, _ = measured("linear", autocast="bfloat16").layers
+    weight, batch = FEATURES * FEATURES * FLOAT, SAMPLES * FEATURES * FLOAT
+    assert linear.state_bytes == 3 * weight
+    assert (linear.input_bytes, linear.activation_bytes) == (batch, batch // 2 + batch // 2)
+    assert relu.input_bytes == batch // 2
+
+
 def test_a_host_says_what_it_has_and_what_a_worker_takes_up_by_itself() -> None:
     found = measured("linear")
     assert found.available_bytes is not None

@@ -19,6 +19,7 @@ from rpcmp.config import Config
 from rpcmp.driver import saves as saves_module
 from rpcmp.driver.progress import Progress
 from rpcmp.driver.saves import AT_ONCE, DEFAULT_SECONDS, Saves
+from rpcmp.driver.scaler import ScalerState
 
 JOIN_SECONDS = 30.0
 """How long to wait for a thread that must end by itself."""
@@ -67,6 +68,7 @@ def test_a_step_leaves_the_progress_before_it_as_it_was() -> None:
         metrics=st.dictionaries(st.text(), st.floats(allow_nan=False)),
         is_saved=st.booleans(),
         has_ended_epoch=st.booleans(),
+        scaler=st.none() | st.builds(ScalerState, scale=st.floats(1), skipped=st.integers(0)),
     )
 )
 def test_progress_survives_the_journey_to_another_process(progress: Progress) -> None:

@@ -41,7 +41,7 @@ OPTIMIZER = {
     "clip_grad_norm_": "(self, max_norm: 'float', norm_type: 'float' = 2.0) -> 'float'",
     "load_state_dict": "(self, state: 'dict[str, Any]') -> 'None'",
     "state_dict": "(self) -> 'dict[str, Any]'",
-    "step": "(self) -> 'None'",
+    "step": "(self) -> 'bool'",
     "step_scheduler": "(self, loss: 'float' = 0.0) -> 'None'",
     "zero_grad": "(self) -> 'None'",
 }

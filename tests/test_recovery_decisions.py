@@ -16,6 +16,7 @@ from rpcmp.errors import (
     FactoryError,
     InterruptedJobError,
     JobError,
+    LossScaleError,
     NonFiniteLossError,
     RpcmpError,
     StageError,
@@ -110,6 +111,7 @@ def test_what_a_final_error_finds_is_not_changed_by_it() -> None:
         (raised(), raised(microbatch=0)),
         (raised(), NonFiniteLossError(float("nan"), 3, 1)),
         (NonFiniteLossError(float("nan"), 3, 1), NonFiniteLossError(float("nan"), 4, 1)),
+        (LossScaleError(2**-17, 3), LossScaleError(2**-17, 4)),
         (NonFiniteLossError(float("nan"), 3, 1), NonFiniteLossError(float("nan"), 3, 0)),
         (JobError("data: no such file"), JobError("data: out of memory")),
         (JobError("one"), raised()),
@@ -129,6 +131,7 @@ def test_different_places_are_told_apart(one: RpcmpError, other: RpcmpError) -> 
         (raised(), StageError("s0", "forward", "KeyError: 'x'", "another", 3, 1, "from 's'")),
         (raised(step=None, microbatch=None), raised(step=None, microbatch=None)),
         (NonFiniteLossError(float("nan"), 3, 1), NonFiniteLossError(float("inf"), 3, 1)),
+        (LossScaleError(2**-17, 3), LossScaleError(2**-18, 3)),
         (JobError("data: no\n at 0x1"), JobError("data: no\n at 0x2")),
     ],
 )

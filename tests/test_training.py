@@ -44,6 +44,7 @@ class Stages:
         self.ends: set[End] = set()
         self.optimizer = self
         self.is_held = config.holds_steps
+        self.scaler = None
         self._done = 0
 
     def start_step(

@@ -1,7 +1,8 @@
 """The cases of `rpcmp bench`: the frozen ones of cases.toml, and the user's own configs.
 
-A case is a job and what a comparison needs besides. Scheduler, clipping, evaluation and metrics are
-taken off: what is measured is the plain step, which every contestant can do.
+A case is a job and what a comparison needs besides. Scheduler, clipping, mixed precision,
+evaluation and metrics are taken off: what is measured is the plain step, which every contestant can
+do.
 """
 
 from __future__ import annotations
@@ -189,11 +190,18 @@ def _own_case(
             )
         data["model"] = {**data["model"], "num_stages": num_stages, "balance": None}
     parsed = configfile.parse(_plain(data), str(path)).with_folder(job.folder)
-    config = parsed.without_schedulers()
-    notes: tuple[str, ...] = ()
+    config = parsed.without_schedulers().without_mixed_precision()
+    return Case(str(path), config, config, None, is_frozen=False, notes=_taken_off(job))
+
+
+def _taken_off(job: Config) -> tuple[str, ...]:
+    """What the user should know that the benchmark's job lacks."""
+    notes = []
     if job.has_schedulers or job.max_grad_norm is not None:
-        notes = ("without learning-rate scheduler and gradient clipping",)
-    return Case(str(path), config, config, None, is_frozen=False, notes=notes)
+        notes.append("without learning-rate scheduler and gradient clipping")
+    if job.loss_scaling is not None or any(map(job.autocast_of, range(job.num_stages))):
+        notes.append("without autocast and loss scaling")
+    return tuple(notes)
 
 
 def _plain(data: dict[str, Any]) -> dict[str, Any]:

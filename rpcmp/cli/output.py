@@ -108,7 +108,7 @@ class _Terminal:
                     description=f"epoch {event['epoch']}",
                     loss=f"loss {event['loss']:.4f}",
                     speed=f"{event['samples_per_s']:,.0f} samples/s",
-                    busy=f"busy {_busy(event['busy'])}",
+                    busy=f"busy {_busy(event['busy'])}{_scale(event)}",
                 )
             case _:
                 for line in _lines(event, self._run):
@@ -142,7 +142,7 @@ def _lines(event: Message, run: _Run) -> Iterator[str]:
                 f"step {event['step']}/{run.steps}  epoch {event['epoch']}  "
                 f"loss {event['loss']:.4f}  {event['samples_per_s']:,.0f} samples/s  "
                 f"busy {_busy(event['busy'])}  "
-                f"data {event['data_share']:.0%}"
+                f"data {event['data_share']:.0%}{_scale(event)}"
             )
         case "eval":
             found = {k: v for k, v in event.items() if k not in ("event", "step", "epoch")}
@@ -155,7 +155,8 @@ def _lines(event: Message, run: _Run) -> Iterator[str]:
             yield faultlines.line(event)
         case "summary":
             yield (
-                f"done: {event['steps']} steps, {_loss(run.first_loss, event['loss'])}"
+                f"done: {event['steps']} steps{_skipped(event)}, "
+                f"{_loss(run.first_loss, event['loss'])}"
                 + (f", {_numbers(event['metrics'], 'test ')}" if event["metrics"] else "")
             )
             if "best" in event:
@@ -169,6 +170,21 @@ def _lines(event: Message, run: _Run) -> Iterator[str]:
 def _loss(first: float | None, last: float) -> str:
     """Whether it has learned: the loss of the first step that was seen, and of the last."""
     return f"loss {last:.4f}" if first is None else f"loss {first:.4f} -> {last:.4f}"
+
+
+def _scale(event: Message) -> str:
+    """What a step's line says where the loss is scaled."""
+    if "loss_scale" not in event:
+        return ""
+    this = ", this one" if event["is_skipped"] else ""
+    skipped = event["skipped_steps"]
+    of_them = f"  skipped {skipped}{this}" if skipped else ""
+    return f"  scale {event['loss_scale']:g}{of_them}"
+
+
+def _skipped(event: Message) -> str:
+    """How many of a run's steps have updated nothing, where any could."""
+    return f" ({event['skipped_steps']} skipped)" if "skipped_steps" in event else ""
 
 
 def _plan(event: Message) -> Iterator[str]:

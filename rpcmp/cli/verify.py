@@ -30,6 +30,10 @@ def verify(config: Path, overrides: tuple[str, ...], connect: str | None, steps:
     result = run(job, addresses_of(connect, job))
     for caveat in result.caveats:
         click.echo(f"note: {caveat}")
+    if result.skipped:
+        click.echo(
+            f"skipped: {result.skipped} of {result.steps} steps, whose gradients were not finite"
+        )
     if result.difference is not None:
         click.echo(
             f"different, as wire_dtype = {job.wire_dtype!r} makes it: losses by up to "

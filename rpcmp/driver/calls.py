@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor
@@ -12,6 +14,7 @@ from rpcmp.config import Config
 from rpcmp.data import Loaded
 from rpcmp.driver.group import Group
 from rpcmp.driver.metrics import Metrics
+from rpcmp.driver.scaler import ScalerState
 from rpcmp.errors import JobError, RpcmpError, one_line, to_wire
 from rpcmp.handoff import Handoff
 from rpcmp.process.activity import PHASE_BYTES, Activity
@@ -27,12 +30,12 @@ class Calls:
 
     Args:
         config, group: the job.
-        step: optimizer steps that the group has done.
+        state: what this was, as `state` gave it, when the group was what it goes on from.
         kept: the number that it goes on from.
         metrics: those that the driver computes.
 
     Attributes:
-        step: as given, from then on counted.
+        step: optimizer steps that the group has done.
         version: the number of the call that is being answered; 0: it changes nothing.
         kept: the newest number that all stages have kept something under.
     """
@@ -41,7 +44,7 @@ class Calls:
         self,
         config: Config,
         group: Group,
-        step: int = 0,
+        state: Mapping[str, Any] = MappingProxyType({}),
         kept: int = 0,
         metrics: Metrics | None = None,
     ) -> None:
@@ -49,12 +52,21 @@ class Calls:
         self._group = group
         self._metrics = metrics or Metrics({})
         self._has_gradients = False
-        self.step = step
+        self.step: int = state.get("step", 0)
         self.version = 0
         self.kept = kept
+        if state.get("scaler") is not None:
+            group.optimizer.load_scaler(ScalerState(**state["scaler"]))
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """All that the driver itself has to know to go on from here, as plain values."""
+        scaler = self._group.optimizer.scaler
+        return {"step": self.step, "scaler": None if scaler is None else asdict(scaler.state)}
 
     def train_step(self, inputs: Any, targets: Any) -> float:
         """One optimizer step; returns the mean loss."""
+        self._require_scaled()
         # Held, so that after an error in any stage's backward none of them has stepped.
         version = self.version if self._is_due() else 0
         batch = Loaded(inputs, targets)
@@ -68,6 +80,7 @@ class Calls:
 
     def forward_backward(self, inputs: Any, targets: Any) -> float:
         """Accumulate gradients; returns the mean loss."""
+        self._require_scaled()
         self._has_gradients = True
         return self._group.forward_backward(Loaded(inputs, targets), self.step + 1)
 
@@ -99,12 +112,19 @@ class Calls:
         """Counts of what a step must not leave behind, by stage."""
         return self._group.live_state()
 
-    def optimizer_step(self) -> None:
-        """Update the parameters and clear the gradients."""
+    def optimizer_step(self) -> bool:
+        """Update the parameters and clear the gradients; whether the step was not skipped."""
+        skipped = self.scaler_state()["skipped"]
         self._group.optimizer.step()
         self.step += 1
         self._has_gradients = False
         self._keep()
+        return bool(self.scaler_state()["skipped"] == skipped)
+
+    def scaler_state(self) -> dict[str, Any]:
+        """The loss scaler's state; without one that of a scaler which changes nothing."""
+        scaler = self._group.optimizer.scaler
+        return asdict(ScalerState(1.0) if scaler is None else scaler.state)
 
     def zero_grad(self) -> None:
         """Clear the gradients."""
@@ -130,6 +150,14 @@ class Calls:
         self.step = state["step"]
         self._keep()
 
+    def _require_scaled(self) -> None:
+        """Refuse to mix gradients; they are cleared, as after any failure to differentiate."""
+        try:
+            self._group.optimizer.require_scaled()
+        except JobError:
+            self.zero_grad()
+            raise
+
     def _is_due(self) -> bool:
         every = self._config.snapshot_every_steps
         return every > 0 and self.version - self.kept >= every
@@ -140,7 +168,9 @@ class Calls:
             self.kept = self.version
 
 
-_METHODS = {name: method for name, method in vars(Calls).items() if not name.startswith("_")}
+_METHODS = {
+    name: method for name, method in vars(Calls).items() if callable(method) and name[0] != "_"
+}
 
 
 def serve(calls: Calls, fd: int, activity: Activity) -> None:
@@ -168,7 +198,7 @@ def serve(calls: Calls, fd: int, activity: Activity) -> None:
 def _answer(method: Callable[..., Any], calls: Calls, arguments: list[Any]) -> dict[str, Any]:
     try:
         result = method(calls, *arguments)
-        return {"result": result, "step": calls.step, "kept": calls.kept}
+        return {"result": result, "state": calls.state, "kept": calls.kept}
     except RpcmpError as error:
         return {"error": to_wire(error)}
     except Exception as error:

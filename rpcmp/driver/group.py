@@ -22,6 +22,7 @@ from rpcmp.data import Loaded
 from rpcmp.driver.evaluation import Evaluation, mean
 from rpcmp.driver.metrics import Metrics
 from rpcmp.driver.optimizer import DistributedOptimizer
+from rpcmp.driver.scaler import LossScaler
 from rpcmp.errors import (
     ConfigError,
     JobError,
@@ -93,7 +94,8 @@ class Group:
             {
                 name: transport.remote_part(rref, _optimizer_of)
                 for name, rref in self._stage_rrefs.items()
-            }
+            },
+            None if config.loss_scaling is None else LossScaler(config.loss_scaling),
         )
         self._round = 0
         self._trained = 0
@@ -145,7 +147,7 @@ class Group:
 
         Raises:
             StageError: the user's code raised at a stage.
-            NonFiniteLossError: the loss is NaN or infinite.
+            NonFiniteLossError: the loss is NaN or infinite, and not scaled.
         """
         try:
             trained: list[Trained] = self._finish(started)

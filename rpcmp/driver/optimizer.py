@@ -7,6 +7,7 @@ in the order of the unsplit model: the same bits for every balance.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -14,6 +15,8 @@ from torch import Tensor
 from torch.futures import Future
 
 from rpcmp import transport
+from rpcmp.driver.scaler import LossScaler, ScalerState
+from rpcmp.errors import JobError
 from rpcmp.transport import RRef
 from rpcmp.work import StepReport
 from rpcmp.worker.optimizer import StageOptimizer
@@ -25,28 +28,60 @@ class DistributedOptimizer:
     Args:
         optimizer_rrefs: each stage's StageOptimizer by the stage's name, in the order of the
             unsplit model's parameters.
+        scaler: of the loss; None: gradients are those of the loss itself.
+
+    Attributes:
+        scaler: as given.
     """
 
-    def __init__(self, optimizer_rrefs: dict[str, RRef[StageOptimizer]]) -> None:
+    def __init__(
+        self, optimizer_rrefs: dict[str, RRef[StageOptimizer]], scaler: LossScaler | None = None
+    ) -> None:
         self._rrefs = optimizer_rrefs
+        self.scaler = scaler
+        self._are_finite: bool | None = None
 
     def step(self) -> dict[str, StepReport]:
-        """Update the parameters of all stages and clear their gradients."""
-        return self._everywhere(StageOptimizer.step)
+        """Update the parameters of all stages and clear their gradients.
+
+        Where the loss is scaled and a gradient is not finite, none of them updates anything.
+        """
+        updates = self._unscale()
+        reports = self._everywhere(StageOptimizer.step, updates)
+        if (scale := self._update_scale(updates)) is not None:
+            self._everywhere(StageOptimizer.set_scale, scale)
+        return reports
 
     def finish(self, max_norm: float | None, loss: float | None) -> dict[str, StepReport]:
-        """End a round that all stages hold: clip, step, let the schedulers step.
+        """End a round that all stages hold: unscale, clip, step, let the schedulers step.
 
         Args:
             max_norm: the largest norm of the whole model's gradient; None: as it is.
             loss: what the schedulers get; None where they do not step now.
         """
-        factor = None if max_norm is None else self._clip_factor(self._norm(2.0), max_norm)
-        return self._everywhere(StageOptimizer.finish, factor, loss)
+        updates = self._unscale()
+        factor = None
+        if max_norm is not None and updates:
+            factor = self._clip_factor(self._norm(2.0), max_norm)
+        scale = self._update_scale(updates)
+        return self._everywhere(StageOptimizer.finish, factor, loss, updates, scale)
 
     def zero_grad(self) -> None:
         """Clear the gradients of all stages."""
+        self._are_finite = None
         self._everywhere(StageOptimizer.zero_grad)
+
+    def require_scaled(self) -> None:
+        """Check that gradients may still be added to those that the stages have.
+
+        Raises:
+            JobError: those are unscaled already, and more would come scaled.
+        """
+        if self._are_finite is not None:
+            raise JobError(
+                "gradients that have been clipped are unscaled, and more of them would come "
+                "scaled: step first, or clip after the last of them; all have been cleared"
+            )
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale all gradients so that the norm over the whole model is at most `max_norm`.
@@ -56,6 +91,7 @@ class DistributedOptimizer:
         Returns:
             The norm before scaling, a float32 scalar.
         """
+        self._unscale()
         total = self._norm(norm_type)
         self._everywhere(StageOptimizer.scale, self._clip_factor(total, max_norm))
         return total
@@ -64,21 +100,48 @@ class DistributedOptimizer:
         """Let every stage's learning-rate scheduler step."""
         self._everywhere(StageOptimizer.step_scheduler, loss)
 
+    def load_scaler(self, state: ScalerState) -> None:
+        """Scale as a scaler would that was in `state`; nothing where the loss is not scaled."""
+        if self.scaler is not None:
+            self.scaler.state = state
+            self._everywhere(StageOptimizer.set_scale, state.scale)
+
     def state_dict(self) -> dict[str, Any]:
-        """The state of all stages: "state" by parameter name, the rest by stage."""
+        """The state of all stages: "state" by parameter name, the scaler's, the rest by stage."""
         merged: dict[str, Any] = {"state": {}, "param_groups": {}, "scheduler": {}}
         for part in self._everywhere(StageOptimizer.state_dict).values():
             for key, value in part.items():
                 merged[key].update(value)
+        if self.scaler is not None:
+            merged["scaler"] = asdict(self.scaler.state)
         return merged
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what `state_dict` returned; each stage finds its own by name."""
         self._everywhere(StageOptimizer.load_state_dict, state)
+        if "scaler" in state:
+            self.load_scaler(ScalerState(**state["scaler"]))
 
     def release(self) -> None:
         """Let go of the stages' optimizers; nothing else may be called afterwards."""
         self._rrefs.clear()
+
+    def _unscale(self) -> bool:
+        """Unscale all gradients, once before a step; whether that may be done."""
+        if self.scaler is None:
+            return True
+        if self._are_finite is None:
+            found = self._everywhere(StageOptimizer.unscale, self.scaler.inverse)
+            self._are_finite = all(found.values())
+        return self._are_finite
+
+    def _update_scale(self, are_finite: bool) -> float | None:
+        """The next step's scale; None where there is none."""
+        self._are_finite = None
+        if self.scaler is None:
+            return None
+        self.scaler.update(are_finite)
+        return self.scaler.state.scale
 
     def _norm(self, norm_type: float) -> Tensor:
         found = self._everywhere(StageOptimizer.norms, norm_type)

@@ -85,7 +85,7 @@ class DriverProcess:
             self._datasets = Datasets.at_stages(config, group)
         match work["op"]:
             case "serve":
-                model = calls.Calls(config, group, work["step"], work["kept"], self._metrics)
+                model = calls.Calls(config, group, work["state"], work["kept"], self._metrics)
                 calls.serve(model, self._fds[0], self._activity)
             case "train":
                 self._train(config, group, work)
@@ -119,6 +119,8 @@ class DriverProcess:
     def _train(self, config: Config, group: Group, order: Message) -> None:
         tracer = Tracer(config, group) if order["trace"] else None
         begin = Progress.from_message(order["progress"]) if order["progress"] else None
+        if begin is not None and begin.scaler is not None:
+            group.optimizer.load_scaler(begin.scaler)
         training = self._training = self._make_training(config, group, tracer, begin)
         self._channel.send({"event": "start", "steps": training.total_steps()})
         training.run(evaluate=order["evaluate"])
@@ -138,6 +140,7 @@ class DriverProcess:
                 "is_cut_short": self._stop.is_set(),
                 "loss": training.progress.loss,
                 "metrics": training.progress.metrics,
+                **_scaling(training.progress),
                 "parameters_sha256": group.parameters_sha256(),
                 "hosts": group.hosts(),
                 "memory": memory,
@@ -201,6 +204,12 @@ class DriverProcess:
                 case _:
                     self._messages.put(message)
         os._exit(128 + signal.SIGHUP)
+
+
+def _scaling(progress: Progress) -> Message:
+    """What a summary says of the loss scaler, where there is one."""
+    scaler = progress.scaler
+    return {} if scaler is None else {"loss_scale": scaler.scale, "skipped_steps": scaler.skipped}
 
 
 def _unexpected(error: Exception) -> JobError:

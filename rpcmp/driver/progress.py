@@ -10,6 +10,7 @@ from typing import Any, Self
 from rpcmp.config import Config
 from rpcmp.driver.best import Best
 from rpcmp.driver.earlystopping import EarlyStopping
+from rpcmp.driver.scaler import ScalerState
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,7 @@ class Progress:
         is_saved: whether a checkpoint has all this already.
         since_saved: seconds since the run's last checkpoint, when it went on from here.
         has_ended_epoch: whether what follows an epoch's last step has been done as well.
+        scaler: the loss scaler's state; None: the loss is not scaled.
     """
 
     step: int = 0
@@ -41,8 +43,9 @@ class Progress:
     is_saved: bool = False
     since_saved: float = 0.0
     has_ended_epoch: bool = False
+    scaler: ScalerState | None = None
 
-    def after(self, step: int, epoch: int, loss: float) -> Self:
+    def after(self, step: int, epoch: int, loss: float, scaler: ScalerState | None = None) -> Self:
         """After one more step."""
         goes_on = epoch == self.epoch
         return replace(
@@ -54,6 +57,7 @@ class Progress:
             epoch_loss=self.epoch_loss + loss if goes_on else loss,
             is_saved=False,
             has_ended_epoch=False,
+            scaler=scaler,
         )
 
     def under(self, config: Config) -> Self:
@@ -94,7 +98,8 @@ class Progress:
         """What `message` gave, whatever else the other end has added."""
         names = {field.name for field in fields(cls)}
         found = {name: value for name, value in message.items() if name in names}
-        for name, kind in (("stopping", EarlyStopping), ("best", Best)):
+        kinds = (("stopping", EarlyStopping), ("best", Best), ("scaler", ScalerState))
+        for name, kind in kinds:
             if found.get(name) is not None:
                 found[name] = kind(**found[name])
         return cls(**found)

@@ -27,7 +27,7 @@ from rpcmp.driver.metrics import Metrics
 from rpcmp.driver.progress import Progress
 from rpcmp.driver.saves import Saves
 from rpcmp.driver.tracer import Tracer
-from rpcmp.errors import FactoryError
+from rpcmp.errors import FactoryError, LossScaleError
 from rpcmp.inflight import STEPS_AHEAD
 from rpcmp.process.activity import Activity
 from rpcmp.process.channel import Message
@@ -244,8 +244,11 @@ class Training:
         if self._config.holds_steps:
             reports = self._group.end_step(trained.loss)
         now = time.perf_counter()
-        self.progress = self.progress.after(step.number, step.epoch, trained.loss)
         event = _event(step, trained.loss, now - self._ended)
+        event.update(self._scaling(step.number))
+        scaler = self._group.optimizer.scaler
+        state = None if scaler is None else scaler.state
+        self.progress = self.progress.after(step.number, step.epoch, trained.loss, state)
         self._last = self._untold = event
         self._tell_progress()
         self._ended = now
@@ -254,6 +257,25 @@ class Training:
         self._segment.append(trained.loss)
         if self._tracer is not None:
             self._tracer.after_step(step.number)
+
+    def _scaling(self, step: int) -> Message:
+        """What is told of a step whose loss was scaled.
+
+        Raises:
+            LossScaleError: no gradient has been finite for so long that none will ever be.
+        """
+        scaler = self._group.optimizer.scaler
+        if scaler is None:
+            return {}
+        if scaler.is_hopeless:
+            raise LossScaleError(scaler.state.scale, step)
+        before = self.progress.scaler or scaler.initial
+        skipped = scaler.state.skipped
+        return {
+            "loss_scale": before.scale,
+            "is_skipped": skipped > before.skipped,
+            "skipped_steps": skipped,
+        }
 
     def _tell(self, stages: dict[str, StepReport]) -> None:
         """Report the last step that has ended, with what the stages say of it."""

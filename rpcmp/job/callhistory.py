@@ -59,13 +59,13 @@ class CallHistory:
         self._version = 0
         self._calls: deque[Call] = deque()
         self._kept: deque[int] = deque([0], maxlen=KEPT)
-        self._steps = {0: 0}
+        self._states: dict[int, dict[str, Any]] = {0: {}}
         self._is_new = False
 
     @property
-    def known(self) -> dict[int, int]:
-        """Optimizer steps at each version that a group can go on from."""
-        return {version: self._steps[version] for version in self._kept}
+    def known(self) -> dict[int, dict[str, Any]]:
+        """What the driver was at each version that a group can go on from."""
+        return {version: self._states[version] for version in self._kept}
 
     def new(self, name: str, arguments: tuple[Any, ...]) -> Call:
         """A call that is about to be made.
@@ -93,11 +93,11 @@ class CallHistory:
             raise JobError(f"the group begins at call {version}, of which too much is forgotten")
         return iter([call for call in self._calls if call.version > version])
 
-    def note_done(self, call: Call, step: int, kept: int) -> None:
+    def note_done(self, call: Call, state: dict[str, Any], kept: int) -> None:
         """Note that a call has been answered.
 
         Args:
-            step: optimizer steps since the beginning.
+            state: what the driver is now, as plain values.
             kept: the newest version that all stages have kept.
         """
         is_repeated = 0 < call.version <= self._version
@@ -110,7 +110,7 @@ class CallHistory:
         self._calls.append(call)
         if kept == call.version:
             self._kept.append(kept)
-            self._steps[kept] = step
+            self._states[kept] = state
         self._forget()
 
     def note_failed(self, call: Call) -> None:
@@ -124,4 +124,4 @@ class CallHistory:
         oldest = self._kept[0]
         while self._calls and self._calls[0].version <= oldest:
             self._calls.popleft()
-        self._steps = {version: self._steps[version] for version in self._kept}
+        self._states = {version: self._states[version] for version in self._kept}

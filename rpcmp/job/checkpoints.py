@@ -39,6 +39,7 @@ DRIVERS_OWN = {
     "stopping",
     "best",
     "has_ended_epoch",
+    "scaler",
 }
 """What of a progress event is the driver's state: rpcmp.driver.progress.Progress."""
 

@@ -15,6 +15,7 @@ from rpcmp.errors import (
     ExhaustedError,
     InterruptedJobError,
     JobError,
+    LossScaleError,
     NonFiniteLossError,
     RpcmpError,
     StageError,
@@ -105,6 +106,8 @@ def place(error: RpcmpError) -> Place | None:
             return ("stage", error.stage, error.phase, error.step, error.microbatch)
         case NonFiniteLossError():
             return ("loss", error.step, error.microbatch)
+        case LossScaleError():
+            return ("loss scale", error.step)
         case WorkerDiedError() | WorkerHungError():
             return None
         case JobError():

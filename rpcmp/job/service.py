@@ -55,19 +55,23 @@ class Service:
         """
         try:
             await self._fleet.open()
-            await self._form(connection, {0: 0})
+            await self._form(connection, {0: {}})
         except BaseException:
             await self.close()
             raise
 
     async def recover(
-        self, error: RpcmpError, connection: socket.socket, known: dict[int, int], is_new: bool
+        self,
+        error: RpcmpError,
+        connection: socket.socket,
+        known: dict[int, dict[str, Any]],
+        is_new: bool,
     ) -> int:
         """Form the next group after `error`; the number of the last call that it knows of.
 
         Args:
             connection: where the driver process gets its calls from.
-            known: optimizer steps after each of the calls that can be gone on from.
+            known: what the driver was after each of the calls that can be gone on from.
             is_new: whether any call has ended since this was last asked.
 
         Raises:
@@ -113,7 +117,7 @@ class Service:
         """Why the group is gone, where somebody knows."""
         return None if self._session is None else await self._session.reason(EXPLAIN_SECONDS)
 
-    async def _form(self, connection: socket.socket, known: dict[int, int]) -> int:
+    async def _form(self, connection: socket.socket, known: dict[int, dict[str, Any]]) -> int:
         fd = connection.fileno()
 
         async def choose(assignments: list[str], holdings: dict[str, Holdings]) -> Begin:
@@ -129,7 +133,7 @@ class Service:
         )
         await self._session.start()
         begin = self._session.begin.step
-        self._session.send({"op": "serve", "step": known.get(begin, 0), "kept": begin})
+        self._session.send({"op": "serve", "state": known.get(begin, {}), "kept": begin})
         self._session.end_on_failure()
         return begin
 

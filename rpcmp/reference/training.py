@@ -7,7 +7,9 @@ Imports none of the data plane, so an error there cannot hide here. The rules:
 - before each layer the generators are seeded by (seed, "train", step, micro-batch, layer);
 - every (reader, input) gets a clone of its own, whose gradient is contiguous; what passes between
   the layers of a stage, forwards or as a gradient, is contiguous and aligned to 64 bytes;
-- stages run in topological order, and one optimizer a stage steps after all slices.
+- stages run in topological order, and one optimizer a stage steps after all slices;
+- autocast and loss scaling are those of `rpcmp.reference.precision`, a region of autocast for every
+  call of a layer and one for the loss.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from rpcmp import factory, layers, seeds
 from rpcmp.config import Config
 from rpcmp.data import Batches
 from rpcmp.graph import Reference
+from rpcmp.reference import precision
 
 
 class UnsplitModel:
@@ -45,6 +48,11 @@ class UnsplitModel:
         for index, stage in enumerate(config.stage_names):
             self._modules[stage] = layers.build(config, index, layer_names[stage])
             self._add_optimizer(index, stage)
+        self._autocast = {
+            stage: precision.autocast(config, index)
+            for index, stage in enumerate(config.stage_names)
+        }
+        self._steps = precision.Steps(config, self._optimizers)
 
     def train(self, batches: Batches, steps: int) -> Iterator[float]:
         """Train for `steps` steps; yields the loss of each."""
@@ -89,22 +97,21 @@ class UnsplitModel:
         sliced = list(zip(self._slices(inputs), self._slices(targets), strict=True))
         total = sum(_first(part).shape[0] for part, _ in sliced)
         losses = [self._micro_batch(*part, step, index, total) for index, part in enumerate(sliced)]
-        if self._config.max_grad_norm is not None:
-            torch.nn.utils.clip_grad_norm_(self.parameters(), self._config.max_grad_norm)
-        for optimizer in self._optimizers:
-            optimizer.step()
+        has_stepped = self._steps.step(self.parameters())
         for parameter in self.parameters():
             parameter.grad = None
         loss = math.fsum(losses)
-        if self._config.scheduler_interval == "step":
+        if self._config.scheduler_interval == "step" and has_stepped:
             self._step_schedulers(loss)
         return loss
 
     def _micro_batch(self, inputs: Any, targets: Any, step: int, index: int, total: int) -> float:
-        loss = self._loss(self._forward(inputs, targets, step, index), targets).reshape(())
+        outputs = self._forward(inputs, targets, step, index)
+        with self._autocast[self._graph.sink]:
+            loss = self._loss(outputs, targets).reshape(())
         if not self._sums_samples():
             loss = loss * (_first(inputs).shape[0] / total)
-        loss.backward()
+        self._steps.scale(loss).backward()
         return float(loss.item())
 
     def _forward(self, inputs: Any, targets: Any, step: int, index: int) -> Any:
@@ -119,7 +126,8 @@ class UnsplitModel:
             if position:
                 read = [_map(_between_layers, read[0])]
             seeds.seed_all(self._config.seed, "train", step, index, layer)
-            read = [module(*read)]
+            with self._autocast[stage]:
+                read = [module(*read)]
         return read[0]
 
     def _slices(self, batch: Any) -> list[Any]:

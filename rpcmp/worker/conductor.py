@@ -34,11 +34,20 @@ class Conductor:
         stage: the name of the stage that computes the loss.
         ask: that stage's answer to one bundle.
         in_flight: how many may be under way at once.
+        is_scaled: whether gradients are those of a scaled loss: then a step whose loss is not
+            finite is skipped, as one whose gradients are not.
     """
 
-    def __init__(self, stage: str, ask: Callable[[Bundle], Future[Any]], in_flight: int) -> None:
+    def __init__(
+        self,
+        stage: str,
+        ask: Callable[[Bundle], Future[Any]],
+        in_flight: int,
+        is_scaled: bool = False,
+    ) -> None:
         self._stage = stage
         self._ask = ask
+        self._check = _unchecked if is_scaled else _finite
         self._threads = ThreadPoolExecutor(in_flight, "rpcmp-bundle")
         self._lock = threading.Lock()
         self._last = 0
@@ -78,7 +87,7 @@ class Conductor:
         with transport.autograd_context() as context_id:
             answer: list[Outputs] = transport.result(self._ask(bundle), self._stage)
             trained = [
-                Trained(_finite(outputs.value.item(), work), outputs.reports or {})
+                Trained(self._check(outputs.value.item(), work), outputs.reports or {})
                 for work, outputs in zip(bundle.works, answer, strict=True)
             ]
             transport.backward(context_id, [outputs.value for outputs in answer])
@@ -88,6 +97,10 @@ class Conductor:
 def _finite(loss: float, work: Work) -> float:
     if not math.isfinite(loss):
         raise NonFiniteLossError(loss, work.step, work.microbatch)
+    return loss
+
+
+def _unchecked(loss: float, work: Work) -> float:
     return loss
 
 

@@ -27,6 +27,7 @@ from rpcmp.worker.backward import Backwards, Kept, Memory, Tape
 from rpcmp.worker.boundary import LocalTape
 from rpcmp.worker.failure import failure
 from rpcmp.worker.model import StageModel
+from rpcmp.worker.precision import LossScale
 from rpcmp.worker.recompute import Buffers, Replay
 
 
@@ -58,6 +59,7 @@ class Execution:
         backwards: what runs its backwards.
         recompute: whether activations are computed again instead of kept.
         wire_dtype: what float32 tensors travel as between stages; None: as they are.
+        loss_scale: of the gradients, where they are scaled.
     """
 
     def __init__(
@@ -69,6 +71,7 @@ class Execution:
         backwards: Backwards,
         recompute: bool,
         wire_dtype: torch.dtype | None,
+        loss_scale: LossScale | None = None,
     ) -> None:
         self._stage = stage
         self._model = model
@@ -77,6 +80,7 @@ class Execution:
         self._backwards = backwards
         self._splitter = Splitter()
         self._wire_dtype = wire_dtype
+        self._loss_scale = loss_scale
         self._buffers = Buffers(model.modules()) if recompute else None
 
     def forward(self, work: Work, answers: list[Outputs]) -> Computed:
@@ -124,10 +128,18 @@ class Execution:
         constants = [tensor for one in computed for tensor in one.constants]
         run = functools.partial(self._backwards.run, memory)
         connected = iter(boundary.connect(run, tensors, received, constants))
-        # A loss that is not finite ends the step at the conductor, which does not differentiate it.
-        if self._model.is_sink and all(bool(torch.isfinite(loss)) for loss in tensors):
-            self._backwards.start(memory, [torch.ones_like(loss) for loss in tensors])
+        if self._model.is_sink and self._are_differentiated(tensors):
+            scale = self._loss_scale or LossScale()
+            self._backwards.start(memory, [scale.gradient(loss) for loss in tensors])
         return [[_replaced(outputs, connected) for outputs in answer] for answer in answers]
+
+    def _are_differentiated(self, losses: list[Tensor]) -> bool:
+        """Not a loss that is not finite: it ends the step at the conductor.
+
+        Where gradients are scaled it is as good as any: its own are not finite, so that the step is
+        skipped.
+        """
+        return self._loss_scale is not None or all(bool(torch.isfinite(loss)) for loss in losses)
 
     def _train(self, work: Work, received: list[Outputs], targets: Any) -> Computed:
         weights = self._splitter.begin(self._backwards.splits)

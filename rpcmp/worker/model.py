@@ -19,6 +19,7 @@ from rpcmp.errors import ConfigError, FactoryError
 from rpcmp.plan import Assignment
 from rpcmp.sections import Factory
 from rpcmp.work import Evaluated, Mode, Work
+from rpcmp.worker import precision
 
 ALIGNMENT = 64
 """Bytes; what torch's allocator gives fresh tensors. Kernels choose their code by it."""
@@ -32,7 +33,7 @@ class StageModel:
 
     Raises:
         FactoryError: something that the config names does not import or raised.
-        ConfigError: the device does not exist here.
+        ConfigError: the device does not exist here, or cannot compute as `autocast` says.
 
     Attributes:
         is_sink: whether it computes the loss.
@@ -47,6 +48,8 @@ class StageModel:
         self._training: bool | None = None
         self.is_sink = config.graph().sink == assignment.stage_name
         self.device = _device(settings.device)
+        dtype = config.autocast_of(assignment.stage_index)
+        self._autocast = precision.autocast(self.device, dtype)
         self._modules = layers.build(config, assignment.stage_index, assignment.layers)
         for module in self._modules.values():
             module.to(self.device)
@@ -68,7 +71,8 @@ class StageModel:
         self._set_mode(work.mode is Mode.TRAIN)
         for index, (name, module) in enumerate(self._modules.items()):
             seeds.seed_all(self._seed, work.mode.value, work.step, work.draw, name)
-            inputs = [module(*inputs)]
+            with self._autocast:
+                inputs = [module(*inputs)]
             if index + 1 < len(self._modules):
                 inputs = [tree.map_tensors(_seam, inputs[0])]
         return inputs[0]
@@ -101,7 +105,8 @@ class StageModel:
     def _scalar_loss(self, outputs: Any, targets: Any) -> Tensor:
         if self._loss is None:
             raise RuntimeError("only the sink has a loss")
-        loss: Tensor = self._loss(outputs, targets)
+        with self._autocast:
+            loss: Tensor = self._loss(outputs, targets)
         if loss.numel() != 1:
             raise ValueError(f"the loss is {tree.describe(loss)}, not a scalar; reduce it")
         return loss.reshape(())

@@ -24,6 +24,7 @@ from rpcmp.trace.spans import NO_MICROBATCH, Kind
 from rpcmp.work import StepReport
 from rpcmp.worker.compute import ComputeThread
 from rpcmp.worker.model import StageModel
+from rpcmp.worker.precision import LossScale, require_unscalable, unscale
 
 
 class StageOptimizer:
@@ -33,20 +34,28 @@ class StageOptimizer:
         stage: name of the stage.
         model: whose parameters are optimized; those that require grad.
         assignment: the config, with the stage's own optimizer arguments.
+        loss_scale: of the gradients; None: they are not scaled.
 
     Raises:
         FactoryError: the optimizer or scheduler does not import, or refuses its arguments.
+        ConfigError: a parameter's gradient cannot be unscaled.
 
     Attributes:
-        steps: how many it has done.
+        steps: how many it has done, skipped ones included.
         report: of the last one.
         names: of the parameters that it has.
     """
 
     def __init__(
-        self, stage: str, model: StageModel, assignment: Assignment, compute: ComputeThread
+        self,
+        stage: str,
+        model: StageModel,
+        assignment: Assignment,
+        compute: ComputeThread,
+        loss_scale: LossScale | None = None,
     ) -> None:
         self.stage = stage
+        self._loss_scale = loss_scale
         self.steps = 0
         self.report: StepReport | None = None
         self._compute = compute
@@ -55,6 +64,8 @@ class StageOptimizer:
         source = config.optimizer_of(assignment.stage_index)
         self.names = [name for name, value in model.named_parameters() if value.requires_grad]
         self._parameters = [value for _, value in model.named_parameters() if value.requires_grad]
+        if loss_scale is not None:
+            require_unscalable(stage, zip(self.names, self._parameters, strict=True))
         self._optimizer: torch.optim.Optimizer | None = None
         self._scheduler: Any = None
         if self._parameters:
@@ -73,18 +84,38 @@ class StageOptimizer:
         if self._steps_scheduler:
             self._guard(lambda: self._step_scheduler(0.0))
 
-    def step(self) -> Future[Any]:
-        """Update the parameters and clear the gradients; answers with a StepReport."""
-        return self._run(self._step)
+    def step(self, updates: bool = True) -> Future[Any]:
+        """Update the parameters and clear the gradients; answers with a StepReport.
 
-    def finish(self, factor: Tensor | None, loss: float | None) -> Future[Any]:
+        Args:
+            updates: whether there is anything to update; False: the step is skipped.
+        """
+        return self._run(lambda: self._step(updates))
+
+    def finish(
+        self,
+        factor: Tensor | None,
+        loss: float | None,
+        updates: bool = True,
+        next_scale: float | None = None,
+    ) -> Future[Any]:
         """End a round that was held; answers with a StepReport.
 
         Args:
             factor: scales the gradients before the step.
             loss: lets the scheduler step as well.
+            updates: whether the optimizer and the scheduler step; False: the step is skipped.
+            next_scale: of the next step's loss.
         """
-        return self._run(lambda: self._finish(factor, loss))
+        return self._run(lambda: self._finish(factor, loss, updates, next_scale))
+
+    def unscale(self, inverse: float) -> Future[Any]:
+        """Multiply all gradients by `inverse`; answers whether all of them are finite."""
+        return self._run(lambda: unscale(self._parameters, inverse))
+
+    def set_scale(self, scale: float) -> Future[Any]:
+        """Scale the gradients of all that follows by `scale`."""
+        return self._run(lambda: self._set_scale(scale))
 
     def zero_grad(self) -> Future[Any]:
         """Clear the gradients."""
@@ -159,18 +190,26 @@ class StageOptimizer:
             step = self.steps + 1
             raise StageError(self.stage, "optimizer", one_line(error), text, step) from error
 
-    def _finish(self, factor: Tensor | None, loss: float | None) -> StepReport:
+    def _finish(
+        self, factor: Tensor | None, loss: float | None, updates: bool, next_scale: float | None
+    ) -> StepReport:
         if factor is not None:
             self._scale(factor)
-        report = self._step()
-        if loss is not None:
+        report = self._step(updates)
+        if loss is not None and updates:
             self._step_scheduler(loss)
+        if next_scale is not None:
+            self._set_scale(next_scale)
         self._compute.release()
         return report
 
-    def _step(self) -> StepReport:
+    def _set_scale(self, scale: float) -> None:
+        if self._loss_scale is not None:
+            self._loss_scale.value = scale
+
+    def _step(self, updates: bool = True) -> StepReport:
         started = time.perf_counter_ns()
-        if self._optimizer is not None:
+        if self._optimizer is not None and updates:
             self._optimizer.step()
         self._zero_grad()
         self.steps += 1

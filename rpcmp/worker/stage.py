@@ -46,6 +46,7 @@ from rpcmp.worker.inputs import Inputs
 from rpcmp.worker.memory import Meter
 from rpcmp.worker.model import StageModel
 from rpcmp.worker.optimizer import StageOptimizer
+from rpcmp.worker.precision import LossScale
 from rpcmp.worker.rounds import Round
 from rpcmp.worker.snapshots import StageSnapshots
 
@@ -95,6 +96,8 @@ class Stage:
             Missing(self._take_missing, self._tell_missing),
             self._failures,
         )
+        scaling = assignment.config.loss_scaling
+        scale = None if scaling is None else LossScale(scaling.initial)
         execution = Execution(
             self.name,
             self.model,
@@ -103,8 +106,9 @@ class Stage:
             self._backwards,
             recompute=assignment.stage.recompute,
             wire_dtype=_WIRE_DTYPES[assignment.config.wire_dtype],
+            loss_scale=scale,
         )
-        self.optimizer = StageOptimizer(self.name, self.model, assignment, self._compute)
+        self.optimizer = StageOptimizer(self.name, self.model, assignment, self._compute, scale)
         self._exchange = Exchange(
             self.name,
             self._inputs,
@@ -116,7 +120,10 @@ class Stage:
             lambda: self.optimizer.report,
         )
         self._conductor = Conductor(
-            self.name, lambda bundle: self.forward(bundle, DRIVER_PORT), assignment.in_flight
+            self.name,
+            lambda bundle: self.forward(bundle, DRIVER_PORT),
+            assignment.in_flight,
+            is_scaled=scale is not None,
         )
         self._lock = threading.Lock()
         self._missing: dict[tuple[int, int], dict[int, list[int]]] = {}

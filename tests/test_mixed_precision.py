@@ -1,0 +1,229 @@
+"""Mixed precision in real runs: the bits of one process, whatever is skipped or lost."""
+
+from __future__ import annotations
+
+import math
+import re
+import shutil
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import rpcmp as library
+from rpcmp.checkpoint.folder import CheckpointFolder
+from rpcmp.config import Config
+from rpcmp.errors import JobError
+from tests.faults import Faults, committed, drive
+from tests.processes import ZOO, JobFolder, Result, rpcmp, runs, with_token
+from tests.test_verify import CHAINS, GRAPH
+from tests.zoo import zoo
+
+EVERYTHING = """
+schedule = "zero-bubble"
+loss = "zoo:token_loss"
+num_microbatches = 3
+microbatches_per_message = 2
+max_in_flight = 8
+max_grad_norm = 0.5
+autocast = "float16"
+loss_scaling = { initial = 4e4, growth_interval = 1 }
+scheduler_interval = "step"
+optimizer = { callable = "torch.optim:AdamW", kwargs = { lr = 0.01 } }
+scheduler = { callable = "torch.optim.lr_scheduler:StepLR", kwargs = { step_size = 1 } }
+[model]
+layers = "zoo:sequence"
+balance = [1, 1, 2, 2]
+[[stages]]
+frozen = true
+[[stages]]
+autocast = "bfloat16"             # torch has no LSTM in float16 on CPUs
+recompute = true
+[[stages]]
+recompute = true
+[[stages]]
+[data]
+train = "zoo:tokens"
+batch_size = 13
+"""
+
+DTYPES = {
+    "bfloat16": ("autocast=bfloat16",),
+    "float16": ("autocast=float16", "loss_scaling={ initial = 1e9, growth_interval = 2 }"),
+}
+
+CAST = [name for name in CHAINS if "LSTM" not in name and "the same" not in name]
+"""The chains that torch computes in float16 on a CPU."""
+
+
+def verified(job: JobFolder, text: str, *overrides: str) -> str:
+    """What `rpcmp verify` says of six steps, none of which may be different."""
+    options = [part for override in overrides for part in ("--set", override)]
+    result = rpcmp("verify", job.config(text), "--steps", "6", *options)
+    assert result.code == 0, result.err
+    assert "identical: 6 losses" in result.out
+    return result.out
+
+
+def test_all_at_once_gives_the_bits_of_one_process(job: JobFolder) -> None:
+    assert re.match("skipped: [1-5] of 6 steps", verified(job, EVERYTHING))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero-bubble"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("text", [*(CHAINS[name] for name in CAST), GRAPH], ids=[*CAST, "a graph"])
+def test_every_model_gives_the_bits_of_one_process(
+    job: JobFolder, text: str, dtype: str, schedule: str
+) -> None:
+    verified(job, text, f"schedule={schedule}", *DTYPES[dtype])
+
+
+# Faults and resumes.
+
+SCALED = """
+max_grad_norm = 0.5
+autocast = "float16"
+loss_scaling = { initial = 25000.0, growth_interval = 2 }
+checkpoint = { dir = "saved", every_steps = 2, keep = 9 }
+"""
+
+
+def scaling(result: Result) -> list[tuple[Any, ...]]:
+    """The scale of each step, whether it was skipped, and how many were so far."""
+    keys = ("step", "loss_scale", "is_skipped", "skipped_steps")
+    return [tuple(e[key] for key in keys) for e in result.events if e["event"] == "step"]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[JobFolder, Result]:
+    """The job and its run, without a fault; its files are not to be changed."""
+    job = JobFolder(tmp_path_factory.mktemp("undisturbed") / "job")
+    return job, drive(Faults(job).config(SCALED))
+
+
+def test_steps_are_skipped_counted_and_shown(undisturbed: tuple[JobFolder, Result]) -> None:
+    result = undisturbed[1]
+    assert scaling(result) == [
+        (1, 25000.0, True, 1),
+        (2, 12500.0, True, 2),
+        (3, 6250.0, False, 2),
+        (4, 6250.0, False, 2),
+        (5, 12500.0, True, 3),
+        (6, 6250.0, False, 3),
+    ]
+    summary = result.event("summary")
+    assert (summary["loss_scale"], summary["skipped_steps"]) == (6250.0, 3)
+
+
+def test_a_worker_killed_in_a_skipped_step_changes_nothing(
+    job: JobFolder, undisturbed: tuple[JobFolder, Result]
+) -> None:
+    faults = Faults(job).fail_at(1, 2, "backward", "SIGKILL").fail_at(2, 5, "saving", "SIGKILL")
+    result = drive(faults.config(SCALED))
+    assert committed(result) == committed(undisturbed[1])
+    assert scaling(result) == scaling(undisturbed[1])
+    assert len(faults.struck) == 2
+    assert "warning" not in {event["event"] for event in result.events}
+
+
+def test_a_run_resumed_after_a_skipped_step_changes_nothing(
+    job: JobFolder, undisturbed: tuple[JobFolder, Result]
+) -> None:
+    config = Faults(job).config(SCALED)
+    saved = CheckpointFolder(job.folder / "saved")
+    shutil.copytree(undisturbed[0].folder / "saved", saved.path)
+    for step in (4, 6):
+        saved.remove(saved.path_of(step))
+    result = drive(config, "--resume", "--set", "model.balance=[2, 1]")
+    steps, parameters = committed(undisturbed[1])
+    assert committed(result) == (steps[2:], parameters)
+    assert scaling(result) == scaling(undisturbed[1])[2:]
+
+
+def test_a_run_whose_gradients_are_never_finite_ends(job: JobFolder) -> None:
+    text = """
+        steps = 60
+        loss_scaling = { backoff_factor = 0.001 }
+        recovery = { enabled = false }
+        optimizer = { callable = "torch.optim:SGD", kwargs = { lr = 1e30 } }
+        [model]
+        layers = "zoo:in_place"
+        balance = [2, 2]
+    """
+    result = rpcmp("drive", job.config(text), "--json")
+    assert result.code == 1
+    assert [loss is None for loss in result.losses] == [False, True, True, True]
+    assert "the loss scale fell to 6.6e-08 at step 5" in result.err
+
+
+# From Python.
+
+
+def launched(**more: Any) -> Config:
+    data = {
+        "loss": "torch.nn:MSELoss",
+        "num_microbatches": 2,
+        "autocast": "float16",
+        "loss_scaling": {"initial": 1024.0, "growth_interval": 3},
+        "model": {"layers": "zoo:mlp", "balance": [2, 2]},
+        "optimizer": {"callable": "torch.optim:SGD", "kwargs": {"lr": 0.01, "momentum": 0.9}},
+        **more,
+    }
+    return Config.model_validate(data).with_folder(ZOO)
+
+
+def batch(scale: float = 1.0) -> tuple[Tensor, Tensor]:
+    inputs, targets = zoo.regression(10).tensors
+    return inputs * scale, targets
+
+
+def use(pipeline: library.Pipeline, lose: Any) -> tuple[list[Any], str]:
+    """All kinds of calls, some of which skip; what they return, and the parameters in the end."""
+    optimizer = pipeline.optimizer
+    found: list[Any] = [pipeline.train_step(*batch())]
+    lose()
+    found += [math.isfinite(pipeline.train_step(*batch(1e9))), optimizer.skipped_steps]
+    pipeline.forward_backward(*batch())
+    lose()
+    pipeline.forward_backward(*batch())
+    found += [optimizer.clip_grad_norm_(0.5), optimizer.clip_grad_norm_(10.0), optimizer.step()]
+    pipeline.forward_backward(*batch(1e9))
+    found += [optimizer.step(), optimizer.skipped_steps, optimizer.loss_scale]
+    lose()
+    found += [pipeline.train_step(*batch()), optimizer.state_dict()["scaler"]]
+    return found, pipeline.parameters_sha256()
+
+
+def test_calls_skip_and_scale_whatever_is_lost(token: str) -> None:
+    victims = iter(["rpcmp.worker", "rpcmp.driver", "rpcmp.worker"])
+
+    def lose() -> None:
+        which = next(victims)
+        next(p for p in with_token(token) if runs(p, which)).kill()
+
+    with library.launch(launched()) as undisturbed:
+        found, parameters = use(undisturbed, lambda: None)
+        state = undisturbed.optimizer.state_dict()
+        undisturbed.optimizer.load_state_dict({**state, "scaler": {**state["scaler"], "scale": 8}})
+        assert undisturbed.optimizer.loss_scale == 8.0
+        undisturbed.forward_backward(*batch())
+        undisturbed.optimizer.clip_grad_norm_(1.0)
+        with pytest.raises(JobError, match="gradients that have been clipped are unscaled"):
+            undisturbed.forward_backward(*batch())
+        assert undisturbed.optimizer.clip_grad_norm_(1.0) == 0.0
+    assert found[1:3] == [False, 1]
+    assert found[4] == pytest.approx(0.5, rel=1e-3)
+    assert found[5:9] == [True, False, 2, 256.0]
+    assert found[-1] == {"scale": 256.0, "growth_tracker": 1, "skipped": 2}
+    with library.launch(launched()) as pipeline:
+        assert use(pipeline, lose) == (found, parameters)
+
+
+def test_outputs_have_the_type_that_a_stage_computes_in() -> None:
+    stages = [{}, {"autocast": "bfloat16"}]
+    with library.launch(launched(stages=stages)) as pipeline:
+        assert pipeline.predict(batch()[0]).dtype is torch.bfloat16
+        assert math.isfinite(pipeline.evaluate(*batch()).loss)
+        assert all(value.dtype is not torch.bfloat16 for value in pipeline.state_dict().values())
