@@ -34,8 +34,8 @@ class Conductor:
         stage: the name of the stage that computes the loss.
         ask: that stage's answer to one bundle.
         in_flight: how many may be under way at once.
-        is_scaled: whether gradients are those of a scaled loss: then a step whose loss is not
-            finite is skipped, as one whose gradients are not.
+        is_scaled: whether gradients are those of a scaled loss: then it is them that decide whether
+            a step is skipped, and a loss that is not finite is no error.
     """
 
     def __init__(

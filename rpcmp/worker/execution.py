@@ -136,8 +136,7 @@ class Execution:
     def _are_differentiated(self, losses: list[Tensor]) -> bool:
         """Not a loss that is not finite: it ends the step at the conductor.
 
-        Where gradients are scaled it is as good as any: its own are not finite, so that the step is
-        skipped.
+        Where gradients are scaled they decide: the step is skipped unless all of them are finite.
         """
         return self._loss_scale is not None or all(bool(torch.isfinite(loss)) for loss in losses)
 
