@@ -26,9 +26,11 @@ def new(name: str, like: str | None) -> None:
     model, config = create(name, Path.cwd(), like)
     click.echo(f"{model.name}: the model")
     click.echo(f"{config.name}: how it is trained, and where")
-    for command, why in (
-        (f"rpcmp drive {config.name}", "trains it, on stage servers of its own"),
-        (f"rpcmp verify {config.name} --steps 5", "proves that the bits are those of one process"),
-        (f"rpcmp doctor {config.name}", "tells what would go wrong, before a run on several hosts"),
-    ):
-        click.echo(f"  {command:{len(name) + 30}}# {why}")
+    next_commands = {
+        f"rpcmp drive {config.name}": "trains it, on stage servers of its own",
+        f"rpcmp verify {config.name} --steps 5": "proves that the bits are those of one process",
+        f"rpcmp doctor {config.name}": "tells what would go wrong, before a run on several hosts",
+    }
+    width = max(map(len, next_commands))
+    for command, why in next_commands.items():
+        click.echo(f"  {command:{width}}  # {why}")
