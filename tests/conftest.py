@@ -1,5 +1,6 @@
 """What the process tests share. Every process that a test starts, however deep, inherits a token in
-its environment, and none with that token may be left when the test ends."""
+its environment, and none with that token may be left when the test ends, nor any that was forked by
+what the tests share."""
 
 from __future__ import annotations
 
@@ -9,10 +10,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import hypothesis
+import psutil
 import pytest
 
+from rpcmp.process.forking import Forks
 from tests import processes
 from tests.processes import Server, poll_for
+from tests.sharedforks import borrowing
 
 hypothesis.settings.register_profile("rpcmp", deadline=None)  # this machine may be busy
 hypothesis.settings.load_profile("rpcmp")
@@ -47,12 +51,35 @@ def token(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """The token of this test's processes; fails the test where one is left behind."""
     value = uuid.uuid4().hex
     monkeypatch.setenv(processes.TOKEN, value)
+    before = processes.FORKS.children()
+
+    def left() -> list[psutil.Process]:
+        forked = [child for child in processes.FORKS.children() if child not in before]
+        return [*processes.with_token(value), *forked]
+
     yield value
     try:
-        poll_for(lambda: not processes.with_token(value), "all processes of the test to end")
+        poll_for(lambda: not left(), "all processes of the test to end")
     finally:
-        for process in processes.with_token(value):
+        for process in left():
             process.kill()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _shared_forks() -> Iterator[None]:
+    """Have pipelines that tests launch fork by a line of what the tests share, too."""
+    with pytest.MonkeyPatch.context() as patch:
+        forks = processes.FORKS
+        borrow = borrowing(lambda: forks.line("drive"))
+        patch.setattr(Forks, "__init__", borrow)
+        yield
+    forks.close()
+
+
+@pytest.fixture
+def own_forks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let every job of this test start a fork server of its own, as jobs do."""
+    monkeypatch.setattr(processes.FORKS, "in_use", False)
 
 
 @pytest.fixture

@@ -22,11 +22,18 @@ import psutil
 
 from rpcmp.v1 import control_pb2 as pb
 from rpcmp.v1.control_pb2_grpc import ControlStub
+from tests import sharedforks
+from tests.sharedforks import SharedByAll
 
 TOKEN = "RPCMP_TEST_TOKEN"
 DEADLINE = 60.0
+FORKS = SharedByAll(without=TOKEN)
 ZOO = Path(__file__).parent / "zoo"
 EXAMPLES = Path(__file__).parent.parent / "rpcmp" / "examples"
+
+
+SHARING = ("drive", "verify")
+"""Commands that may fork by a line of FORKS."""
 
 
 def poll_for(condition: Callable[[], Any], what: str, timeout: float = DEADLINE) -> Any:
@@ -120,12 +127,33 @@ def running(
     Args:
         under: a program and its arguments that runs it.
     """
+    with _line("drive" if command[0] in SHARING and not under else "") as fds:
+        shared = ["-P", sharedforks.__file__, *map(str, fds)]
+        program = shared if fds else ["-m", "rpcmp"]
+        run = _start([*under, sys.executable, *program, *map(str, command)], fds, cwd)
+    with _ended(run):
+        yield run
+
+
+@contextlib.contextmanager
+def _line(whose: str) -> Iterator[list[int]]:
+    """The descriptor of a line of FORKS; none where nothing is shared."""
+    line = FORKS.line(whose) if whose else None
+    if line is None:
+        yield []
+        return
+    with line:
+        yield [line.fileno()]
+
+
+def _start(command: Sequence[str], fds: Sequence[int], cwd: Path | None) -> Running:
     process = subprocess.Popen(
-        [*under, sys.executable, "-m", "rpcmp", *map(str, command)],
+        command,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         cwd=cwd,
+        pass_fds=fds,
         start_new_session=True,
     )
     run = Running(process)
@@ -133,8 +161,15 @@ def running(
         reader = threading.Thread(target=lines.extend, args=[stream], daemon=True)
         run.readers.append(reader)
         reader.start()
+    return run
+
+
+@contextlib.contextmanager
+def _ended(run: Running) -> Iterator[None]:
+    """Interrupt, and then kill, what still runs at the end."""
+    process = run.process
     try:
-        yield run
+        yield
     finally:
         for signum in (signal.SIGINT, signal.SIGINT, signal.SIGKILL):
             if process.poll() is None:
@@ -172,12 +207,14 @@ class Server:
 def running_servers(num_stages: int, *options: str) -> Iterator[list[Server]]:
     """One stage server a stage, on free ports."""
     with contextlib.ExitStack() as stack:
-        runs = [
-            stack.enter_context(
-                running("serve", "--stage", str(index), "--listen", "127.0.0.1:0", *options)
-            )
-            for index in range(num_stages)
-        ]
+        runs = []
+        for index in range(num_stages):
+            place = ("--stage", str(index), "--listen", "127.0.0.1:0")
+            with _line(f"stage {index}") as fds:
+                shared = [part for fd in fds for part in ("--forks", str(fd))]
+                command = ["-m", "rpcmp", "serve", *place, *shared, *options]
+                runs.append(_start([sys.executable, *command], fds, None))
+            stack.enter_context(_ended(runs[-1]))
         yield [Server(run, run.wait_for_line(r"SERVING on (\S+)")[1]) for run in runs]
 
 

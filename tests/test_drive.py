@@ -47,6 +47,7 @@ def test_one_hash_for_every_balance_and_schedule(job: JobFolder) -> None:
     assert len(hashes) == 1
 
 
+@pytest.mark.usefixtures("own_forks")  # nothing that any process prints may be missed
 def test_plain_lines_where_there_is_no_terminal(job: JobFolder) -> None:
     config = job.config("""
         epochs = 2

@@ -206,6 +206,7 @@ def test_an_unreachable_stage_is_named_within_ten_seconds(
     assert describe(shared_servers[0]).job == ""
 
 
+@pytest.mark.usefixtures("own_forks")
 def test_the_driver_killed_leaves_idle_servers(
     job: JobFolder, shared_servers: list[Server]
 ) -> None:
@@ -265,6 +266,7 @@ def test_a_server_told_to_stop_ends_the_job_after_its_step(job: JobFolder) -> No
         assert servers[0].run.wait().code == 130
 
 
+@pytest.mark.usefixtures("own_forks")
 def test_a_signal_to_all_processes_ends_the_job_as_one_to_the_driver_does(
     job: JobFolder, token: str
 ) -> None:
@@ -293,6 +295,7 @@ def test_a_ctrl_c_on_a_busy_server_ends_the_job_after_its_step(job: JobFolder) -
 
 
 @pytest.mark.long
+@pytest.mark.usefixtures("own_forks")
 def test_output_that_is_read_late_is_complete(job: JobFolder, token: str) -> None:
     config = job.config('steps = 300\n[model]\nlayers = "zoo:mlp"\nbalance = [2, 2]')
     command = [sys.executable, "-m", "rpcmp", "drive", str(config), "--json"]
@@ -370,6 +373,7 @@ def test_a_cycle_is_refused_before_anything_starts() -> None:
     assert "cycle: 'image' reads 'classifier' reads 'image'" in result.err
 
 
+@pytest.mark.usefixtures("own_forks")
 def test_the_driver_killed_takes_its_own_servers_along(job: JobFolder, token: str) -> None:
     config = job.config('steps = 100000\n[model]\nlayers = "zoo:mlp"\nbalance = [2, 2]')
     with running("drive", config, "--json") as run:

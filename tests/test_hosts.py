@@ -92,6 +92,7 @@ def test_a_server_that_was_killed_is_taken_back(
 
 @pytest.mark.long
 @pytest.mark.parametrize("every", [0, 4])
+@pytest.mark.usefixtures("own_forks")
 def test_snapshots_every_few_steps_cost_no_more_than_these(
     job: JobFolder, undisturbed: Committed, token: str, every: int
 ) -> None:
@@ -103,6 +104,7 @@ def test_snapshots_every_few_steps_cost_no_more_than_these(
         assert_went_on(run.wait(), undisturbed, steps=max(1, every))
 
 
+@pytest.mark.usefixtures("own_forks")
 def test_a_server_that_the_job_started_is_started_again(
     job: JobFolder, undisturbed: Committed, token: str
 ) -> None:
@@ -114,6 +116,7 @@ def test_a_server_that_the_job_started_is_started_again(
 
 
 @pytest.mark.long
+@pytest.mark.usefixtures("own_forks")
 def test_a_fork_server_that_was_killed_is_started_again(
     job: JobFolder, undisturbed: Committed, token: str
 ) -> None:

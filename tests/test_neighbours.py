@@ -162,6 +162,7 @@ def test_another_user_of_a_host_finds_one_port_a_server_and_it_speaks_tls(
 NO_NAMESPACES = 'echo 0 > /proc/sys/user/max_net_namespaces && exec "$@"'
 
 
+@pytest.mark.usefixtures("own_forks")
 def test_a_pickle_for_a_worker_in_reach_of_others_executes_nothing(
     host: Host, job: JobFolder, tmp_path: Path, token: str
 ) -> None:

@@ -296,6 +296,7 @@ def use(pipeline: rpcmp.Pipeline, batch: tuple[Tensor, Tensor], lose: Callable[[
     return pipeline.parameters_sha256()
 
 
+@pytest.mark.usefixtures("own_forks")
 def test_a_pipeline_goes_on_whatever_is_lost(batch: tuple[Tensor, Tensor], token: str) -> None:
     momentum = {"callable": "torch.optim:SGD", "kwargs": {"lr": 0.1, "momentum": 0.9}}
     victims = itertools.cycle(["rpcmp.worker", "rpcmp.driver", "serve"])

@@ -65,7 +65,10 @@ def test_every_fault_in_every_phase_is_recovered_from(
 ) -> None:
     faults = Faults(job).fail_at(stage, 0 if phase == "joining" else STEP, phase, how)
     result = drive(
-        faults.config(), "--set", "recovery.heartbeat_timeout=2.0", under=namespace, timeout=90
+        faults.config(),
+        *("--set", "recovery.heartbeat_timeout=2.0"),
+        under=namespace if how == "cut" else (),
+        timeout=90,
     )
     assert committed(result) == undisturbed
     recovered_once(faults, result)

@@ -119,6 +119,7 @@ def secret() -> str:
     return secrets.token_urlsafe(30)
 
 
+@pytest.mark.usefixtures("own_forks")
 def test_secrets_are_nowhere_to_be_found(
     certs: Path, job: JobFolder, token: str, secret: str, tmp_path: Path
 ) -> None:

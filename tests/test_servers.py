@@ -54,6 +54,7 @@ def test_stages_that_cannot_read_each_others_memory_use_their_sockets(
     assert "identical" in result.out
 
 
+@pytest.mark.usefixtures("own_forks")
 def test_status_shows_a_running_job(job: JobFolder, servers: list[Server]) -> None:
     config = job.config(LONG_JOB)
     with running("drive", config, "--connect", connect(servers), "--json") as run:
@@ -88,6 +89,7 @@ def private_listeners(process: psutil.Process) -> set[str]:
     }
 
 
+@pytest.mark.usefixtures("own_forks")
 def test_only_a_group_itself_reaches_its_workers(job: JobFolder, servers: list[Server]) -> None:
     config = job.config(LONG_JOB)
     with running("drive", config, "--connect", connect(servers), "--json") as run:

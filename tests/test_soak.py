@@ -108,6 +108,7 @@ LENGTHS = [
 
 
 @pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.usefixtures("own_forks")
 def test_nothing_grows_over_many_steps(job: JobFolder, length: Length) -> None:
     seen = watch(job, length, leak=0)
     assert growing(seen, length) == []
@@ -117,6 +118,7 @@ def test_nothing_grows_over_many_steps(job: JobFolder, length: Length) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.usefixtures("own_forks")
 def test_a_leak_is_found(job: JobFolder, length: Length) -> None:
     found = growing(watch(job, length, leak=length.leak), length)
     assert [name.split()[0] for name in found] == ["rpcmp.worker"]
