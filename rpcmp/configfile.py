@@ -108,7 +108,7 @@ def _element(table: list[Any], key: str, override: str) -> Any:
 
 
 def _explain(details: ErrorDetails) -> str:
-    place = [part for part in details["loc"] if not str(part).startswith("<")]  # see Balance
+    place = [part for part in details["loc"] if not str(part).startswith("<")]  # see Own
     where = ".".join(map(str, place))
     if details["type"] == "extra_forbidden":
         return f"{where}: unknown key; {_nearest(str(place[-1]), place[:-1])}"
