@@ -14,10 +14,10 @@ def default_port(stage_index: int, replica: int = 0) -> int:
     return FIRST_PORT + stage_index + PORTS_A_REPLICA * replica
 
 
-def with_port(address: str, stage_index: int) -> str:
-    """An address with the stage's default port where it has none."""
+def with_port(address: str, stage_index: int, replica: int = 0) -> str:
+    """An address with the default port of a stage's replica where it has none."""
     is_bare = ":" not in address or address.endswith("]")
-    return f"{address}:{default_port(stage_index)}" if is_bare else address
+    return f"{address}:{default_port(stage_index, replica)}" if is_bare else address
 
 
 def completed(address: str) -> str:

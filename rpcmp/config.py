@@ -8,6 +8,7 @@ names as "module:callable" is imported later, where it is needed (`rpcmp.factory
 from __future__ import annotations
 
 import difflib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal, Self
 
@@ -15,6 +16,7 @@ from pydantic import Field, PrivateAttr, model_validator
 
 from rpcmp import addresses, graph
 from rpcmp.errors import ConfigError
+from rpcmp.members import Member
 from rpcmp.sections import (
     NAME,
     Autocast,
@@ -32,6 +34,7 @@ from rpcmp.sections import (
     StageConfig,
     Strict,
 )
+from rpcmp.turns import Turns
 
 RESERVED_METRICS = {"event", "step", "epoch", "loss"}
 """What an evaluation's event holds besides the metrics."""
@@ -55,6 +58,10 @@ class Config(Strict):
         default=1,
         description="micro-batches that travel between stages in one message; worth trying where a "
         "stage computes one in a few milliseconds",
+    )
+    balance_replicas: bool = Field(
+        default=False,
+        description="give a stage's replicas `shares` by their measured speed, where it has none",
     )
     wire_dtype: Literal["bfloat16"] | None = Field(
         default=None,
@@ -163,6 +170,14 @@ class Config(Strict):
         model = self.model.model_copy(update={"balance": balance})
         return self.model_copy(update={"model": model})
 
+    def with_shares(self, shares: Mapping[int, list[int]]) -> Self:
+        """A copy of this config with these `shares`, by the stage's index."""
+        stages = [
+            stage.model_copy(update={"shares": shares[index]}) if index in shares else stage
+            for index, stage in enumerate(self.stages)
+        ]
+        return self.model_copy(update={"stages": stages})
+
     @property
     def stage_names(self) -> list[str]:
         """Names of the stages, in the config's order."""
@@ -170,8 +185,44 @@ class Config(Strict):
         return [name or f"stage{index}" for index, name in enumerate(named)]
 
     @property
+    def workers(self) -> list[Member]:
+        """Every replica of every stage, in the config's order."""
+        return [
+            Member(name, index, replica, self.stage(index).num_replicas)
+            for index, name in enumerate(self.stage_names)
+            for replica in range(self.stage(index).num_replicas)
+        ]
+
+    @property
+    def is_replicated(self) -> bool:
+        """Whether any stage has more than one replica."""
+        return any(stage.num_replicas > 1 for stage in self.stages)
+
+    @property
+    def shares(self) -> dict[str, list[int]]:
+        """How the replicas of each stage that has several share its micro-batches, by its name."""
+        pairs = zip(self.stage_names, self.stages, strict=False)
+        return {
+            name: stage.shares or [1] * stage.num_replicas
+            for name, stage in pairs
+            if stage.num_replicas > 1
+        }
+
+    @property
+    def warnings(self) -> list[str]:
+        """What is allowed and hardly meant."""
+        found = (worker for worker in self.workers if worker.replica == 0)
+        return [
+            f"stage {worker.stage!r} has {worker.num_replicas} replicas, and a step only "
+            f"{self.num_microbatches} micro-batches: some will have nothing to do; raise "
+            "num_microbatches"
+            for worker in found
+            if worker.num_replicas > self.num_microbatches
+        ]
+
+    @property
     def addresses(self) -> list[str]:
-        """The stage servers' addresses, by stage; empty when they are to be started here."""
+        """The stage servers' addresses, by worker; empty when they are to be started here."""
         return [address for stage in self.stages for address in stage.addresses]
 
     @property
@@ -260,6 +311,10 @@ class Config(Strict):
         own = self.stage(index).autocast or self.autocast
         return None if own == "float32" else own
 
+    def turns_of(self, stage_name: str) -> Turns:
+        """Which replica of a stage computes which bundle of micro-batches."""
+        return self.stage(self.stage_names.index(stage_name)).turns
+
     def optimizer_of(self, index: int) -> Factory:
         """The optimizer of one stage: its own, or the job's with the stage's arguments."""
         return self.optimizer.adapted(self.stage(index).optimizer)
@@ -314,7 +369,7 @@ class Config(Strict):
         for name in names:
             if names.count(name) > 1 or name in graph.SOURCES:
                 raise ValueError(f"the stage name {name!r} is taken twice or reserved")
-        with_address = len(self.addresses)
+        with_address = sum(bool(stage.addresses) for stage in self.stages)
         if with_address not in (0, self.num_stages):
             raise ValueError(
                 f"{with_address} of {self.num_stages} stages have addresses; give one to each, or "
@@ -322,6 +377,15 @@ class Config(Strict):
             )
         for index in range(self.num_stages):
             self._check_stage(names[index], self.stage(index))
+        return self
+
+    @model_validator(mode="after")
+    def _check_replicas(self) -> Self:
+        if self.balance_replicas and not self.is_replicated:
+            raise ValueError(
+                "balance_replicas = true, but no stage has replicas: give one several `addresses`, "
+                "or `replicas`"
+            )
         return self
 
     def _check_stage(self, name: str, stage: StageConfig) -> None:

@@ -1,8 +1,9 @@
 """Mini-batches: the same bits for every number of loader processes, wherever they are loaded.
 
-An epoch's order is drawn from (seed, epoch). Whoever loads a mini-batch first seeds its own process
-from (seed, epoch, index of the mini-batch), so random transforms do not depend on which process
-loads it nor on what was loaded before: an epoch can be taken up in its middle.
+An epoch's order is that of torch's DistributedSampler after `set_epoch`, so a run here and one
+under DistributedDataParallel see the same mini-batches. Whoever loads a mini-batch first seeds its
+own process from (seed, epoch, index of the mini-batch), so random transforms do not depend on which
+process loads it nor on what was loaded before: an epoch can be taken up in its middle.
 """
 
 from __future__ import annotations
@@ -10,17 +11,16 @@ from __future__ import annotations
 import gc
 import itertools
 from collections.abc import Iterator, Sized
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
     Dataset,
+    DistributedSampler,
     IterableDataset,
-    RandomSampler,
     Sampler,
-    SequentialSampler,
     default_collate,
 )
 
@@ -65,7 +65,7 @@ class Batches:
     Args:
         dataset: map-style, of (input, target) pairs of tensors, or of tuples and dicts of them.
         data: batch size, shuffling, loader processes.
-        seed: the config's; an epoch's order is drawn from (seed, epoch).
+        seed: the config's; an epoch's order is drawn from seed + epoch.
         training: shuffle and drop an incomplete last mini-batch where the config says so.
     """
 
@@ -120,14 +120,12 @@ class Order(Sampler[Key]):
 
     def __init__(self, dataset: Sized, data: DataConfig, seed: int, training: bool) -> None:
         self._epoch, self._first = 1, 0
-        self._seed = seed
-        self._generator = torch.Generator()
+        # Of all samples: the stages' replicas share a mini-batch, not the dataset.
+        self._sampler: DistributedSampler[Any] = DistributedSampler(
+            cast(Dataset[Any], dataset), 1, 0, shuffle=data.shuffle and training, seed=seed
+        )
         self._samples = BatchSampler(
-            RandomSampler(dataset, generator=self._generator)
-            if data.shuffle and training
-            else SequentialSampler(dataset),
-            data.batch_size,
-            drop_last=data.drop_last and training,
+            self._sampler, data.batch_size, drop_last=data.drop_last and training
         )
 
     def begin(self, epoch: int, first: int = 0) -> None:
@@ -139,7 +137,7 @@ class Order(Sampler[Key]):
         return len(self._samples)
 
     def __iter__(self) -> Iterator[Key]:
-        self._generator.manual_seed(seeds.derive(self._seed, "epoch", self._epoch))
+        self._sampler.set_epoch(self._epoch - 1)  # there they are counted from 0
         keys = zip(itertools.repeat(self._epoch), itertools.count(), self._samples, strict=False)
         return itertools.islice(keys, self._first, None)
 

@@ -12,7 +12,7 @@ that nobody reads; the driver asks it for the loss. Pure: no torch, no processes
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 
@@ -88,10 +88,15 @@ class Graph:
         needed = [*read, Reference(SOURCES[1])] if stage == self.sink else read
         return tuple(dict.fromkeys(needed))
 
-    def depth(self, stage: str) -> int:
-        """Stages on the longest way from `stage` to the sink, both included."""
+    def depth(self, stage: str, count: Callable[[str], int] = lambda stage: 1) -> int:
+        """Stages on the longest way from `stage` to the sink, both included.
+
+        Args:
+            stage: where the way begins.
+            count: as how many a stage counts.
+        """
         readers = {port.reader for port in self.ports(stage)}
-        return 1 + max((self.depth(reader) for reader in readers), default=0)
+        return count(stage) + max((self.depth(reader, count) for reader in readers), default=0)
 
 
 def chain(names: Sequence[str]) -> Graph:

@@ -25,7 +25,7 @@ def num_bundles(config: Config) -> int:
 
 
 def limits(config: Config) -> dict[str, Limits]:
-    """Bundles that each stage may keep, by its name; see `Policy.limits`.
+    """Bundles that each stage may keep, by its name; see `simulation.limits`.
 
     Raises:
         ConfigError: the schedule cannot run with the config's `max_in_flight`.
@@ -42,7 +42,8 @@ def limits(config: Config) -> dict[str, Limits]:
             )
         all_bundles = num_bundles(config) if most >= count else 0
         most = max(most // per_message, all_bundles)
-    return simulation.limits(graph, chosen, num_bundles(config), most)
+    turns = {worker.stage: config.stage(worker.stage_index).turns for worker in config.workers}
+    return simulation.limits(graph, chosen, num_bundles(config), most, turns)
 
 
 def held(config: Config) -> dict[str, int]:
@@ -55,5 +56,17 @@ def held(config: Config) -> dict[str, int]:
 
 def in_flight(config: Config) -> int:
     """Bundles that are under way at once."""
-    most = max(each.open for each in limits(config).values())
-    return min(most + AHEAD, STEPS_AHEAD * num_bundles(config))
+    return conducted(config) * config.stage(_sink_index(config)).num_replicas
+
+
+def conducted(config: Config) -> int:
+    """Bundles that one conductor has under way at once: each replica of the sink has one."""
+    sink = config.stage(_sink_index(config)).turns
+    kept = limits(config)
+    most = max(kept[worker.stage].open * worker.num_replicas for worker in config.workers)
+    share = -(-most // sink.num_replicas)
+    return min(share + AHEAD, STEPS_AHEAD * sink.most(num_bundles(config)))
+
+
+def _sink_index(config: Config) -> int:
+    return config.stage_names.index(config.graph().sink)

@@ -323,6 +323,8 @@ async def _start(
 ) -> Service:
     async with forks_for(config, connect) as forks:
         config, _ = await balanced(config, connect, forks)
+    for text in config.warnings:
+        warnings.warn(text, stacklevel=2)
     service = Service(config.model_copy(update={"checkpoint": None}), connect)
     await service.start(connection)
     return service

@@ -16,6 +16,7 @@ from torch import nn
 from rpcmp import devices, factory, inflight, layers, partition, weights
 from rpcmp.config import Config
 from rpcmp.errors import ConfigError, one_line
+from rpcmp.members import Member
 from rpcmp.schedule import Limits
 from rpcmp.sections import Factory, StageConfig, Strict
 from rpcmp.setting import Setting
@@ -32,6 +33,7 @@ class Assignment(Strict):
 
     config: Config
     stage_index: int = Field(ge=0)
+    replica: int = Field(default=0, ge=0)
     layers: list[str] = Field(min_length=1)
     settings: list[Setting] = Field(default_factory=list)
     driver_metrics: list[str] = Field(default_factory=list)
@@ -39,8 +41,13 @@ class Assignment(Strict):
 
     @property
     def stage_name(self) -> str:
-        """The stage's name in the config and in every message."""
+        """The stage's name in the config."""
         return self.config.stage_names[self.stage_index]
+
+    @property
+    def member(self) -> Member:
+        """Who the worker is."""
+        return Member(self.stage_name, self.stage_index, self.replica, self.stage.num_replicas)
 
     @property
     def stage(self) -> StageConfig:
@@ -63,6 +70,11 @@ class Assignment(Strict):
         return max(map(inflight.in_flight, self._configs))
 
     @property
+    def conducted(self) -> int:
+        """Those that one conductor has under way."""
+        return max(map(inflight.conducted, self._configs))
+
+    @property
     def _configs(self) -> list[Config]:
         return [self.config, *(setting.on(self.config) for setting in self.settings)]
 
@@ -73,7 +85,7 @@ def assign(
     driver_metrics: Sequence[str] = (),
     loads_data: bool = False,
 ) -> list[Assignment]:
-    """Every stage's assignment, in the config's order.
+    """Every worker's assignment, in the config's order.
 
     Args:
         config: the job.
@@ -91,13 +103,14 @@ def assign(
     return [
         Assignment(
             config=config,
-            stage_index=index,
-            layers=names,
+            stage_index=worker.stage_index,
+            replica=worker.replica,
+            layers=layers_of_stages[worker.stage_index],
             settings=list(settings),
             driver_metrics=list(driver_metrics),
             loads_data=loads_data,
         )
-        for index, names in enumerate(layers_of_stages)
+        for worker in config.workers
     ]
 
 

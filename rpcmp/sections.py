@@ -24,6 +24,7 @@ from pydantic import (
 from rpcmp import addresses, direction, sizes
 from rpcmp.direction import Mode
 from rpcmp.errors import ConfigError
+from rpcmp.turns import Turns
 
 _PLAIN: TypeAdapter[dict[str, JsonValue]] = TypeAdapter(dict[str, JsonValue])
 
@@ -175,8 +176,17 @@ class StageConfig(Strict):
     )
     addresses: list[str] = Field(
         default_factory=list,
-        max_length=1,
-        description="HOST:PORT of its stage server; started on localhost when omitted",
+        description="HOST:PORT of its stage server, or of one for each replica; started on "
+        "localhost when omitted",
+    )
+    replicas: Positive | None = Field(
+        default=None,
+        description="copies of the stage that share its micro-batches; one an address, or 1, when "
+        "omitted",
+    )
+    shares: list[Positive] | None = Field(
+        default=None,
+        description="how the replicas share them, such as [3, 1]; equally when omitted",
     )
     device: str = Field(
         default="cpu",
@@ -207,6 +217,29 @@ class StageConfig(Strict):
     autocast: Literal["bfloat16", "float16", "float32"] | None = Field(
         default=None, description='instead of the job\'s `autocast`; "float32": none'
     )
+
+    @property
+    def num_replicas(self) -> int:
+        """How many copies of the stage there are."""
+        return self.replicas or len(self.addresses) or 1
+
+    @property
+    def turns(self) -> Turns:
+        """Which of them computes which bundle of micro-batches."""
+        return Turns(self.shares or [1] * self.num_replicas)
+
+    @model_validator(mode="after")
+    def _check_replicas(self) -> Self:
+        counts = {
+            "replicas": self.replicas,
+            "addresses": len(self.addresses) or None,
+            "shares": None if self.shares is None else len(self.shares),
+        }
+        given = {key: count for key, count in counts.items() if count is not None}
+        if len(set(given.values())) > 1 or (self.shares is not None and len(given) == 1):
+            said = ", ".join(f"{key} says {count}" for key, count in given.items())
+            raise ValueError(f"how many replicas? {said}; give `replicas`, or one address each")
+        return self
 
     @property
     def memory_bytes(self) -> int | None:

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from rpcmp.graph import Graph
 from rpcmp.schedule import Action, Limits, Place, Policy, Progress
+from rpcmp.turns import Turns
 
 Duration = Callable[[str, Action, int], float]
 """Seconds that a stage's action takes for one micro-batch."""
@@ -63,20 +64,33 @@ def fixed(times: Mapping[str, Times], limits: Mapping[str, Limits]) -> Duration:
 
 
 def limits(
-    graph: Graph, policy: Policy, num_microbatches: int, max_in_flight: int | None = None
+    graph: Graph,
+    policy: Policy,
+    num_microbatches: int,
+    max_in_flight: int | None = None,
+    turns: Mapping[str, Turns] | None = None,
 ) -> dict[str, Limits]:
-    """What each stage may keep, by its name; the arguments are those of `Policy.limits`."""
-    depths = {stage: graph.depth(stage) for stage in graph.stages}
+    """What each stage may keep, by its name; each of its replicas, where it has several.
+
+    A stage needs a micro-batch in hand for every worker from there to the loss, and its replicas
+    share them.
+
+    Args:
+        policy, num_microbatches, max_in_flight: see `Policy.limits`.
+        turns: of every stage that has replicas.
+    """
+    turns = turns or {}
+    replicas = {stage: turns[stage].num_replicas if stage in turns else 1 for stage in graph.stages}
+    depths = {s: -(-graph.depth(s, replicas.__getitem__) // replicas[s]) for s in graph.stages}
     longest = max(depths.values())
 
-    def place(stage: str) -> Place:
+    def of(stage: str) -> Limits:
         reads_stages = any(not reference.from_batch for reference in graph.inputs[stage])
-        return Place(depths[stage], longest, reads_stages)
+        place = Place(depths[stage], longest, reads_stages)
+        own = turns[stage].most(num_microbatches) if stage in turns else num_microbatches
+        return policy.limits(place, own, max_in_flight)
 
-    return {
-        stage: policy.limits(place(stage), num_microbatches, max_in_flight)
-        for stage in graph.stages
-    }
+    return {stage: of(stage) for stage in graph.stages}
 
 
 @dataclass

@@ -37,15 +37,15 @@ class Source:
     # What the stages call.
 
     def slices(
-        self, round_number: int, kind: str, path: tuple[str, ...], first: int, count: int
+        self, round_number: int, kind: str, path: tuple[str, ...], microbatches: list[int]
     ) -> list[Any]:
-        """The inputs or targets of `count` micro-batches, or the part of them at `path`.
+        """The inputs or targets of some micro-batches, or the part of them at `path`.
 
         Raises:
             ConfigError: there is no such part.
         """
         with self._lock:
-            found = [self._slices.get((round_number, kind, first + i)) for i in range(count)]
+            found = [self._slices.get((round_number, kind, index)) for index in microbatches]
         if any(part is None for part in found):
             raise ConfigError(f"the batch of round {round_number} has no {kind}s")
         try:

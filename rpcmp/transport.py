@@ -27,6 +27,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import queue
 import sys
 import threading
 import time
@@ -195,6 +196,28 @@ def result(future: Future[Any], member: str) -> Any:
     if isinstance(value, Raised):
         raise from_wire(value.error)
     return value
+
+
+def results(calls: Sequence[tuple[str, Future[Any]]]) -> list[Any]:
+    """The values of calls to members, in order; blocks until all have ended, or the first failed.
+
+    Raises:
+        RpcmpError: what that one raised; the others may still be under way.
+    """
+    ended: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
+    for number, (name, future) in enumerate(calls):
+
+        def note(done: Future[Any], number: int = number, name: str = name) -> None:
+            ended.put((number, outcome(done, name)))
+
+        future.add_done_callback(note)
+    found = [None] * len(calls)
+    for _ in calls:
+        number, value = ended.get()
+        if isinstance(value, Raised):
+            raise from_wire(value.error)
+        found[number] = value
+    return found
 
 
 def outcome(future: Future[Any], member: str) -> Any:

@@ -167,6 +167,13 @@ class Holding(NamedTuple):
     sizes: dict[str, int]
 
 
+def microbatches_of(bundle: Bundle, numbers: Sequence[int]) -> list[int]:
+    """The micro-batches in the bundles with these numbers, of the round that `bundle` is of."""
+    sizes = microbatch.sizes(bundle.works[0].num_microbatches, bundle.num_bundles)
+    firsts = list(itertools.accumulate(sizes, initial=0))
+    return [index for number in numbers for index in range(firsts[number], firsts[number + 1])]
+
+
 class StepReport(NamedTuple):
     """What a stage says after an optimizer step.
 
@@ -226,3 +233,15 @@ class Evaluated(NamedTuple):
     metrics: dict[str, float]
     outputs: Any = None
     targets: Any = None
+
+
+class Part(NamedTuple):
+    """Gradients of several parameters on their way between workers that sum them.
+
+    Attributes:
+        values: flat, on the host, of one dtype.
+        has: which of the parameters' gradients exist.
+    """
+
+    values: torch.Tensor
+    has: tuple[bool, ...]

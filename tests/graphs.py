@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from rpcmp import graph
 from rpcmp.graph import Graph
+from rpcmp.members import Member
 
 
 @st.composite
@@ -20,3 +21,12 @@ def graphs(draw: st.DrawFn) -> Graph:
             earlier |= {i for i in range(index) if f"s{i}" not in read}
         inputs[f"s{index}"] = [f"s{i}" for i in sorted(earlier)] or ["input"]
     return graph.build(inputs)
+
+
+def workers(*stages: str, replicas: int = 1) -> list[Member]:
+    """Those of stages that all have as many replicas."""
+    return [
+        Member(stage, index, replica, replicas)
+        for index, stage in enumerate(stages)
+        for replica in range(replicas)
+    ]

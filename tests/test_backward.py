@@ -45,13 +45,14 @@ class Stage:
         self.ended = threading.Event()
         self.compute = ComputeThread(policy("zero-bubble" if splits else "1f1b"))
         limits = Limits(1, 1, splits)
-        self.compute.begin(1, lambda: Round(7, 1, limits, True, self.ended.set))
+        self.compute.begin(1, lambda: Round(7, range(1), limits, True, finish=self.ended.set))
         self.backwards = Backwards(
             "s",
             self.compute,
             splits,
             Missing(
-                lambda _: missing or {}, lambda _, index, which: self.told.append((index, which))
+                lambda _: missing or {},
+                lambda _bundle, _work, index, which: self.told.append((index, which)),
             ),
             self.failures,
         )

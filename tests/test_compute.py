@@ -49,7 +49,12 @@ class Stage:
         self.compute.begin(
             number,
             lambda: Round(
-                number, num_microbatches, self.limits, training, lambda: self.note(end), **more
+                number,
+                range(num_microbatches),
+                self.limits,
+                training,
+                finish=lambda: self.note(end),
+                **more,
             ),
         )
 

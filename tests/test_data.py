@@ -12,7 +12,7 @@ import numpy
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import BatchSampler, Dataset, DistributedSampler, IterableDataset
 
 from rpcmp import data, seeds
 from rpcmp.errors import ConfigError
@@ -54,6 +54,16 @@ def test_an_epochs_order_depends_on_the_seed_and_the_epoch_alone() -> None:
     assert order(used, 1) == order(load(), 1) == first
     assert order(load(), 2) == second
     assert order(load(seed=1), 1) != first
+
+
+def test_mini_batches_are_those_of_ranks_with_distributed_samplers() -> None:
+    here = order(load(seed=5, samples=16), epoch=3)
+    ranks = []
+    for rank in range(2):  # with half of the batch each
+        sampler: DistributedSampler[Any] = DistributedSampler(models.numbers(16), 2, rank, seed=5)
+        sampler.set_epoch(2)
+        ranks.append(list(BatchSampler(sampler, 2, drop_last=False)))
+    assert list(map(sorted, here)) == [sorted(a + b) for a, b in zip(*ranks, strict=True)]
 
 
 @pytest.fixture(scope="module")

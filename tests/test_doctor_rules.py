@@ -20,6 +20,7 @@ from rpcmp.examination import code, folder
 from rpcmp.examination.facts import Device, Folder, HostFacts, Paper
 from rpcmp.sections import StageConfig
 from rpcmp.wire.measure import Way
+from tests.graphs import workers
 
 NOW = 1_800_000_000.0
 DAY = 86400.0
@@ -260,7 +261,7 @@ def test_the_links_of_a_graph() -> None:
     )
     found = {
         (link.one, link.other): set(link.carries)
-        for link in links(shape, ["image", "text", "head"], [1, 2, 0])
+        for link in links(shape, workers("image", "text", "head"), [1, 2, 0])
     }
     assert found == {
         ("driver", "image"): {"batches"},
@@ -273,14 +274,14 @@ def test_the_links_of_a_graph() -> None:
 
 
 def test_a_stage_in_the_middle_gets_no_batches() -> None:
-    found = links(graph.chain(["a", "b", "c"]), ["a", "b", "c"], [None] * 3)
+    found = links(graph.chain(["a", "b", "c"]), workers("a", "b", "c"), [None] * 3)
     assert Link("driver", "b", ("control",)) in found
     assert not Link("driver", "b", ("control",)).has_tensors
     assert Link("a", "c", ("rendezvous",)) in found
 
 
 def test_a_driver_sends_no_batches_where_stages_load_their_samples() -> None:
-    found = links(graph.chain(["a", "b"]), ["a", "b"], [None] * 2, sends_batches=False)
+    found = links(graph.chain(["a", "b"]), workers("a", "b"), [None] * 2, sends_batches=False)
     assert [link.carries for link in found if link.one == "driver"] == [("control",)] * 2
 
 

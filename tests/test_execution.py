@@ -109,7 +109,7 @@ class Stage:
             wire_dtype={None: None, "bfloat16": torch.bfloat16}[config.wire_dtype],
         )
         self._compute.begin(
-            1, lambda: Round(1, num_microbatches, limits, training=True, finish=self.ended.set)
+            1, lambda: Round(1, range(num_microbatches), limits, True, finish=self.ended.set)
         )
 
     def forward(self, microbatch: int, *received: Any) -> Future[list[Outputs]]:

@@ -13,6 +13,7 @@ from rpcmp.errors import ConfigError
 from rpcmp.members import DRIVER, member, members
 from rpcmp.plan import Assignment
 from rpcmp.schedule import Limits
+from tests.graphs import workers
 
 
 def chain(width: int = 6, **model: Any) -> Config:
@@ -162,5 +163,6 @@ def test_an_assignment_survives_the_journey_to_its_worker(config: Config) -> Non
 
 
 def test_ranks_follow_the_config_and_the_driver_comes_last() -> None:
-    assert members(["a", "driver"]) == [member("a"), member("driver"), DRIVER]
-    assert len(set(members(["a", "driver"]))) == 3
+    assert members(workers("a", "driver")) == [member("a"), member("driver"), DRIVER]
+    everybody = members(workers("a", "driver", replicas=2))
+    assert everybody == ["a:0", "a:1", "driver:0", "driver:1", DRIVER]

@@ -146,7 +146,7 @@ def test_a_parameter_whose_gradient_cannot_be_unscaled_is_named() -> None:
     model = StageModel(assignment)
     compute = ComputeThread(policy(config.schedule))
     with pytest.raises(ConfigError, match=r"the parameter 'half\.weight' is float16, so"):
-        StageOptimizer("stage0", model, assignment, compute, LossScale())
+        StageOptimizer(model, assignment, compute, loss_scale=LossScale())
 
 
 def half_layers() -> dict[str, nn.Module]:

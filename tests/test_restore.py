@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from rpcmp.job.restore import Holdings, InMemory, neighbours, newest_common
 from rpcmp.snapshot.slots import Slots
+from tests.graphs import workers
 
-STAGES = ["a", "b", "c"]
+WORKERS = workers("a", "b", "c")
 
 
 def holdings(
@@ -65,7 +66,7 @@ def holdings(
 def test_the_newest_step_that_all_can_be_brought_to_is_found(
     held: dict[str, Holdings], known: Collection[int], found: InMemory
 ) -> None:
-    assert newest_common(STAGES, held, known) == found
+    assert newest_common(WORKERS, held, known) == found
 
 
 @pytest.mark.parametrize(
@@ -79,7 +80,7 @@ def test_the_newest_step_that_all_can_be_brought_to_is_found(
     ],
 )
 def test_nothing_in_common_is_nothing(held: dict[str, Holdings], known: Collection[int]) -> None:
-    assert newest_common(STAGES, held, known) is None
+    assert newest_common(WORKERS, held, known) is None
 
 
 def test_a_stage_takes_its_own_copy_where_it_has_one() -> None:
@@ -89,13 +90,13 @@ def test_a_stage_takes_its_own_copy_where_it_has_one() -> None:
             "b": Holdings([2], {"a": [1, 2]}),
         }
         held = {name: held[name] for name in names}
-        assert newest_common(names, held, [1, 2]) == InMemory(2, {"a": "a", "b": "b"})
-        assert newest_common(names, held, [1]) == InMemory(1, {"a": "a", "b": "a"})
+        assert newest_common(workers(*names), held, [1, 2]) == InMemory(2, {"a": "a", "b": "b"})
+        assert newest_common(workers(*names), held, [1]) == InMemory(1, {"a": "a", "b": "a"})
 
 
 def test_what_is_mirrored_of_strangers_is_left_alone() -> None:
     held = {"a": Holdings([3, 4], {"former": [4]}), "b": Holdings([3], {"b": [4]})}
-    assert newest_common(["a", "b"], held, [3, 4]) == InMemory(3, {"a": "a", "b": "b"})
+    assert newest_common(workers("a", "b"), held, [3, 4]) == InMemory(3, {"a": "a", "b": "b"})
 
 
 # Stages that train, of which one is lost
@@ -140,7 +141,9 @@ class Cluster:
     def __init__(self, machines: Sequence[str]) -> None:
         self.names = [f"stage{index}" for index in range(len(machines))]
         self.hosts = [Host() for _ in machines]
-        self.holders = [holder for holder in neighbours(machines) if holder is not None]
+        self.holders = [
+            holder for holder in neighbours(machines, range(len(machines))) if holder is not None
+        ]
 
     def copies(self, stage: int) -> Host:
         """Who has a stage's snapshots as well."""
@@ -223,7 +226,7 @@ def check(cluster: Cluster, lost: int | None) -> None:
     held = cluster.holdings(lost)
     furthest = max(host.done for host in cluster.hosts)
     assert min(host.done for host in cluster.hosts) >= furthest - 1
-    found = newest_common(cluster.names, held, range(furthest + 1))
+    found = newest_common(workers(*cluster.names), held, range(furthest + 1))
     if found is None:
         assert furthest <= 2
         return
@@ -271,7 +274,7 @@ def test_closed_clusters_leave_no_memory_behind() -> None:
 def test_the_next_stage_on_another_machine_is_the_neighbour(
     machines: str, found: list[int | None]
 ) -> None:
-    assert neighbours(list(machines)) == found
+    assert neighbours(list(machines), range(len(machines))) == found
 
 
 @settings(deadline=None, derandomize=True, max_examples=500)
@@ -279,7 +282,7 @@ def test_the_next_stage_on_another_machine_is_the_neighbour(
 def test_every_server_holds_one_other_and_on_another_machine_if_any_shift_can_do_it(
     machines: list[str],
 ) -> None:
-    found = neighbours(machines)
+    found = neighbours(machines, range(len(machines)))
     count = len(machines)
     assert sorted(holder for holder in found if holder is not None) == list(range(count))
     assert all(index != holder for index, holder in enumerate(found))

@@ -11,7 +11,7 @@ F, B, W = Action
 
 
 def a_round(num_bundles: int = 1, training: bool = True) -> Round:
-    return Round(1, num_bundles, Limits(4, 4, splits=True), training)
+    return Round(1, range(num_bundles), Limits(4, 4, splits=True), training)
 
 
 def begun(*numbers: int) -> Rounds:
@@ -29,7 +29,7 @@ def task() -> Task:
 def finish(found: Round, actions: Iterable[Action]) -> None:
     """Do all of a round's actions of these kinds."""
     for action in actions:
-        for microbatch in range(found.num_bundles):
+        for microbatch in range(len(found.bundles)):
             found.ready[action, microbatch] = task()
             found.take(action)
 

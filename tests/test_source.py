@@ -14,11 +14,15 @@ from rpcmp.errors import ConfigError, JobError, to_wire
 from rpcmp.members import DRIVER
 from rpcmp.source import Source
 from rpcmp.transport import Raised
+from rpcmp.turns import Share, Turns
 from rpcmp.work import Bundle, Mode, Outputs, Work
 from rpcmp.worker.slices import GROUP, Slices
 
 SECONDS = 30.0  # after which a test that hangs fails
 LAST = 99
+
+ALL = Share(Turns([1]), 0)
+"""Of a stage's only replica."""
 
 SLICES = [{"x": index, "y": -index} for index in range(10)]
 
@@ -32,27 +36,27 @@ def loaded() -> Source:
 def test_slices_go_by_round_kind_path_and_micro_batch() -> None:
     source = loaded()
     source.load(2, [{"x": "other"}], None)
-    assert source.slices(1, "input", (), 8, 2) == SLICES[8:]
-    assert source.slices(1, "input", ("y",), 0, 3) == [0, -1, -2]
-    assert source.slices(1, "target", (), 4, 1) == [104]
-    assert source.slices(2, "input", ("x",), 0, 1) == ["other"]
+    assert source.slices(1, "input", (), [8, 9]) == SLICES[8:]
+    assert source.slices(1, "input", ("y",), [0, 1, 2]) == [0, -1, -2]
+    assert source.slices(1, "target", (), [4]) == [104]
+    assert source.slices(2, "input", ("x",), [0]) == ["other"]
 
 
 def test_a_round_that_is_over_is_let_go_of_and_no_other() -> None:
     source = loaded()
     source.load(2, SLICES, None)
     source.clear(1)
-    assert source.slices(2, "input", (), 0, 1) == SLICES[:1]
+    assert source.slices(2, "input", (), [0]) == SLICES[:1]
     for kind in ("input", "target"):
         with pytest.raises(ConfigError, match=f"the batch of round 1 has no {kind}s"):
-            source.slices(1, kind, (), 0, 1)
+            source.slices(1, kind, (), [0])
 
 
 def test_what_a_batch_does_not_have_is_named() -> None:
     with pytest.raises(ConfigError, match="the batch of round 1 has no inputs"):
-        loaded().slices(1, "input", (), 9, 2)
+        loaded().slices(1, "input", (), [9, 10])
     with pytest.raises(ConfigError, match=r"a stage reads 'input.z'"):
-        loaded().slices(1, "input", ("z",), 0, 1)
+        loaded().slices(1, "input", ("z",), [0])
 
 
 class Driver:
@@ -100,11 +104,11 @@ def bundle(*microbatches: int, number: int = 1) -> Bundle:
 
 
 def test_a_few_micro_batches_come_with_one_question(driver: Driver) -> None:
-    slices = Slices()
+    slices = Slices(ALL)
     answers = [slices.get(bundle(index), "input", ("x",), 0) for index in range(len(SLICES))]
     assert driver.questions(slices) == [
-        (1, "input", ("x",), 0, GROUP),
-        (1, "input", ("x",), GROUP, len(SLICES) - GROUP),
+        (1, "input", ("x",), list(range(GROUP))),
+        (1, "input", ("x",), list(range(GROUP, len(SLICES)))),
     ]
     assert {(member, method) for member, method, _, _ in driver.asked} == {(DRIVER, Source.slices)}
     assert not any(answer.done() for answer in answers)
@@ -114,14 +118,14 @@ def test_a_few_micro_batches_come_with_one_question(driver: Driver) -> None:
 
 
 def test_no_micro_batch_is_asked_for_before_its_group_is_needed(driver: Driver) -> None:
-    slices = Slices()
+    slices = Slices(ALL)
     for index in range(GROUP):
         slices.get(bundle(index), "input", (), 0)
-    assert driver.questions(slices) == [(1, "input", (), 0, GROUP)]
+    assert driver.questions(slices) == [(1, "input", (), list(range(GROUP)))]
 
 
 def test_kinds_paths_and_rounds_are_fetched_apart(driver: Driver) -> None:
-    slices = Slices()
+    slices = Slices(ALL)
     slices.get(bundle(0), "input", ("x",), 0)
     slices.get(bundle(0), "input", ("y",), 0)
     slices.get(bundle(0), "target", (), 0)
@@ -130,14 +134,14 @@ def test_kinds_paths_and_rounds_are_fetched_apart(driver: Driver) -> None:
 
 
 def test_no_two_inputs_share_a_slice_which_one_of_them_may_change(driver: Driver) -> None:
-    slices = Slices()
+    slices = Slices(ALL)
     for reader in range(2):
         slices.get(bundle(0), "input", ("x",), reader)
     assert len(driver.questions(slices)) == 2
 
 
 def test_a_slice_that_arrived_before_it_is_asked_for_is_given_at_once(driver: Driver) -> None:
-    slices = Slices()
+    slices = Slices(ALL)
     slices.get(bundle(0), "input", ("x",), 0)
     assert len(driver.questions(slices)) == 1
     driver.answer()
@@ -145,7 +149,7 @@ def test_a_slice_that_arrived_before_it_is_asked_for_is_given_at_once(driver: Dr
 
 
 def test_a_bundle_gets_its_slices_from_as_many_groups_as_they_lie_in(driver: Driver) -> None:
-    slices = Slices()
+    slices = Slices(ALL)
     answers = [slices.get(bundle(*range(a, b)), "target", (), 0) for a, b in ((0, 6), (6, 10))]
     assert len(driver.questions(slices)) == 2
     driver.answer(0)
@@ -156,7 +160,7 @@ def test_a_bundle_gets_its_slices_from_as_many_groups_as_they_lie_in(driver: Dri
 
 
 def test_what_went_wrong_is_the_answer_for_all_of_a_group(driver: Driver) -> None:
-    slices = Slices()
+    slices = Slices(ALL)
     answers = [slices.get(bundle(index), "input", (), 0) for index in range(2)]
     raised = Raised(to_wire(JobError("no such batch")))
     assert len(driver.questions(slices)) == 1
@@ -165,7 +169,7 @@ def test_what_went_wrong_is_the_answer_for_all_of_a_group(driver: Driver) -> Non
 
 
 def test_after_an_abort_nothing_of_the_rounds_before_is_given(driver: Driver) -> None:
-    slices = Slices()
+    slices = Slices(ALL)
     slices.get(bundle(0), "input", (), 0)
     slices.forget()
     slices.get(bundle(0), "input", (), 0)

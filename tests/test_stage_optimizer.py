@@ -29,7 +29,7 @@ def made(*stages: dict[str, Any], of: int = 0, **job: Any) -> tuple[StageModel, 
     assignment = plan.assign(config)[of]
     model = StageModel(assignment)
     compute = ComputeThread(policy(config.schedule))
-    return model, StageOptimizer(assignment.stage_name, model, assignment, compute)
+    return model, StageOptimizer(model, assignment, compute)
 
 
 def state(model: StageModel, optimizer: StageOptimizer) -> StageState:

@@ -21,6 +21,7 @@ from rpcmp.driver.metrics import Metrics
 from rpcmp.driver.progress import Progress
 from rpcmp.driver.tracer import Tracer
 from rpcmp.driver.training import Training
+from rpcmp.members import Member
 from rpcmp.process.channel import Message
 from rpcmp.trace import chrome
 from rpcmp.trace.spans import Kind, Span
@@ -64,7 +65,7 @@ class Stages:
         before, self._done = self._done, started.step
         return Trained(float(started.step), {} if self.is_held else self._reports(before))
 
-    def end_step(self, loss: float) -> dict[str, StepReport]:
+    def end_step(self, started: Round, loss: float) -> dict[str, StepReport]:
         self.log.append(f"end{loss:.0f}")
         return self._reports(self._done)
 
@@ -207,8 +208,8 @@ class Recording:
             ],
         }
 
-    def clock(self, stage: str) -> int:
-        return self.now + (self.AHEAD if stage == "stage1" else 0)
+    def clock(self, worker: Member) -> int:
+        return self.now + (self.AHEAD if worker.stage == "stage1" else 0)
 
 
 def test_a_trace_has_all_spans_on_one_clock(

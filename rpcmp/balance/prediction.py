@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from rpcmp import simulation
 from rpcmp.balance.cuts import StageHost
 from rpcmp.config import Config
 from rpcmp.inflight import limits, num_bundles
-from rpcmp.schedule import policy
+from rpcmp.schedule import Limits, policy
 from rpcmp.simulation import Simulation, Times
 
 
@@ -87,7 +87,11 @@ def _step_seconds(config: Config, parts: Sequence[tuple[StageHost, int, int]]) -
         host.stage: sum(layer.update_s for layer in host.profile.layers[start:end])
         for host, start, end in parts
     }
-    kept = limits(config)
+    kept = {
+        worker.stage: _times_over(each, worker.num_replicas)
+        for worker in config.workers
+        for each in [limits(config)[worker.stage]]
+    }
     bundles = num_bundles(config)
     a_bundle = {
         stage: each.scaled(config.num_microbatches / bundles) for stage, each in times.items()
@@ -104,6 +108,16 @@ def _step_seconds(config: Config, parts: Sequence[tuple[StageHost, int, int]]) -
     return max(
         run.runs[stage][-1].end + update - run.runs[stage][0].start
         for stage, update in updates.items()
+    )
+
+
+def _times_over(limits: Limits, replicas: int) -> Limits:
+    """What a stage's replicas may keep together: the prediction takes them for one fast host."""
+    return replace(
+        limits,
+        open=limits.open * replicas,
+        held=limits.held * replicas,
+        deferred=limits.deferred * replicas,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated
 
 from pydantic import Field
@@ -59,3 +60,36 @@ class HostProfile(Strict):
     layers: list[LayerProfile] = Field(min_length=1)
     base_bytes: Bytes
     available_bytes: Bytes | None
+
+
+def together(replicas: Sequence[HostProfile]) -> HostProfile:
+    """Hosts that share a stage's micro-batches by their speed, as if they were one.
+
+    Each steps its own optimizer, and has the whole stage in its memory.
+
+    Args:
+        replicas: the same layers on each.
+    """
+    layers = [
+        LayerProfile(
+            forward_s=_shared([layer.forward_s for layer in each]),
+            backward_s=_shared([layer.backward_s for layer in each]),
+            weight_s=_shared([layer.weight_s for layer in each]),
+            update_s=max(layer.update_s for layer in each),
+            state_bytes=max(layer.state_bytes for layer in each),
+            activation_bytes=max(layer.activation_bytes for layer in each),
+            input_bytes=max(layer.input_bytes for layer in each),
+        )
+        for each in zip(*(replica.layers for replica in replicas), strict=True)
+    ]
+    available = [one.available_bytes for one in replicas if one.available_bytes is not None]
+    return HostProfile(
+        layers=layers,
+        base_bytes=max(replica.base_bytes for replica in replicas),
+        available_bytes=min(available, default=None),
+    )
+
+
+def _shared(seconds: Sequence[float]) -> float:
+    """Seconds that those who each need so many take together."""
+    return 1 / sum(1 / each for each in seconds) if all(seconds) else 0.0

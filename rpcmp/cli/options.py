@@ -83,9 +83,14 @@ def addresses_of(connect: str | None, config: Config) -> list[str] | None:
     if connect is None:
         return None
     if connect == DEFAULT_PORTS:
-        return [f"127.0.0.1:{addresses.default_port(i)}" for i in range(config.num_stages)]
+        return [
+            f"127.0.0.1:{addresses.default_port(worker.stage_index, worker.replica)}"
+            for worker in config.workers
+        ]
     parts = [part.strip() for part in connect.split(",") if part.strip()]
-    given = [addresses.with_port(part, index) for index, part in enumerate(parts)]
+    places = [(worker.stage_index, worker.replica) for worker in config.workers]
+    places += [(index, 0) for index in range(len(places), len(parts))]  # too many, said elsewhere
+    given = [addresses.with_port(part, *place) for part, place in zip(parts, places, strict=False)]
     if not given:
         raise ConfigError("--connect: no address given; leave it bare for the default ports")
     return given

@@ -134,8 +134,11 @@ def _lines(event: Message, run: _Run) -> Iterator[str]:
     match event["event"]:
         case "plan":
             yield from _plan(event)
+        case "shares":
+            for name, shares in event["shares"].items():
+                yield f"replicas of {name} share micro-batches {':'.join(map(str, shares))}"
         case "start":
-            where = ", ".join(run.config.stage_names)
+            where = ", ".join(worker.label for worker in run.config.workers)
             yield f"{run.config.name}: {run.steps} steps, {run.config.schedule}, stages {where}"
         case "step":
             yield (

@@ -27,7 +27,7 @@ from rpcmp.job.dialing import dialer_of
 from rpcmp.job.fleet import forks_for
 from rpcmp.job.restore import neighbours
 from rpcmp.job.visit import visiting
-from rpcmp.members import DRIVER
+from rpcmp.members import DRIVER, Member
 from rpcmp.process.forking import Forks
 from rpcmp.sections import StageConfig
 from rpcmp.v1 import control_pb2 as pb
@@ -44,11 +44,11 @@ async def check_up(config: Config, connect: Sequence[str] | None = None) -> list
 
     Args:
         config: the job.
-        connect: addresses of running stage servers, one a stage; None uses the config's or, where
+        connect: addresses of running stage servers, one a worker; None uses the config's or, where
             it has none, starts servers on this machine.
 
     Raises:
-        ConfigError: not one address a stage, or one that is not on loopback and no certificates.
+        ConfigError: not one address a worker, or one that is not on loopback and no certificates.
         SecurityError: the driver's certificate cannot be used.
     """
     addresses = config.addresses if connect is None else connect
@@ -56,7 +56,7 @@ async def check_up(config: Config, connect: Sequence[str] | None = None) -> list
     dialer = dialer_of(config, [*addresses, *config.recovery.spares])
     async with (
         forks_for(config, connect) as forks,
-        visiting(config, dialer, addresses, config.num_stages, forks) as clients,
+        visiting(config, dialer, addresses, len(config.workers), forks) as clients,
     ):
         checkup = Checkup(config, clients, dialer, forks)
         driver, stages, spares = await checkup.look()
@@ -69,7 +69,7 @@ class Checkup:
 
     Args:
         config: the job.
-        clients: connections to its servers, by stage.
+        clients: connections to its servers, by worker.
         dialer: how spares are talked to.
         forks: where the process comes from that looks at this host.
     """
@@ -78,6 +78,7 @@ class Checkup:
         self, config: Config, clients: Sequence[StageClient], dialer: Dialer, forks: Forks
     ) -> None:
         self._config, self._clients = config, clients
+        self._workers = dict(zip((client.name for client in clients), config.workers, strict=True))
         self._dialer, self._forks = dialer, forks
         self._code = code.collect(config.folder) if config.ship_code else []
 
@@ -92,7 +93,7 @@ class Checkup:
             home = await self._look_at_home(marker)
             own = home.facts.driver_metrics if home.facts else []
             stages = await asyncio.gather(
-                *(self._visit(client, i, marker, own) for i, client in enumerate(self._clients))
+                *(self._visit(client, marker, own) for client in self._clients)
             )
             at = config.recovery.spares
             spares = await asyncio.gather(*(self._visit_spare(one, marker, own) for one in at))
@@ -101,28 +102,32 @@ class Checkup:
     async def try_links(self, everybody: Sequence[Seen]) -> list[SeenLink]:
         """The ways between those who are there, one after the other."""
         facts = {seen.name: seen.facts for seen in everybody if seen.facts}
-        names, recovery = self._config.stage_names, self._config.recovery
-        machines = [facts[name].machine if name in facts else name for name in names]
+        workers, recovery = self._config.workers, self._config.recovery
+        labels = [worker.label for worker in workers]
+        machines = [facts[label].machine if label in facts else label for label in labels]
         mirrors = recovery.enabled and recovery.mirror_every_steps > 0
-        holders = neighbours(machines) if mirrors else [None] * len(names)
+        stages = [worker.stage_index for worker in workers]
+        holders = neighbours(machines, stages) if mirrors else [None] * len(workers)
         data = self._config.data
         sends_batches = data is None or data.at == "driver"
-        used = links(self._config.graph(), names, holders, sends_batches)
+        used = links(self._config.graph(), workers, holders, sends_batches)
         there = [link for link in used if link.one in facts and link.other in facts]
         return [await self._try(link, facts) for link in there]
 
-    async def _visit(
-        self, client: StageClient, index: int, marker: str, driver_metrics: Sequence[str]
-    ) -> Seen:
-        order = orders.of_stage(self._config, index, marker, driver_metrics)
-        return await self._ask(client, client.name, index, order)
+    async def _visit(self, client: StageClient, marker: str, driver_metrics: Sequence[str]) -> Seen:
+        worker = self._workers[client.name]
+        order = orders.of_stage(self._config, worker.stage_index, marker, driver_metrics)
+        return await self._ask(client, client.name, worker, order)
 
     async def _visit_spare(self, address: str, marker: str, driver_metrics: Sequence[str]) -> Seen:
         order = orders.of_spare(self._config, marker, driver_metrics)
         async with StageClient("spare", address, self._dialer) as client:
             return await self._ask(client, f"spare {address}", None, order)
 
-    async def _ask(self, client: StageClient, name: str, index: int | None, order: Order) -> Seen:
+    async def _ask(
+        self, client: StageClient, name: str, worker: Member | None, order: Order
+    ) -> Seen:
+        index = None if worker is None else worker.stage_index
         settings = self._most() if index is None else self._config.stage(index)
         way, facts, error = None, None, None
         try:
@@ -132,6 +137,7 @@ class Checkup:
                     job=self._config.name,
                     versions=versions(),
                     stage_index=index or 0,
+                    replica=0 if worker is None else worker.replica,
                     threads=settings.threads,
                     code=self._code,
                 ),
@@ -195,7 +201,7 @@ class Checkup:
         try:
             other = clients[link.other]
             if link.one == DRIVER:
-                where = (other.name, other.address, self._config.stage_names.index(other.name))
+                where = (other.name, other.address, self._workers[other.name].stage_index)
                 return SeenLink(link, await way_to(self._dialer, *where, seconds))
             one = clients[link.one]
             way = await one.probe(self._probe(other, seconds))
@@ -208,6 +214,6 @@ class Checkup:
         return doctor_pb2.ProbeRequest(
             stage_name=other.name,
             address=other.address,
-            stage_index=self._config.stage_names.index(other.name),
+            stage_index=self._workers[other.name].stage_index,
             seconds=seconds,
         )

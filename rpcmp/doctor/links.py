@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rpcmp.graph import Graph
-from rpcmp.members import DRIVER
+from rpcmp.members import DRIVER, Member
 
-TENSORS = frozenset({"batches", "activations", "snapshots"})
+TENSORS = frozenset({"batches", "activations", "gradients", "snapshots"})
 """Of what is carried, what has tensors."""
 
 
@@ -17,7 +18,7 @@ class Link:
     """Two processes that talk to each other.
 
     Attributes:
-        one, other: names of stages, or the driver's, which is always the first.
+        one, other: labels of workers, or the driver's name, which is always the first.
         carries: what passes over it.
     """
 
@@ -33,7 +34,7 @@ class Link:
 
 def links(
     graph: Graph,
-    names: Sequence[str],
+    workers: Sequence[Member],
     holders: Sequence[int | None],
     sends_batches: bool = True,
 ) -> list[Link]:
@@ -41,8 +42,8 @@ def links(
 
     Args:
         graph: which stage reads what.
-        names: of the stages, in the config's order.
-        holders: the index of the stage whose server holds each stage's snapshots as well.
+        workers: in the config's order.
+        holders: the index of the worker whose server holds each worker's snapshots as well.
         sends_batches: whether the driver loads the samples.
     """
     found: dict[tuple[str, str], list[str]] = {}
@@ -52,14 +53,21 @@ def links(
         if what not in found.setdefault(pair, []):
             found[pair].append(what)
 
-    for name in names:
-        add(DRIVER, name, "batches" if sends_batches and graph.parts(name) else "control")
+    labels = [worker.label for worker in workers]
+    of_stage = {name: [w.label for w in workers if w.stage == name] for name in graph.stages}
+    for worker in workers:
+        is_given = sends_batches and graph.parts(worker.stage)
+        add(DRIVER, worker.label, "batches" if is_given else "control")
     for name in graph.stages:
         for port in graph.ports(name):
-            add(name, port.reader, "activations")
-    for name, holder in zip(names, holders, strict=True):
+            for one, other in itertools.product(of_stage[name], of_stage[port.reader]):
+                add(one, other, "activations")
+    for replicas in of_stage.values():
+        for one, other in itertools.combinations(replicas, 2):
+            add(one, other, "gradients")
+    for label, holder in zip(labels, holders, strict=True):
         if holder is not None:
-            add(name, names[holder], "snapshots")
-    for name in names[1:]:
-        add(names[0], name, "rendezvous")
+            add(label, labels[holder], "snapshots")
+    for label in labels[1:]:
+        add(labels[0], label, "rendezvous")
     return [Link(*pair, tuple(carries)) for pair, carries in found.items()]

@@ -72,7 +72,7 @@ class Calls:
         batch = Loaded(inputs, targets)
         started = self._group.start_step(batch, self.step + 1, End.HOLD, version)
         loss = self._group.finish_step(started).loss
-        self._group.end_step(loss)
+        self._group.end_step(started, loss)
         self.step += 1
         self._has_gradients = False
         self.kept = version or self.kept

@@ -15,14 +15,17 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
+from torch.futures import Future
 
 from rpcmp import digest, inflight, microbatch, transport, tree
 from rpcmp.config import Config
 from rpcmp.data import Loaded
+from rpcmp.driver import replicas
 from rpcmp.driver.evaluation import Evaluation, mean
 from rpcmp.driver.metrics import Metrics
 from rpcmp.driver.optimizer import DistributedOptimizer
 from rpcmp.driver.scaler import LossScaler
+from rpcmp.driver.workers import Workers
 from rpcmp.errors import (
     ConfigError,
     JobError,
@@ -30,7 +33,7 @@ from rpcmp.errors import (
     StageError,
     from_wire,
 )
-from rpcmp.members import DRIVER, member
+from rpcmp.members import DRIVER, Member, member
 from rpcmp.source import Source
 from rpcmp.trace.spans import Span
 from rpcmp.transport import Raised
@@ -82,26 +85,23 @@ class Group:
     def __init__(self, config: Config, source: Source) -> None:
         self._config = config
         self._source = source
-        self._sink = member(config.graph().sink)
-        self._stage_rrefs = {
-            name: transport.remote_service(member(name)) for name in config.stage_names
-        }
+        self._sink = config.graph().sink
+        self._workers = Workers.join(config.workers)
         graph = config.graph()
-        self._readers = {
-            name: rref for name, rref in self._stage_rrefs.items() if graph.parts(name)
-        }
+        self._readers = [worker for worker in config.workers if graph.parts(worker.stage)]
         self.optimizer = DistributedOptimizer(
-            {
-                name: transport.remote_part(rref, _optimizer_of)
-                for name, rref in self._stage_rrefs.items()
-            },
+            self._workers.parts(_optimizer_of),
+            self._sum_gradients,
             None if config.loss_scaling is None else LossScaler(config.loss_scaling),
         )
         self._round = 0
-        self._trained = 0
+        self._conducted: dict[int, int] = {}
+        self._unsummed = 0
         self._step = 0
         self._accumulated = 0
         self._threads = ThreadPoolExecutor(inflight.in_flight(config), "rpcmp-bundle")
+        if config.is_replicated:
+            replicas.unite(self._workers)
 
     def reschedule(self, config: Config) -> None:
         """Go on under another setting, one that the plan foresaw; between two rounds.
@@ -138,9 +138,21 @@ class Group:
             self._step, self._accumulated = step, 0
         works = self._works(Mode.TRAIN, step, batch, end, version, save)
         self._accumulated += len(works)
-        future = transport.call(self._sink, Stage.train, self._bundles(works), self._trained)
-        self._trained = self._round
-        return Round(self._round, step, lambda: transport.result(future, self._sink))
+        parts = self._begin(works)
+        asked = {owner: self._conduct(owner, part) for owner, part in parts.items()}
+        self._unsummed = self._round if end is End.NOTHING else 0
+
+        def answer() -> list[Trained]:
+            found = transport.results([(self._sink_name(r), asked[r]) for r in asked])
+            by_owner = dict(zip(asked, map(iter, found), strict=True))
+            turns = self._config.turns_of(self._sink)
+            return [
+                next(by_owner[turns.owner(bundle.number)])
+                for bundle in self._bundles(works)
+                for _ in bundle.works
+            ]
+
+        return Round(self._round, step, answer)
 
     def finish_step(self, started: Round) -> Trained:
         """Wait for a train step, the earliest under way.
@@ -153,24 +165,28 @@ class Group:
             trained: list[Trained] = self._finish(started)
         except JobError:
             self._accumulated = 0
+            self._unsummed = 0
             with contextlib.suppress(RpcmpError):  # a worker that is gone has no gradients
                 self.optimizer.zero_grad()
             raise
-        return Trained(math.fsum(part.loss for part in trained), trained[0].reports)
+        reports = {name: report for part in trained for name, report in part.reports.items()}
+        return Trained(math.fsum(part.loss for part in trained), reports)
 
     def forward_backward(self, batch: Batch, step: int) -> float:
         """Accumulate the gradients of a mini-batch and return its loss; see `start_step`."""
         return self.finish_step(self.start_step(batch, step, End.NOTHING)).loss
 
-    def end_step(self, loss: float) -> dict[str, StepReport]:
+    def end_step(self, started: Round, loss: float) -> dict[str, StepReport]:
         """Let all stages step that hold a step, after its `finish_step`; what they report.
 
         Args:
+            started: which one.
             loss: the step's, for schedulers that watch it.
 
         Raises:
             StageError: an optimizer raised.
         """
+        self._sum_after(started.number)
         watched = loss if self._config.steps_scheduler("step") else None
         return self.optimizer.finish(self._config.max_grad_norm, watched)
 
@@ -229,7 +245,13 @@ class Group:
         return _concatenate([answer.value for answer in found])
 
     def parameters_sha256(self) -> str:
-        """The hash of `rpcmp.digest` over the unsplit model."""
+        """The hash of `rpcmp.digest` over the unsplit model.
+
+        Raises:
+            MismatchError: the replicas of a stage are not the same model.
+        """
+        if self._config.is_replicated:
+            replicas.require_equal(self._workers)
         return digest.combine(self._merge(Stage.digests))
 
     def state_dict(self) -> dict[str, torch.Tensor]:
@@ -242,29 +264,30 @@ class Group:
         Raises:
             ConfigError: a name is missing or unknown, or a shape differs.
         """
-        names: dict[str, list[str]] = self._everywhere(Stage.state_names)
+        names: dict[str, list[str]] = self._workers.on_firsts(Stage.state_names)
         known = {name for of_stage in names.values() for name in of_stage}
         if known != set(state):
             missing, unknown = sorted(known - set(state)), sorted(set(state) - known)
             raise ConfigError(f"the state misses {missing} and has unknown {unknown}")
-        futures = {
-            stage: transport.call_rref(
-                self._stage_rrefs[stage], Stage.load_state_dict, {n: state[n] for n in of_stage}
+        futures = [
+            (
+                w.label,
+                self._workers.on(w, Stage.load_state_dict, {n: state[n] for n in names[w.stage]}),
             )
-            for stage, of_stage in names.items()
-        }
-        for stage, future in futures.items():
-            transport.result(future, stage)
+            for w in self._workers
+        ]
+        transport.results(futures)
 
     def holdings(self) -> dict[str, Holding]:
         """What the stages have built to load samples from, by name; of those that do so."""
-        found = transport.call_each(self._readers, Stage.holding)
-        return {name: holding for name, holding in found.items() if holding is not None}
+        asked = [(each.label, self._workers.on(each, Stage.holding)) for each in self._readers]
+        pairs = zip(self._readers, transport.results(asked), strict=True)
+        return {each.label: holding for each, holding in pairs if holding is not None}
 
     def announce(self, drawn: Sequence[Drawn]) -> None:
         """Tell these stages which mini-batches they will be asked for, so that they load them."""
-        for rref in self._readers.values():
-            transport.call_rref(rref, Stage.expect, list(drawn))
+        for worker in self._readers:
+            self._workers.on(worker, Stage.expect, list(drawn))
 
     def hosts(self) -> dict[str, dict[str, str]]:
         """What decides the bits of each stage's host; see rpcmp.host."""
@@ -278,10 +301,9 @@ class Group:
         """What each stage has recorded since this was last asked."""
         return self._everywhere(Stage.take_spans)
 
-    def clock(self, stage: str) -> int:
-        """A stage's `time.perf_counter_ns`, now."""
-        answer = transport.call_rref(self._stage_rrefs[stage], Stage.clock)
-        now: int = transport.result(answer, stage)
+    def clock(self, worker: Member) -> int:
+        """A worker's `time.perf_counter_ns`, now."""
+        now: int = transport.result(self._workers.on(worker, Stage.clock), worker.label)
         return now
 
     def memory(self) -> dict[str, dict[str, int]]:
@@ -297,8 +319,7 @@ class Group:
         self._threads.shutdown()
         self._everywhere(Stage.finish)
         self.optimizer.release()
-        self._stage_rrefs.clear()
-        self._readers.clear()
+        self._workers.release()
 
     def _works(
         self,
@@ -335,6 +356,41 @@ class Group:
             for index, size in enumerate(sizes)
         ]
 
+    def _begin(self, works: list[Work]) -> dict[int, list[Bundle]]:
+        """The bundles of a round, by the replica of the sink that they end at.
+
+        Replicas for which there are no bundles are told of the round, which they count as well.
+        """
+        bundles = self._bundles(works)
+        for worker in self._workers:
+            turns = self._config.turns_of(worker.stage)
+            if not turns.numbers(worker.replica, len(bundles)):
+                transport.call(worker.name, Stage.stand_by, bundles[0])
+        turns = self._config.turns_of(self._sink)
+        parts: dict[int, list[Bundle]] = {}
+        for bundle in bundles:
+            parts.setdefault(turns.owner(bundle.number), []).append(bundle)
+        return parts
+
+    def _conduct(self, replica: int, bundles: list[Bundle]) -> Future[Any]:
+        """Have a replica of the sink train with its part of a round."""
+        after = self._conducted.get(replica, 0)
+        self._conducted[replica] = bundles[0].round
+        return transport.call(self._sink_name(replica), Stage.train, bundles, after)
+
+    def _sink_name(self, replica: int) -> str:
+        return member(self._sink, replica)
+
+    def _sum_gradients(self) -> None:
+        """Have replicas sum what has added up, where they have not done so yet."""
+        if self._unsummed:
+            self._sum_after(self._unsummed)
+            self._unsummed = 0
+
+    def _sum_after(self, round_number: int) -> None:
+        if self._config.is_replicated:
+            self._everywhere(Stage.sum, round_number)
+
     def _bundles(self, works: list[Work]) -> list[Bundle]:
         return bundles(works, self._config.microbatches_per_message)
 
@@ -343,6 +399,7 @@ class Group:
 
         Where one fails, the answer is its error, without waiting for the others.
         """
+        self._begin(works)
         answers = [self._threads.submit(self._ask, bundle) for bundle in self._bundles(works)]
 
         def answer() -> list[Any]:
@@ -366,8 +423,8 @@ class Group:
     def _abort(self, first: int) -> list[RpcmpError]:
         """Free whoever waits since round `first`; returns what failed, at whichever stage."""
         futures = {
-            name: transport.call_rref(rref, Stage.abort, first, self._round)
-            for name, rref in self._stage_rrefs.items()
+            worker.label: self._workers.on(worker, Stage.abort, first, self._round)
+            for worker in self._workers
         }
         answers = [transport.outcome(future, name) for name, future in futures.items()]
         lost = [from_wire(answer.error) for answer in answers if isinstance(answer, Raised)]
@@ -375,16 +432,17 @@ class Group:
         return [*(from_wire(raised.error) for found in noted for raised in found), *lost]
 
     def _ask(self, bundle: Bundle) -> list[Any]:
-        future = transport.call(self._sink, Stage.forward, bundle, DRIVER_PORT)
-        answer: list[Any] = transport.result(future, self._sink)
+        sink = self._sink_name(self._config.turns_of(self._sink).owner(bundle.number))
+        future = transport.call(sink, Stage.forward, bundle, DRIVER_PORT)
+        answer: list[Any] = transport.result(future, sink)
         return answer
 
     def _merge(self, method: Callable[..., Any]) -> dict[str, Any]:
-        parts = self._everywhere(method).values()
+        parts = self._workers.on_firsts(method).values()
         return {name: value for part in parts for name, value in part.items()}
 
     def _everywhere(self, method: Callable[..., Any], *args: Any) -> dict[str, Any]:
-        return transport.call_each(self._stage_rrefs, method, *args)
+        return self._workers.everywhere(method, *args)
 
 
 def _optimizer_of(stage: Stage) -> StageOptimizer:
@@ -394,8 +452,8 @@ def _optimizer_of(stage: Stage) -> StageOptimizer:
 def _root_cause(failures: list[RpcmpError], first: RpcmpError) -> RpcmpError:
     """Which of all errors of a round to show: the user's own, the earliest micro-batch's first."""
     own = [error for error in failures if isinstance(error, StageError)]
-    if own:
-        return min(own, key=lambda error: error.microbatch or 0)
+    if own:  # a sum fails because of something else, where that is known
+        return min(own, key=lambda error: (error.phase == "sum", error.microbatch or 0))
     if type(first) is not JobError:
         return first
     return failures[0] if failures else first

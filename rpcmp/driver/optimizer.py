@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
-from rpcmp import transport
 from rpcmp.driver.scaler import LossScaler, ScalerState
+from rpcmp.driver.workers import Workers
 from rpcmp.errors import JobError
-from rpcmp.transport import RRef
 from rpcmp.work import StepReport
 from rpcmp.worker.optimizer import StageOptimizer
 
@@ -26,8 +25,8 @@ class DistributedOptimizer:
     """The optimizers of all stages as one; lives on the driver.
 
     Args:
-        optimizer_rrefs: each stage's StageOptimizer by the stage's name, in the order of the
-            unsplit model's parameters.
+        optimizers: the StageOptimizers, in the order of the unsplit model's parameters.
+        sum_gradients: has replicas sum their gradients, where they have not done so yet.
         scaler: of the loss; None: gradients are those of the loss itself.
 
     Attributes:
@@ -35,9 +34,13 @@ class DistributedOptimizer:
     """
 
     def __init__(
-        self, optimizer_rrefs: dict[str, RRef[StageOptimizer]], scaler: LossScaler | None = None
+        self,
+        optimizers: Workers,
+        sum_gradients: Callable[[], None],
+        scaler: LossScaler | None = None,
     ) -> None:
-        self._rrefs = optimizer_rrefs
+        self._optimizers = optimizers
+        self._sum_gradients = sum_gradients
         self.scaler = scaler
         self._are_finite: bool | None = None
 
@@ -46,6 +49,7 @@ class DistributedOptimizer:
 
         Where the loss is scaled and a gradient is not finite, none of them updates anything.
         """
+        self._sum_gradients()
         updates = self._unscale()
         reports = self._everywhere(StageOptimizer.step, updates)
         if (scale := self._update_scale(updates)) is not None:
@@ -91,6 +95,7 @@ class DistributedOptimizer:
         Returns:
             The norm before scaling, a float32 scalar.
         """
+        self._sum_gradients()
         self._unscale()
         total = self._norm(norm_type)
         self._everywhere(StageOptimizer.scale, self._clip_factor(total, max_norm))
@@ -109,7 +114,7 @@ class DistributedOptimizer:
     def state_dict(self) -> dict[str, Any]:
         """The state of all stages: "state" by parameter name, the scaler's, the rest by stage."""
         merged: dict[str, Any] = {"state": {}, "param_groups": {}, "scheduler": {}}
-        for part in self._everywhere(StageOptimizer.state_dict).values():
+        for part in self._optimizers.on_firsts(StageOptimizer.state_dict).values():
             for key, value in part.items():
                 merged[key].update(value)
         if self.scaler is not None:
@@ -124,7 +129,7 @@ class DistributedOptimizer:
 
     def release(self) -> None:
         """Let go of the stages' optimizers; nothing else may be called afterwards."""
-        self._rrefs.clear()
+        self._optimizers.release()
 
     def _unscale(self) -> bool:
         """Unscale all gradients, once before a step; whether that may be done."""
@@ -144,7 +149,7 @@ class DistributedOptimizer:
         return self.scaler.state.scale
 
     def _norm(self, norm_type: float) -> Tensor:
-        found = self._everywhere(StageOptimizer.norms, norm_type)
+        found = self._optimizers.on_firsts(StageOptimizer.norms, norm_type)
         norms = [norm for of_stage in found.values() for norm in of_stage.values()]
         if not norms:
             return torch.tensor(0.0)
@@ -156,4 +161,4 @@ class DistributedOptimizer:
         return torch.clamp(max_norm / (norm + 1e-6), max=1.0)
 
     def _everywhere(self, method: Callable[..., Future[Any]], *args: Any) -> dict[str, Any]:
-        return transport.call_each(self._rrefs, method, *args)
+        return self._optimizers.everywhere(method, *args)

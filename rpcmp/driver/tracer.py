@@ -8,6 +8,7 @@ from pathlib import Path
 
 from rpcmp.config import Config
 from rpcmp.driver.group import Group
+from rpcmp.members import Member
 from rpcmp.trace import chrome, clock
 from rpcmp.trace.clock import Estimate, Ping
 from rpcmp.trace.spans import Span, Trace, Track, producers
@@ -29,6 +30,8 @@ class Tracer:
 
     def __init__(self, config: Config, group: Group) -> None:
         self._graph = config.graph()
+        rows = {stage: row for row, stage in enumerate(self._graph.stages)}
+        self._workers = sorted(config.workers, key=lambda worker: rows[worker.stage])
         self._group = group
         self._spans: defaultdict[str, list[Span]] = defaultdict(list)
         self._before = self._ask_clocks()
@@ -50,14 +53,27 @@ class Tracer:
         after = self._ask_clocks()
         tracks = tuple(
             Track(
-                stage,
-                self._hosts[stage],
-                tuple(self._spans[stage]),
-                clock.between(self._before[stage], after[stage]),
+                label,
+                self._hosts[label],
+                tuple(self._spans[label]),
+                clock.between(self._before[label], after[label]),
             )
-            for stage in self._graph.stages
+            for label in (worker.label for worker in self._workers)
         )
-        chrome.write(Trace(tracks, producers(self._graph)), path)
+        chrome.write(Trace(tracks, self._producers()), path)
+
+    def _producers(self) -> dict[str, tuple[str, ...]]:
+        """See Trace; of a stage with replicas each may be the one that is read."""
+        read = producers(self._graph)
+        return {
+            worker.label: tuple(
+                other.label
+                for stage in read[worker.stage]
+                for other in self._workers
+                if other.stage == stage
+            )
+            for worker in self._workers
+        }
 
     def _fetch(self) -> None:
         for stage, spans in self._group.take_spans().items():
@@ -65,11 +81,11 @@ class Tracer:
 
     def _ask_clocks(self) -> dict[str, Estimate]:
         return {
-            stage: clock.estimate(self._ping(stage) for _ in range(PINGS))
-            for stage in self._graph.stages
+            worker.label: clock.estimate(self._ping(worker) for _ in range(PINGS))
+            for worker in self._workers
         }
 
-    def _ping(self, stage: str) -> Ping:
+    def _ping(self, worker: Member) -> Ping:
         sent = time.perf_counter_ns()
-        remote = self._group.clock(stage)
+        remote = self._group.clock(worker)
         return Ping(sent, remote, time.perf_counter_ns())

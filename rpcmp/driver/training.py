@@ -242,7 +242,7 @@ class Training:
         trained = self._group.finish_step(started)
         self._tell(trained.reports)
         if self._config.holds_steps:
-            reports = self._group.end_step(trained.loss)
+            reports = self._group.end_step(started, trained.loss)
         now = time.perf_counter()
         event = _event(step, trained.loss, now - self._ended)
         event.update(self._scaling(step.number))
@@ -285,7 +285,7 @@ class Training:
         rates = [stage.learning_rate for stage in stages.values()]
         event["busy"] = {
             name: sum(stages[name].busy_seconds.values()) / event["step_s"]
-            for name in self._config.stage_names
+            for name in (worker.label for worker in self._config.workers)
             if name in stages
         }
         event["learning_rate"] = next((rate for rate in rates if rate is not None), None)

@@ -1,8 +1,13 @@
-"""What `balance = "auto"` comes to: every host asked, the cuts chosen, the step predicted.
+"""What is measured before a run: `balance = "auto"`, and the shares of replicas.
+
+For the balance every host is asked, the cuts are chosen, and the step is predicted:
 
 (1) a process beside the driver takes a micro-batch and counts the layers
 (2) each host runs every layer with it, in a process of its own      job.hostprofiles
 (3) the cuts with the fastest slowest stage that fit into memory     rpcmp.balance
+
+Replicas of a stage count as one host that is as fast as all of them. What each of them then takes
+of the micro-batches is measured afterwards (`job.sharing`).
 """
 
 from __future__ import annotations
@@ -14,10 +19,12 @@ from typing import NamedTuple
 from rpcmp import inflight
 from rpcmp.balance.cuts import StageHost, choose
 from rpcmp.balance.prediction import Prediction, predict
+from rpcmp.balance.profile import together
 from rpcmp.config import Config
 from rpcmp.errors import ConfigError
 from rpcmp.job.calls import require_one_each
 from rpcmp.job.hostprofiles import Measured, measure
+from rpcmp.job.sharing import with_shares
 from rpcmp.process.child import Child
 from rpcmp.process.environment import compute_environment
 from rpcmp.process.forking import Forks
@@ -27,7 +34,7 @@ class Balanced(NamedTuple):
     """A job whose balance is known.
 
     Attributes:
-        config: with a list where it said "auto".
+        config: with a list where it said "auto", and shares where it said `balance_replicas`.
         prediction: what the list promises; None where nothing was measured.
     """
 
@@ -36,7 +43,7 @@ class Balanced(NamedTuple):
 
 
 async def balanced(config: Config, connect: Sequence[str] | None, forks: Forks) -> Balanced:
-    """Measure the model and choose its balance, where the config leaves that to us.
+    """Measure what the config leaves to us: the model's balance, the shares of replicas.
 
     Args:
         config: the job.
@@ -47,22 +54,34 @@ async def balanced(config: Config, connect: Sequence[str] | None, forks: Forks) 
         ConfigError: more stages than layers, no balance fits into memory, or there is no data.
         RpcmpError: a layer or a host fails.
     """
-    if not config.is_balanced_by_measurement:
-        return Balanced(config, None)
+    prediction: Prediction | None = None
+    if config.is_balanced_by_measurement:
+        config, prediction = await _with_balance(config, connect, forks)
+    return Balanced(await with_shares(config, connect, forks), prediction)
+
+
+async def _with_balance(config: Config, connect: Sequence[str] | None, forks: Forks) -> Balanced:
     held = inflight.held(config)
     addresses = config.addresses if connect is None else connect
     require_one_each(config, addresses)
     measured = await measure(config, addresses, await _sample(config, forks), forks)
+    ranks = {
+        name: [rank for rank, worker in enumerate(config.workers) if worker.stage == name]
+        for name in config.stage_names
+    }
     hosts = [
         StageHost(
             stage=name,
-            profile=found.profile,
-            limit_bytes=_limit(config, index, measured),
+            profile=together([measured[rank].profile for rank in ranks[name]]),
+            limit_bytes=min(
+                (b for rank in ranks[name] if (b := _limit(config, rank, measured)) is not None),
+                default=None,
+            ),
             num_microbatches=config.num_microbatches,
             held=held[name],
             recompute=config.stage(index).recompute,
         )
-        for index, (name, found) in enumerate(zip(config.stage_names, measured, strict=True))
+        for index, name in enumerate(config.stage_names)
     ]
     balance = choose(hosts)
     return Balanced(config.with_balance(balance), predict(config, hosts, balance))
@@ -82,13 +101,14 @@ async def _sample(config: Config, forks: Forks) -> bytes:
     return base64.b64decode(answer["sample"])
 
 
-def _limit(config: Config, index: int, measured: Sequence[Measured]) -> int | None:
-    """Bytes that a stage may take up: its own limit, else its share of what its device has."""
-    if (own := config.stage(index).memory_bytes) is not None:
+def _limit(config: Config, rank: int, measured: Sequence[Measured]) -> int | None:
+    """Bytes that a worker may take up: its stage's limit, else its share of what its device has."""
+    stages = [config.stage(worker.stage_index) for worker in config.workers]
+    if (own := stages[rank].memory_bytes) is not None:
         return own
-    found = measured[index]
+    found = measured[rank]
     if found.profile.available_bytes is None:
         return None
-    place = (found.machine, config.stage(index).device)
-    places = [(other.machine, config.stage(i).device) for i, other in enumerate(measured)]
+    place = (found.machine, stages[rank].device)
+    places = [(other.machine, stages[i].device) for i, other in enumerate(measured)]
     return found.profile.available_bytes // places.count(place)

@@ -53,7 +53,7 @@ class Beginning:
             begin = await self._from_disk(assignments, run=None) if self._resumes else Begin()
             self._is_first = False
             return begin
-        in_memory = newest_common(self._config.stage_names, holdings, self._checkpoints.known())
+        in_memory = newest_common(self._config.workers, holdings, self._checkpoints.known())
         if self._checkpoints.saved > (0 if in_memory is None else in_memory.step):
             try:
                 return await self._from_disk(assignments, run=self._checkpoints.run)
@@ -77,11 +77,12 @@ class Beginning:
 
 def from_memory(found: InMemory, config: Config, fleet: Fleet) -> Begin:
     """Begin with what the servers hold of one step."""
-    addresses = dict(zip(config.stage_names, fleet.addresses, strict=True))
+    labels = [worker.label for worker in config.workers]
+    addresses = dict(zip(labels, fleet.addresses, strict=True))
     return Begin(
         found.step,
         {
-            stage: pb.Restore(step=found.step, address="" if holder == stage else addresses[holder])
-            for stage, holder in found.holders.items()
+            label: pb.Restore(step=found.step, address="" if holder == label else addresses[holder])
+            for label, holder in found.holders.items()
         },
     )

@@ -16,12 +16,13 @@ def require_one_each(config: Config, addresses: Sequence[str]) -> None:
     """Check the addresses of running servers, where there are any, and of spares.
 
     Raises:
-        ConfigError: not one address a stage, one of them twice, or spares for servers that a run
+        ConfigError: not one address a worker, one of them twice, or spares for servers that a run
             starts by itself.
     """
-    if addresses and len(addresses) != config.num_stages:
+    if addresses and len(addresses) != len(config.workers):
+        what = "workers (replicas of stages)" if config.is_replicated else "stages"
         raise ConfigError(
-            f"{config.num_stages} stages need as many addresses, not {len(addresses)}: "
+            f"{len(config.workers)} {what} need as many addresses, not {len(addresses)}: "
             f"{', '.join(addresses)}"
         )
     spares = config.recovery.spares

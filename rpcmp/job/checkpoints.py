@@ -26,6 +26,7 @@ from rpcmp.errors import CheckpointError, RpcmpError
 from rpcmp.job.best import BestCheckpoint, mark_of
 from rpcmp.job.fleet import Fleet
 from rpcmp.job.restore import InMemory, newest_common
+from rpcmp.members import Member
 from rpcmp.process.channel import Message
 from rpcmp.v1 import control_pb2 as pb
 
@@ -84,7 +85,8 @@ class Checkpoints:
     def note_assignments(self, assignments: Sequence[str]) -> None:
         """Hear which layers each stage has."""
         found = [json.loads(assignment)["layers"] for assignment in assignments]
-        self.layers = dict(zip(self._config.stage_names, found, strict=True))
+        workers = self._config.workers
+        self.layers = {w.stage: layers for w, layers in zip(workers, found, strict=True)}
 
     def forget_parts(self) -> None:
         """What was under way is not any more: the generation has ended."""
@@ -142,14 +144,13 @@ class Checkpoints:
         what its user has to hear.
         """
         holdings = await self._fleet.holdings()
-        found = newest_common(self._config.stage_names, holdings, self.known())
+        found = newest_common(self._config.workers, holdings, self.known())
         if found is None or found.step <= self.saved:
             return
-        answers = await asyncio.gather(
-            *(self._save(stage, found) for stage in self._config.stage_names)
-        )
-        for stage, saved in zip(self._config.stage_names, answers, strict=True):
-            await self.note_saved(stage, saved)
+        firsts = [worker for worker in self._config.workers if worker.replica == 0]
+        answers = await asyncio.gather(*(self._save(worker, found) for worker in firsts))
+        for worker, saved in zip(firsts, answers, strict=True):
+            await self.note_saved(worker.stage, saved)
 
     async def _end(self, step: int) -> int | None:
         parts, progress = self._parts.get(step, {}), self._progress.get(step)
@@ -219,12 +220,13 @@ class Checkpoints:
         except RpcmpError as error:
             self._report({"event": "warning", "text": f"old checkpoints stay: {error}"})
 
-    async def _save(self, stage: str, found: InMemory) -> pb.Saved:
-        """Have a stage's snapshot written by whoever holds it."""
-        holder = self._config.stage_names.index(found.holders[stage])
+    async def _save(self, worker: Member, found: InMemory) -> pb.Saved:
+        """Have a worker's snapshot written by whoever holds it."""
+        labels = [each.label for each in self._config.workers]
+        holder = labels.index(found.holders[worker.label])
         request = pb.SaveRequest(
             job_id=self._fleet.job_id,
-            stage_name=stage,
+            stage_name=worker.stage,
             step=found.step,
         )
         async with self._fleet.client(self._fleet.addresses[holder]) as client:

@@ -35,19 +35,19 @@ class Fleet:
 
     Args:
         config: the job.
-        connect: addresses of running servers, one a stage; None uses the config's or, where it has
+        connect: addresses of running servers, one a worker; None uses the config's or, where it has
             none, starts servers on this machine.
         report: told of servers that are waited for or replaced.
         forks: where the driver process comes from, and the workers of servers started here; None:
             one of its own.
 
     Raises:
-        ConfigError: not one address a stage, or one that is not on loopback and there are no
+        ConfigError: not one address a worker, or one that is not on loopback and there are no
             certificates; spares for servers that this run starts by itself.
         SecurityError: the certificate cannot be used.
 
     Attributes:
-        addresses: of the servers, by stage.
+        addresses: of the servers, by worker.
         dialer: how they are talked to.
         forks: as given.
         job_id: unique for each run.
@@ -78,10 +78,10 @@ class Fleet:
             JobError: one does not start.
         """
         if self._local is not None and not self.addresses:
-            self.addresses = await self._local.start(self._config.num_stages)
+            self.addresses = await self._local.start(self._config.workers)
 
     async def wait_until_ready(self) -> None:
-        """Return when every stage has a server that can take its next generation.
+        """Return when every worker has a server that can take its next generation.
 
         Raises:
             ExhaustedError: one did not come back in time.
@@ -96,12 +96,12 @@ class Fleet:
 
     def client(self, address: str) -> StageClient:
         """A connection to one of the servers, which has to be who it should be."""
-        index = self.addresses.index(address)
-        return StageClient(self._config.stage_names[index], address, self.dialer, index)
+        worker = self._config.workers[self.addresses.index(address)]
+        return StageClient(worker.label, address, self.dialer, worker.stage_index)
 
     async def holdings(self) -> dict[str, Holdings]:
-        """Which of the job's snapshots every stage's server holds; nothing where it is gone."""
-        names = self._config.stage_names
+        """Which of the job's snapshots every worker's server holds; nothing where it is gone."""
+        names = [worker.label for worker in self._config.workers]
         found = await asyncio.gather(*(answer_of(self.client(at)) for at in self.addresses))
         return {
             name: holdings_of(answer.holdings)
@@ -128,7 +128,7 @@ class Fleet:
                 await client.stop(request)
 
     async def _wait_for(self, index: int) -> None:
-        stage, lost = self._config.stage_names[index], time.monotonic()
+        stage, lost = self._config.workers[index].label, time.monotonic()
         told = False
         while not await self._is_ready(index):
             if self._local is not None and self._local.has_ended(index):
@@ -156,9 +156,11 @@ class Fleet:
 
     async def _replace(self, index: int) -> bool:
         """Let a spare that is free take over a stage."""
-        stage = self._config.stage_names[index]
+        worker = self._config.workers[index]
+        stage = worker.label
         for spare in self._spares:
-            found = await answer_of(StageClient(stage, spare, self.dialer, index))
+            client = StageClient(stage, spare, self.dialer, worker.stage_index)
+            found = await answer_of(client)
             if found is not None and found.spare and not found.job and not found.draining:
                 self._spares.remove(spare)
                 lost, self.addresses[index] = self.addresses[index], spare

@@ -1,4 +1,4 @@
-"""Asking every stage's host how long it takes for each layer.
+"""Asking every worker's host how long it takes for each layer.
 
 Hosts are asked side by side, but the servers of one machine one after the other, for they would
 slow each other. Stages with equal settings on one machine are measured once.
@@ -10,6 +10,7 @@ import asyncio
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from rpcmp.balance.profile import HostProfile, Order
 from rpcmp.config import Config
@@ -25,7 +26,7 @@ from rpcmp.v1 import control_pb2 as pb
 
 @dataclass(frozen=True)
 class Measured:
-    """What one stage's host says.
+    """What one worker's host says.
 
     Attributes:
         machine: equal for servers that share processors.
@@ -39,11 +40,11 @@ class Measured:
 async def measure(
     config: Config, addresses: Sequence[str], sample: bytes, forks: Forks
 ) -> list[Measured]:
-    """What each stage's host says, in the order of the stages.
+    """What each worker's host says, in the order of the workers.
 
     Args:
         config: the job.
-        addresses: of running servers, one a stage; none starts servers on this machine.
+        addresses: of running servers, one a worker; none starts servers on this machine.
         sample: inputs and targets of one micro-batch; see `rpcmp.handoff.dumps`.
         forks: where the processes of servers on this machine come from.
 
@@ -51,12 +52,12 @@ async def measure(
         UnavailableError, VersionError, ConfigError: a server cannot be had.
         RpcmpError: a layer fails.
     """
-    orders = [_order(config, index) for index in range(config.num_stages)]
+    orders = [_order(config, worker.stage_index) for worker in config.workers]
     equals = [orders.index(order) for order in orders]
     files = code.collect(config.folder) if config.ship_code else []
     dialer = dialer_of(config, addresses)
     async with visiting(config, dialer, addresses, max(equals) + 1, forks) as clients:
-        keys = list(zip(await _machines(clients, config.num_stages), equals, strict=True))
+        keys = list(zip(await _machines(clients, len(orders)), equals, strict=True))
         first = {key: keys.index(key) for key in keys}
         turns: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         profiles = await all_of(
@@ -67,10 +68,10 @@ async def measure(
     return [Measured(key[0], by_key[key]) for key in keys]
 
 
-async def _machines(clients: list[StageClient], num_stages: int) -> list[str]:
-    """Each stage's machine. There are fewer servers than stages only where all are on this one."""
+async def _machines(clients: list[StageClient], count: int) -> list[str]:
+    """Each worker's machine. There are fewer servers than workers only where all are here."""
     found = [description.machine for description in await all_of(c.connect() for c in clients)]
-    return found + found[:1] * (num_stages - len(found))
+    return found + found[:1] * (count - len(found))
 
 
 async def _ask(client: StageClient, turn: asyncio.Lock, request: pb.ProfileRequest) -> HostProfile:
@@ -80,23 +81,32 @@ async def _ask(client: StageClient, turn: asyncio.Lock, request: pb.ProfileReque
 
 
 def _request(
-    config: Config, index: int, orders: list[Order], files: list[pb.CodeFile], sample: bytes
+    config: Config, rank: int, orders: list[Order], files: list[pb.CodeFile], sample: bytes
 ) -> pb.ProfileRequest:
+    worker = config.workers[rank]
     job = pb.PrepareRequest(
         job=config.name,
         versions=versions(),
-        stage_index=index,
-        threads=config.stage(index).threads,
+        stage_index=worker.stage_index,
+        replica=worker.replica,
+        threads=config.stage(worker.stage_index).threads,
         code=files,
     )
-    return pb.ProfileRequest(job=job, order=orders[index].model_dump_json(), sample=sample)
+    return pb.ProfileRequest(job=job, order=orders[rank].model_dump_json(), sample=sample)
 
 
 def _order(config: Config, index: int) -> Order:
     """The job as one stage with the settings of stage `index`: equal for equal stages."""
     settings = config.stage(index)
     before = (config.stage(i).frozen for i in range(index))
-    unplaced = settings.model_copy(update={"name": None, "addresses": [], "memory": None})
+    nowhere: dict[str, Any] = {
+        "name": None,
+        "addresses": [],
+        "memory": None,
+        "replicas": None,
+        "shares": None,
+    }
+    unplaced = settings.model_copy(update=nowhere)
     model = config.model and config.model.model_copy(update={"balance": None, "num_stages": 1})
     alone = config.model_copy(update={"model": model, "stages": [unplaced], "schedule": "1f1b"})
     return Order(

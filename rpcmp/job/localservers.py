@@ -8,8 +8,10 @@ import os
 import re
 import signal
 import sys
+from collections.abc import Sequence
 
 from rpcmp.errors import JobError
+from rpcmp.members import Member
 from rpcmp.process.forking import Forks
 
 START_SECONDS = 30.0
@@ -25,28 +27,32 @@ class LocalServers:
 
     def __init__(self, forks: Forks) -> None:
         self._forks = forks
+        self._workers: list[Member] = []
         self._processes: dict[int, asyncio.subprocess.Process] = {}
 
-    async def start(self, num_stages: int) -> list[str]:
-        """Start one server a stage on a free port; returns their addresses."""
-        return await asyncio.gather(*(self._start(index) for index in range(num_stages)))
+    async def start(self, workers: Sequence[Member]) -> list[str]:
+        """Start a server for each of them on a free port; returns their addresses."""
+        self._workers = list(workers)
+        return await asyncio.gather(*(self._start(index) for index in range(len(workers))))
 
-    def has_ended(self, stage_index: int) -> bool:
-        """Whether the server of a stage is gone; one that is merely slow is not."""
-        return self._processes[stage_index].returncode is not None
+    def has_ended(self, index: int) -> bool:
+        """Whether the server of a worker is gone; one that is merely slow is not."""
+        return self._processes[index].returncode is not None
 
-    async def restart(self, stage_index: int) -> str:
-        """Start the server of one stage again, whatever became of it; returns its address."""
-        await _end(self._processes[stage_index])
-        return await self._start(stage_index)
+    async def restart(self, index: int) -> str:
+        """Start the server of one worker again, whatever became of it; returns its address."""
+        await _end(self._processes[index])
+        return await self._start(index)
 
     async def stop(self) -> None:
         """End all servers; returns when they are gone."""
         await asyncio.gather(*map(_end, self._processes.values()))
         self._processes.clear()
 
-    async def _start(self, stage_index: int) -> str:
-        command = [sys.executable, "-P", "-m", "rpcmp", "serve", "--stage", str(stage_index)]
+    async def _start(self, index: int) -> str:
+        worker = self._workers[index]
+        command = [sys.executable, "-P", "-m", "rpcmp", "serve"]
+        command += ["--stage", str(worker.stage_index), "--replica", str(worker.replica)]
         command += ["--listen", "127.0.0.1:0", "--parent", str(os.getpid())]
         with await self._forks.another_line() as forks:
             process = await asyncio.create_subprocess_exec(
@@ -57,7 +63,7 @@ class LocalServers:
                 env={key: value for key, value in os.environ.items() if key != "RPCMP_CERTS"},
                 start_new_session=True,  # a Ctrl-C is for the driver, which then ends its servers
             )
-        self._processes[stage_index] = process
+        self._processes[index] = process
         if process.stdout is None:
             raise AssertionError("the process was given a pipe")
         line = b""
@@ -66,7 +72,7 @@ class LocalServers:
                 line = await process.stdout.readline()
         found = re.search(r"127\.0\.0\.1:\d+", line.decode(errors="replace"))
         if not found:
-            raise JobError(f"the server of stage {stage_index} did not start: {line!r}")
+            raise JobError(f"the server of stage {worker.label!r} did not start: {line!r}")
         return found[0]
 
 

@@ -1,8 +1,9 @@
 """From where a generation goes on: decided from what the servers hold. Pure.
 
-Every stage has its last snapshots in its own server's memory, and its neighbour has them as well.
-The group goes on from the newest step that every stage can be brought to; see `snapshot.slots` for
-why there is one while no more than one host is lost.
+Every worker has its last snapshots in its own server's memory. Another replica of its stage has the
+same, or else its neighbour holds them as well. The group goes on from the newest step that every
+worker can be brought to; see `snapshot.slots` for why there is one while no more than one host is
+lost.
 """
 
 from __future__ import annotations
@@ -10,10 +11,12 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from rpcmp.members import Member
+
 
 @dataclass(frozen=True)
 class Holdings:
-    """The snapshots that one stage's server holds.
+    """The snapshots that one worker's server holds.
 
     Attributes:
         own: the steps of its own stage.
@@ -26,11 +29,11 @@ class Holdings:
 
 @dataclass(frozen=True)
 class InMemory:
-    """A step that every stage can go on from.
+    """A step that every worker can go on from.
 
     Attributes:
         step: which one.
-        holders: by stage, the one whose server has to be asked for it; itself where it is at hand.
+        holders: by worker, the one whose server has to be asked for it; itself where it is at hand.
     """
 
     step: int
@@ -38,50 +41,64 @@ class InMemory:
 
 
 def newest_common(
-    stages: Sequence[str], holdings: Mapping[str, Holdings], known: Collection[int]
+    workers: Sequence[Member], holdings: Mapping[str, Holdings], known: Collection[int]
 ) -> InMemory | None:
-    """The newest step of which every stage's snapshot is somewhere in memory.
+    """The newest step of which every worker's snapshot is somewhere in memory.
 
     Args:
-        stages: names of all.
-        holdings: what each one's server holds.
+        workers: all.
+        holdings: what each one's server holds, by its label.
         known: the steps of which the driver knows what it was itself.
     """
-    places = {stage: _places(stage, holdings) for stage in stages}
+    places = {worker.label: _places(worker, workers, holdings) for worker in workers}
     common = set(known).intersection(*places.values())
     if not common:
         return None
     step = max(common)
-    return InMemory(step, {stage: places[stage][step] for stage in stages})
+    return InMemory(step, {label: place[step] for label, place in places.items()})
 
 
-def neighbours(machines: Sequence[str]) -> list[int | None]:
-    """Which stage's server holds the snapshots of each stage as well: the next one of another
-    machine, or else the next one; None where there is only one stage.
+def neighbours(machines: Sequence[str], stages: Sequence[int]) -> list[int | None]:
+    """Which worker's server holds the snapshots of each worker as well: the next one of another
+    machine, or else the next one; None where there is only one, and where another replica of the
+    stage has the same on another machine, or on the only one.
 
-    Every server holds those of at most one other stage. On machines in turn (a, b, a, b) the next
-    stage is elsewhere anyway; where neighbouring stages share one, all are shifted by as many.
+    Every server holds those of at most one other worker. On machines in turn (a, b, a, b) the next
+    one is elsewhere anyway; where neighbours share one, all are shifted by as many.
 
     Args:
-        machines: of each stage's server.
+        machines: of each worker's server.
+        stages: which stage each of them serves.
     """
     count = len(machines)
     if count < 2:
         return [None] * count
 
+    def has_twin(index: int) -> bool:
+        twins = [i for i in range(count) if i != index and stages[i] == stages[index]]
+        return any(machines[i] != machines[index] or len(set(machines)) == 1 for i in twins)
+
     def together(shift: int) -> int:
         return sum(machines[i] == machines[(i + shift) % count] for i in range(count))
 
     shift = min(range(1, count), key=together)
-    return [(index + shift) % count for index in range(count)]
+    return [None if has_twin(i) else (i + shift) % count for i in range(count)]
 
 
-def _places(stage: str, holdings: Mapping[str, Holdings]) -> dict[int, str]:
-    """Who has a stage's snapshots, by step: its own server rather than another's."""
+def _places(
+    worker: Member, workers: Sequence[Member], holdings: Mapping[str, Holdings]
+) -> dict[int, str]:
+    """Who has a worker's snapshots, by step: its own server rather than another's."""
     others = {
         step: name
         for name, held in holdings.items()
-        for step in held.mirrored.get(stage, ())
-        if name != stage
+        for step in held.mirrored.get(worker.stage, ())
+        if name != worker.label
     }
-    return others | dict.fromkeys(holdings[stage].own, stage)
+    twins = {
+        step: other.label
+        for other in workers
+        if other.stage == worker.stage
+        for step in holdings[other.label].own
+    }
+    return others | twins | dict.fromkeys(holdings[worker.label].own, worker.label)

@@ -45,13 +45,14 @@ class Checkpointed:
         """The newest checkpoint that every stage can begin with; None where there is none at all.
 
         Args:
-            assignments: of each stage, JSON of rpcmp.plan.Assignment.
+            assignments: of each worker, JSON of rpcmp.plan.Assignment.
             run: only those of this one; None: of any.
 
         Raises:
             CheckpointError: there are some, but none of them is whole, or of this model.
         """
         layers = [json.loads(assignment)["layers"] for assignment in assignments]
+        unsplit = list(dict.fromkeys(name for of_worker in layers for name in of_worker))
         problems = []
         for found in await asyncio.to_thread(self._folder.found):
             if run is not None and found.manifest is not None and found.manifest.run != run:
@@ -59,7 +60,7 @@ class Checkpointed:
             try:
                 if found.manifest is None:
                     raise CheckpointError(found.problem)
-                check_model(found.manifest, [name for of_stage in layers for name in of_stage])
+                check_model(found.manifest, unsplit)
                 begin = await self._begin(found.manifest, layers)
             except CheckpointError as error:
                 problems.append(str(error))
@@ -74,17 +75,17 @@ class Checkpointed:
     async def _begin(self, manifest: Manifest, layers: Sequence[Sequence[str]]) -> Begin:
         holders = await self._holders(manifest)
         restores = {}
-        for index, stage in enumerate(self._config.stage_names):
+        for index, worker in enumerate(self._config.workers):
             needed = [file for file in manifest.stages if set(file.layers) & set(layers[index])]
             own = self._fleet.addresses[index]
-            restores[stage] = pb.Restore(step=manifest.step)
+            restores[worker.label] = pb.Restore(step=manifest.step)
             for file in needed:
                 found = self._file(manifest, file)
                 if not holders[file.file]:
                     await self._send(found, own)
                 elif own not in holders[file.file]:
                     found.address = holders[file.file][0]
-                restores[stage].files.append(found)
+                restores[worker.label].files.append(found)
         return Begin(manifest.step, restores)
 
     def _file(self, manifest: Manifest, file: StageFile) -> pb.CheckpointFile:

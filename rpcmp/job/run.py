@@ -28,6 +28,7 @@ from rpcmp.job.fleet import Fleet
 from rpcmp.job.log import EventLog
 from rpcmp.job.recovery import History, decide
 from rpcmp.job.session import Session
+from rpcmp.job.sharing import shares_of_before
 from rpcmp.process.channel import Message
 from rpcmp.process.forking import Forks
 
@@ -86,9 +87,14 @@ class Run:
         """
         if self._config.takes_snapshots and not self._resume:
             CheckpointFolder(self._config.checkpoint_folder).require_run(None)
-        config, prediction = await balanced(self._config, self._connect, self._forks)
+        given = shares_of_before(self._config) if self._resume else self._config
+        config, prediction = await balanced(given, self._connect, self._forks)
+        for text in config.warnings:
+            self._report({"event": "warning", "text": text})
         if prediction is not None:
             self._report({"event": "plan", **asdict(prediction)})
+        if config.balance_replicas:
+            self._report({"event": "shares", "shares": config.shares})
         fleet = self._fleet = Fleet(config, self._connect, self._report, self._forks)
         checkpoints = self._checkpoints = Checkpoints(config, fleet, self._report)
         beginning = Beginning(config, fleet, checkpoints, self._report, self._resume)

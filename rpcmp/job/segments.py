@@ -10,6 +10,7 @@ from rpcmp.config import Config
 from rpcmp.errors import DrainingError, JobError
 from rpcmp.job.fleet import Fleet
 from rpcmp.job.session import Session
+from rpcmp.process.forking import Forks
 from rpcmp.setting import Setting
 
 ENDLESS = 10**9
@@ -23,7 +24,7 @@ class Segment:
     Attributes:
         seconds: of the wall clock, until the last stage has stepped its optimizer.
         cpu_seconds: of the driver process.
-        busy_seconds: in which each stage computes, by its name.
+        busy_seconds: in which each worker computes, by its label.
         losses: the mini-batch's loss in each step.
     """
 
@@ -40,6 +41,7 @@ class Segments:
         config: the job; how long it says to train does not count.
         connect: addresses of running stage servers; see Session.
         settings: what it may change to on the way, besides the config's own.
+        forks: where processes come from; see Fleet.
     """
 
     def __init__(
@@ -47,10 +49,11 @@ class Segments:
         config: Config,
         connect: Sequence[str] | None = None,
         settings: Sequence[Setting] = (),
+        forks: Forks | None = None,
     ) -> None:
         endless = config.model_copy(update={"steps": ENDLESS, "epochs": None})
         self._config = endless.without_recovery()
-        self._fleet = Fleet(config, connect)
+        self._fleet = Fleet(config, connect, forks=forks)
         self._settings = settings
         self._opened: Session | None = None
 

@@ -138,7 +138,7 @@ class Service:
         return begin
 
     def _choose(self, known: Collection[int], holdings: dict[str, Holdings]) -> Begin:
-        found = newest_common(self._config.stage_names, holdings, known)
+        found = newest_common(self._config.workers, holdings, known)
         if found is None and 0 not in known:
             raise ConfigError("no server holds any more what the pipeline was; launch it again")
         return Begin() if found is None else from_memory(found, self._config, self._fleet)

@@ -58,7 +58,7 @@ class Begin:
 
     Attributes:
         step: optimizer steps done.
-        restores: what each stage begins with, by name; empty: all start from the config.
+        restores: what each worker begins with, by its label; empty: all start from the config.
     """
 
     step: int = 0

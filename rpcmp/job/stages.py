@@ -16,7 +16,7 @@ from rpcmp.job.calls import all_of
 from rpcmp.job.failure import FirstFailure
 from rpcmp.job.fleet import holdings_of
 from rpcmp.job.restore import Holdings, neighbours
-from rpcmp.members import members
+from rpcmp.members import Member, members
 from rpcmp.process.channel import Message
 from rpcmp.v1 import control_pb2 as pb
 from rpcmp.wire.dialer import Dialer
@@ -42,7 +42,7 @@ class Stages:
     Args:
         config: the job.
         identity: which generation of which run.
-        addresses: of the servers, one a stage.
+        addresses: of the servers, one a worker.
         dialer: how they are talked to.
         failure: told what goes wrong at a stage.
         report: told when a server is being stopped ("draining") and when one has saved ("saved").
@@ -63,9 +63,10 @@ class Stages:
         self._failure = failure
         self._report = report
         self._clients = [
-            StageClient(name, address, dialer, index)
-            for index, (name, address) in enumerate(zip(config.stage_names, addresses, strict=True))
+            StageClient(worker.label, address, dialer, worker.stage_index)
+            for worker, address in zip(config.workers, addresses, strict=True)
         ]
+        self._workers = config.workers
         self._listens: dict[str, str] = {}
         self._claims: list[pb.PrepareResponse] = []
         self._running: set[str] = set()
@@ -83,7 +84,7 @@ class Stages:
 
     @property
     def holdings(self) -> dict[str, Holdings]:
-        """Which snapshots every stage's server holds, before it is told to go on."""
+        """Which snapshots every worker's server holds, before it is told to go on."""
         pairs = zip(self._clients, self._claims, strict=True)
         return {client.name: holdings_of(claim.holdings) for client, claim in pairs}
 
@@ -100,7 +101,7 @@ class Stages:
 
     def place(self, rank: int) -> dict[str, Any]:
         """Where in the group the process with `rank` is."""
-        return {"members": members(self._config.stage_names), "rank": rank}
+        return {"members": members(self._workers), "rank": rank}
 
     async def link(self, network: str, listens: str) -> list[Peer]:
         """Have every server carry its worker's connections to members that are in other networks.
@@ -115,8 +116,10 @@ class Stages:
             WorkerDiedError: an address is taken on a host that cannot make networks.
         """
         stages = [
-            (claim.network, Peer(self._listens[client.name], client.address, index))
-            for index, (client, claim) in enumerate(zip(self._clients, self._claims, strict=True))
+            (claim.network, Peer(self._listens[client.name], client.address, worker.stage_index))
+            for worker, client, claim in zip(
+                self._workers, self._clients, self._claims, strict=True
+            )
         ]
         everybody = [*stages, (network, Peer(listens))]
         await all_of(
@@ -144,24 +147,27 @@ class Stages:
         """Give every worker its stage; they build it and join the group.
 
         Args:
-            assignments: of each stage, JSON of rpcmp.plan.Assignment.
-            restores: what each stage begins with; those that are missing start from the config.
+            assignments: of each worker, JSON of rpcmp.plan.Assignment.
+            restores: what each worker begins with, by its label; those that are missing start from
+                the config.
             step: that they then have done.
 
         Raises:
             CheckpointError, UnavailableError: what a stage begins with is not to be had.
         """
-        is_mirrored = self._is_copied()
+        is_mirrored, saves = self._is_copied(), self._writers()
         await all_of(
             client.start(
                 pb.StartRequest(
                     **self._identity,
                     **self.place(rank),
                     rendezvous=self.rendezvous,
-                    stage_name=client.name,
+                    stage_name=self._workers[rank].stage,
+                    label=client.name,
                     assignment=assignments[rank],
                     restore=restores.get(client.name),
                     is_mirrored=is_mirrored[rank],
+                    saves=rank in saves,
                 )
             )
             for rank, client in enumerate(self._clients)
@@ -208,11 +214,27 @@ class Stages:
         await asyncio.gather(*(client.close() for client in self._clients))
 
     def _holders(self) -> list[int | None]:
-        """Which stage's server holds each stage's snapshots as well."""
+        """Which worker's server holds each worker's snapshots as well."""
         recovery = self._config.recovery
         if not recovery.enabled or recovery.mirror_every_steps == 0:
             return [None] * len(self._clients)
-        return neighbours([claim.machine for claim in self._claims])
+        machines = [claim.machine for claim in self._claims]
+        return neighbours(machines, [worker.stage_index for worker in self._workers])
+
+    def _writers(self) -> set[int]:
+        """The workers that write their stage's file of a checkpoint, by rank.
+
+        Replica 0 does; and another one on another machine, where nobody else would have a copy.
+        """
+        writers: dict[int, list[int]] = {}
+        for rank, worker in enumerate(self._workers):
+            mine = writers.setdefault(worker.stage_index, [])
+            shares = self._config.checkpoint is not None and self._config.checkpoint.shared
+            here = {self._claims[other].machine for other in mine}
+            is_copy = not shares and len(mine) == 1 and self._claims[rank].machine not in here
+            if not mine or (is_copy and self._holders()[mine[0]] is None):
+                mine.append(rank)
+        return {rank for mine in writers.values() for rank in mine}
 
     def _is_copied(self) -> list[bool]:
         """Whether each stage's snapshots travel to another machine, which it has to wait for."""
@@ -228,7 +250,7 @@ class Stages:
         section = self._config.checkpoint
         return pb.MirrorRequest(
             **self._identity,
-            stage_name=self._clients[index].name,
+            stage_name=self._workers[index].stage,
             address=self._addresses[index],
             machine=claim.machine,
             supervisor_pid=claim.supervisor_pid,
@@ -239,23 +261,24 @@ class Stages:
         )
 
     async def _claim(self, index: int, code: list[pb.CodeFile]) -> pb.PrepareResponse:
-        client = self._clients[index]
+        client, worker = self._clients[index], self._workers[index]
         claimed = await client.prepare(
             pb.PrepareRequest(
                 **self._identity,
                 job=self._config.name,
                 versions=versions(),
-                stage_index=index,
-                threads=self._config.stage(index).threads,
+                stage_index=worker.stage_index,
+                replica=worker.replica,
+                threads=self._config.stage(worker.stage_index).threads,
                 code=code,
                 heartbeat_timeout=self._config.recovery.heartbeat_timeout,
                 checkpoint_folder=str(self._config.checkpoint_folder),
             )
         )
-        self._failure.follow(self._watch(client))
+        self._failure.follow(self._watch(client, worker))
         return claimed
 
-    async def _watch(self, client: StageClient) -> None:
+    async def _watch(self, client: StageClient, worker: Member) -> None:
         saved, stops = 0, False
         async for change in client.watch(pb.WatchRequest(**self._identity)):
             if change.error:
@@ -267,13 +290,21 @@ class Stages:
             for one in change.saved:
                 if one.step > saved:
                     saved = one.step
-                    self._report({"event": "saved", "stage": client.name, "saved": one})
+                    self._note_saved(worker, one)
             if change.state == pb.SERVER_STATE_RUNNING:
                 self._running.add(client.name)
                 self._listens[client.name] = change.listens
             if len(self._running) == len(self._clients):
                 self._all_running.set()
         raise DrainingError(f"stage {client.name!r} at {client.address} ended the job")
+
+    def _note_saved(self, worker: Member, saved: pb.Saved) -> None:
+        """Replica 0's file is the stage's part of the checkpoint, another's is a copy."""
+        if worker.replica == 0:
+            self._report({"event": "saved", "stage": worker.stage, "saved": saved})
+        elif saved.error:
+            text = f"no copy of step {saved.step} on the disk of {worker.label}: {saved.error}"
+            self._report({"event": "warning", "text": text})
 
     async def _let_go(self, client: StageClient) -> None:
         """Free a server that is being stopped as soon as nothing runs there any more."""

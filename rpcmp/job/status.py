@@ -10,6 +10,7 @@ from rpcmp.config import Config
 from rpcmp.control.client import StageClient
 from rpcmp.errors import ConfigError, UnreachableError
 from rpcmp.job.dialing import dialer_of
+from rpcmp.members import Member
 from rpcmp.v1 import control_pb2 as pb
 from rpcmp.wire.dialer import Dialer
 
@@ -18,24 +19,24 @@ ANSWER_SECONDS = 2.0
 
 
 async def ask_all(config: Config, addresses: Sequence[str]) -> list[dict[str, Any]]:
-    """One record a stage, in the config's order; unreachable ones say so.
+    """One record a worker, in the config's order; unreachable ones say so.
 
     Raises:
-        ConfigError: not one address a stage, or one that is not on loopback and no certificates.
+        ConfigError: not one address a worker, or one that is not on loopback and no certificates.
     """
     dialer = dialer_of(config, addresses, drives=False)
-    if len(addresses) != config.num_stages:
-        raise ConfigError(f"{config.num_stages} stages need as many addresses")
+    if len(addresses) != len(config.workers):
+        raise ConfigError(f"{len(config.workers)} workers need as many addresses")
     return await asyncio.gather(
         *(
-            _ask(index, name, address, dialer)
-            for index, (name, address) in enumerate(zip(config.stage_names, addresses, strict=True))
+            _ask(worker, address, dialer)
+            for worker, address in zip(config.workers, addresses, strict=True)
         )
     )
 
 
-async def _ask(index: int, name: str, address: str, dialer: Dialer) -> dict[str, Any]:
-    client = StageClient(name, address, dialer, index)
+async def _ask(worker: Member, address: str, dialer: Dialer) -> dict[str, Any]:
+    client = StageClient(worker.label, address, dialer, worker.stage_index)
     try:
         found = await client.connect(ANSWER_SECONDS)
         health = await client.health()
@@ -45,8 +46,9 @@ async def _ask(index: int, name: str, address: str, dialer: Dialer) -> dict[str,
     finally:
         await client.close()
     return {
-        "index": index,
-        "name": name,
+        "index": worker.stage_index,
+        "replica": worker.replica,
+        "name": worker.label,
         "address": address,
         "health": health,
         "state": pb.ServerState.Name(found.state).removeprefix("SERVER_STATE_").lower(),

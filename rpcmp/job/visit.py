@@ -21,7 +21,7 @@ async def visiting(
     Args:
         config: the job.
         dialer: how they are talked to.
-        addresses: of running servers, one a stage; none starts servers on this machine.
+        addresses: of running servers, one a worker; none starts servers on this machine.
         num_local: how many of them.
         forks: where the processes of servers on this machine come from.
 
@@ -31,9 +31,9 @@ async def visiting(
     local = LocalServers(forks)
     async with contextlib.AsyncExitStack() as opened:
         opened.push_async_callback(local.stop)
-        found = addresses or await local.start(num_local)
+        found = addresses or await local.start(config.workers[:num_local])
         clients = []
-        for index, (name, at) in enumerate(zip(config.stage_names, found, strict=False)):
-            client = StageClient(name, at, dialer, index)
+        for worker, at in zip(config.workers, found, strict=False):
+            client = StageClient(worker.label, at, dialer, worker.stage_index)
             clients.append(await opened.enter_async_context(client))
         yield clients

@@ -9,7 +9,8 @@ Imports none of the data plane, so an error there cannot hide here. The rules:
   the layers of a stage, forwards or as a gradient, is contiguous and aligned to 64 bytes;
 - stages run in topological order, and one optimizer a stage steps after all slices;
 - autocast and loss scaling are those of `rpcmp.reference.precision`, a region of autocast for every
-  call of a layer and one for the loss.
+  call of a layer and one for the loss;
+- what replicas of a stage do is the business of `rpcmp.reference.replicas`.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from rpcmp.config import Config
 from rpcmp.data import Batches
 from rpcmp.graph import Reference
 from rpcmp.reference import precision
+from rpcmp.reference.replicas import Replicas
 
 
 class UnsplitModel:
@@ -53,6 +55,11 @@ class UnsplitModel:
             for index, stage in enumerate(config.stage_names)
         }
         self._steps = precision.Steps(config, self._optimizers)
+        self._replicas = [
+            Replicas(self._modules[worker.stage].values(), config.turns_of(worker.stage))
+            for worker in config.workers
+            if worker.num_replicas > 1 and worker.replica == 0
+        ]
 
     def train(self, batches: Batches, steps: int) -> Iterator[float]:
         """Train for `steps` steps; yields the loss of each."""
@@ -96,7 +103,16 @@ class UnsplitModel:
     def _step(self, inputs: Any, targets: Any, step: int) -> float:
         sliced = list(zip(self._slices(inputs), self._slices(targets), strict=True))
         total = sum(_first(part).shape[0] for part, _ in sliced)
-        losses = [self._micro_batch(*part, step, index, total) for index, part in enumerate(sliced)]
+        losses = []
+        for index, part in enumerate(sliced):
+            bundle = self._bundle(index, len(sliced))
+            for replicas in self._replicas:
+                replicas.enter(bundle)
+            losses.append(self._micro_batch(*part, step, index, total))
+            for replicas in self._replicas:
+                replicas.leave(bundle)
+        for replicas in self._replicas:
+            replicas.sum()
         has_stepped = self._steps.step(self.parameters())
         for parameter in self.parameters():
             parameter.grad = None
@@ -104,6 +120,12 @@ class UnsplitModel:
         if self._config.scheduler_interval == "step" and has_stepped:
             self._step_schedulers(loss)
         return loss
+
+    def _bundle(self, index: int, count: int) -> int:
+        """The message that a micro-batch would travel in."""
+        num_bundles = math.ceil(count / self._config.microbatches_per_message)
+        parts = torch.tensor_split(torch.arange(count), num_bundles)
+        return next(number for number, part in enumerate(parts) if index in part)
 
     def _micro_batch(self, inputs: Any, targets: Any, step: int, index: int, total: int) -> float:
         outputs = self._forward(inputs, targets, step, index)

@@ -132,7 +132,7 @@ class Claim:
         Raises:
             CheckpointError, UnavailableError: what it has to begin with is not to be had.
         """
-        self.stage_name = request.stage_name
+        self.stage_name = request.label
         rendezvous = StageClient("rendezvous", request.rendezvous, self._dialer, stage_index=0)
         self._exchange = Exchange(rendezvous, self.job_id, self.generation, self._tell)
         restore = request.restore if request.HasField("restore") else None
@@ -142,6 +142,7 @@ class Claim:
             "op": "start",
             "restore": {"step": restore.step, "files": files} if restore else None,
             "is_mirrored": request.is_mirrored,
+            "saves": request.saves,
             "assignment": request.assignment,
             "allowed": self._allowed,
             "code_folder": str(self._folder) if self._folder else "",

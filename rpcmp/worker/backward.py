@@ -99,13 +99,13 @@ class Missing:
 
     Attributes:
         take: what the readers of this stage have said of a micro-batch: by port, which tensors.
-        tell: tells the producer of input `index`; blocks until it knows.
+        tell: tells the producer of an input of a bundle's micro-batch; blocks until it knows.
     """
 
     def __init__(
         self,
         take: Callable[[Work], Mapping[int, Sequence[int]]],
-        tell: Callable[[Work, int, list[int]], None],
+        tell: Callable[[Bundle, Work, int, list[int]], None],
     ) -> None:
         self.take = take
         self.tell = tell
@@ -145,7 +145,7 @@ class Backwards:
         done = memory.done or self.start(memory, gradients)
         result = done.result()
         for work, index, which in result.missing:
-            self._missing.tell(work, index, which)
+            self._missing.tell(memory.bundle, work, index, which)
         return result.gradients
 
     def start(self, memory: Memory, gradients: Gradients) -> Waiting[Result]:

@@ -121,11 +121,14 @@ class ComputeThread:
         return None if action is None else self._take(current, action)
 
     def _take(self, current: Round, action: Action) -> Callable[[], None]:
+        is_first = not any(current.done.values())
         task = current.take(action)
         if action is Action.BACKWARD and not current.limits.splits:
             current.done[Action.WEIGHT] += 1
 
         def run() -> None:
+            if is_first:
+                current.start()
             for microbatch, part in enumerate(task.parts, task.first):
                 self.activity.begin(action.name.lower(), current.step, microbatch)
                 started = time.perf_counter_ns()

@@ -17,6 +17,7 @@ from torch.futures import Future
 from rpcmp.errors import JobError, StageError, to_wire
 from rpcmp.schedule import Action
 from rpcmp.transport import Raised
+from rpcmp.turns import Share
 from rpcmp.work import Bundle, Mode, Outputs, StepReport
 from rpcmp.worker.compute import ComputeThread
 from rpcmp.worker.execution import Computed, Execution
@@ -29,9 +30,10 @@ class Exchange:
     """The bundles that a stage has been asked for and has not answered to everybody.
 
     Args:
-        stage: its name, for errors.
+        stage: the worker's name, for errors and reports.
         inputs: what it reads.
         num_ports: how many read it.
+        share: which bundles it computes.
         compute: where forwards run.
         execution: what they are.
         failures: told of those that fail.
@@ -44,6 +46,7 @@ class Exchange:
         stage: str,
         inputs: Inputs,
         num_ports: int,
+        share: Share,
         compute: ComputeThread,
         execution: Execution,
         failures: Failures,
@@ -53,6 +56,7 @@ class Exchange:
         self._stage = stage
         self._inputs = inputs
         self._num_ports = num_ports
+        self._share = share
         self._compute = compute
         self._execution = execution
         self._failures = failures
@@ -134,13 +138,15 @@ class Exchange:
     def _with_reports(
         self, bundle: Bundle, answers: list[list[Any]], received: list[Outputs]
     ) -> list[list[Any]]:
-        """With a step's first answers, what this stage and all that it reads have to say."""
-        if bundle.number > 0 or bundle.mode is not Mode.TRAIN:
+        """With a worker's first answers of a step, what it and all that it reads have to say."""
+        if bundle.mode is not Mode.TRAIN:
             return answers
         reports = {k: v for answer in received for k, v in (answer.reports or {}).items()}
-        own = self._report()
-        if own is not None:
+        is_first = bundle.number == self._share.numbers(bundle.num_bundles)[0]
+        if is_first and (own := self._report()) is not None:
             reports[self._stage] = own
+        if not reports:
+            return answers
         return [[first._replace(reports=reports), *rest] for first, *rest in answers]
 
     def _answer(self, pending: _Pending, values: list[Any]) -> None:

@@ -77,10 +77,7 @@ class Feed:
 
         The mini-batch may be announced later: messages overtake each other.
         """
-        with self._lock:
-            mini_batch = self._mini_batch(bundle.works[0].drawn)
-            mini_batch.round = bundle.round
-            self._let_go_before(bundle.round)
+        mini_batch = self._needed(bundle)
         answer: Future[Any] = Future()
 
         def loaded(found: list[Any]) -> None:
@@ -89,10 +86,21 @@ class Feed:
         transport.when_all([(str(reference), mini_batch.parts)], loaded)
         return answer
 
+    def skip(self, bundle: Bundle) -> None:
+        """Hear of a round whose bundles are all for other replicas."""
+        self._needed(bundle)
+
     def forget(self) -> None:
         """Let go of all: a round was aborted, and what comes is announced again."""
         with self._lock:
             self._mini_batches.clear()
+
+    def _needed(self, bundle: Bundle) -> _MiniBatch:
+        with self._lock:
+            mini_batch = self._mini_batch(bundle.works[0].drawn)
+            mini_batch.round = bundle.round
+            self._let_go_before(bundle.round)
+        return mini_batch
 
     def _mini_batch(self, number: int) -> _MiniBatch:
         return self._mini_batches.setdefault(number, _MiniBatch())

@@ -10,6 +10,7 @@ from torch.futures import Future
 from rpcmp import transport
 from rpcmp.graph import SOURCES, Graph, Port, Reference
 from rpcmp.members import member
+from rpcmp.turns import Share, Turns
 from rpcmp.work import Bundle, Mode
 from rpcmp.worker.feed import Feed
 from rpcmp.worker.slices import Slices
@@ -21,6 +22,8 @@ class Inputs:
     Args:
         graph: who reads whom.
         stage: whose inputs.
+        own: which bundles this replica of it computes.
+        turns: which replica of another stage computes which.
         forward: the method by which another stage is asked, with a bundle and a port.
         feed: what this stage loads itself; None: the driver has all of the batch.
 
@@ -33,6 +36,8 @@ class Inputs:
         self,
         graph: Graph,
         stage: str,
+        own: Share,
+        turns: Callable[[str], Turns],
         forward: Callable[..., Future[Any]],
         feed: Feed | None = None,
     ) -> None:
@@ -40,8 +45,13 @@ class Inputs:
         self.ports = [_port(graph, stage, index) for index in range(len(self.references))]
         self._is_sink = graph.sink == stage
         self._forward = forward
-        self._slices = Slices()
+        self._slices = Slices(own)
         self._feed = feed
+        self._turns = {
+            reference.producer: turns(reference.producer)
+            for reference in self.references
+            if not reference.from_batch
+        }
 
     def ask(self, bundle: Bundle, callback: Callable[[list[Any]], None]) -> None:
         """Ask for all that a forward needs; `callback` gets the answers.
@@ -61,12 +71,17 @@ class Inputs:
         if self._feed is not None:
             self._feed.forget()
 
+    def producer(self, index: int, bundle: Bundle) -> str:
+        """The worker that computes input `index` of a bundle."""
+        stage = self.references[index].producer
+        return member(stage, self._turns[stage].owner(bundle.number))
+
     def _ask_one(self, bundle: Bundle, index: int) -> tuple[str, Future[Any]]:
         reference = self.references[index]
         if reference.from_batch:
             answer = self._ask_batch(bundle, reference, index)
         else:
-            producer = member(reference.producer)
+            producer = self.producer(index, bundle)
             answer = transport.call(producer, self._forward, bundle, self.ports[index])
         return f"{reference} (input {index})", answer
 

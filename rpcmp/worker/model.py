@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from rpcmp import devices, factory, layers, metrics, seeds, tree
 from rpcmp.errors import ConfigError, FactoryError
+from rpcmp.examination.code import COMPARED_BY_VERSION, sha256_of
 from rpcmp.plan import Assignment
 from rpcmp.sections import Factory
 from rpcmp.work import Evaluated, Mode, Work
@@ -45,6 +46,7 @@ class StageModel:
         config = assignment.config
         settings = config.stage(assignment.stage_index)
         self._seed = config.seed
+        self._source = (config.model.layers if config.model else settings.module) or ""
         self._training: bool | None = None
         self.is_sink = config.graph().sink == assignment.stage_name
         self.device = _device(settings.device)
@@ -133,6 +135,19 @@ class StageModel:
             for name, value in module.state_dict().items()
             if isinstance(value, Tensor)
         }
+
+    def signature(self) -> dict[str, str]:
+        """What each parameter and buffer is, and which code made them, in words."""
+        found = {
+            name: f"{value.dtype} of shape {tuple(value.shape)}"
+            for name, value in self.state_dict().items()
+        }
+        for name, value in self.named_parameters():
+            found[name] += ", trained" if value.requires_grad else ", frozen"
+        package = self._source.partition(":")[0].partition(".")[0]
+        if package in COMPARED_BY_VERSION:
+            return found
+        return {**found, f"the code of {package!r}": sha256_of(package)[:12]}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Take over this stage's parameters and buffers, by their names in the unsplit model.

@@ -31,9 +31,10 @@ class StageOptimizer:
     """One stage's optimizer and scheduler; all of it runs on the stage's compute thread.
 
     Args:
-        stage: name of the stage.
         model: whose parameters are optimized; those that require grad.
         assignment: the config, with the stage's own optimizer arguments.
+        compute: where it runs.
+        stepped: called after each step, with its number.
         loss_scale: of the gradients; None: they are not scaled.
 
     Raises:
@@ -48,13 +49,15 @@ class StageOptimizer:
 
     def __init__(
         self,
-        stage: str,
         model: StageModel,
         assignment: Assignment,
         compute: ComputeThread,
+        stepped: Callable[[int], None] = lambda step: None,
         loss_scale: LossScale | None = None,
     ) -> None:
-        self.stage = stage
+        self.stage = assignment.stage_name
+        self._label = assignment.member.label
+        self._stepped = stepped
         self._loss_scale = loss_scale
         self.steps = 0
         self.report: StepReport | None = None
@@ -65,7 +68,7 @@ class StageOptimizer:
         self.names = [name for name, value in model.named_parameters() if value.requires_grad]
         self._parameters = [value for _, value in model.named_parameters() if value.requires_grad]
         if loss_scale is not None:
-            require_unscalable(stage, zip(self.names, self._parameters, strict=True))
+            require_unscalable(self._label, zip(self.names, self._parameters, strict=True))
         self._optimizer: torch.optim.Optimizer | None = None
         self._scheduler: Any = None
         if self._parameters:
@@ -188,7 +191,7 @@ class StageOptimizer:
         except BaseException as error:
             text = "".join(traceback.format_exception(error))
             step = self.steps + 1
-            raise StageError(self.stage, "optimizer", one_line(error), text, step) from error
+            raise StageError(self._label, "optimizer", one_line(error), text, step) from error
 
     def _finish(
         self, factor: Tensor | None, loss: float | None, updates: bool, next_scale: float | None
@@ -213,6 +216,7 @@ class StageOptimizer:
             self._optimizer.step()
         self._zero_grad()
         self.steps += 1
+        self._stepped(self.steps)
         recorder = self._compute.recorder
         recorder.add(Kind.OPTIMIZER, self.steps, NO_MICROBATCH, started, started)
         rate = None if self._optimizer is None else float(self._optimizer.param_groups[0]["lr"])

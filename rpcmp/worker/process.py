@@ -105,7 +105,7 @@ class WorkerProcess:
             if found is None:
                 raise CheckpointError(f"there is no snapshot of step {step} to go on from")
             files = [self._slots.path(found.slot)]
-        restore(files, stage.name, stage.model, stage.optimizer)
+        restore(files, stage.optimizer.stage, stage.model, stage.optimizer)
 
     def _build(self, assignment: Assignment, loaders: Loaders | None) -> Stage:
         try:
@@ -119,19 +119,20 @@ class WorkerProcess:
             text = str(error) if isinstance(error, RpcmpError) else explain(error)
             first, _, rest = text.partition("\n")
             cause = first if isinstance(error, RpcmpError) else one_line(error)
-            raise StageError(assignment.stage_name, "build", cause, rest) from error
+            raise StageError(assignment.member.label, "build", cause, rest) from error
         sizes = [parameter.numel() for _, parameter in stage.model.named_parameters()]
         self._channel.send({"event": "built", "num_parameters": sum(sizes)})
         return stage
 
     def _snapshots_of(self, stage: Stage, assignment: Assignment) -> StageSnapshots:
         return StageSnapshots(
-            stage.name,
+            stage.optimizer.stage,
             self._slots,
             stage.model,
             stage.optimizer,
             self._activity,
             self._start["is_mirrored"],
+            self._start["saves"],
             self._channel.send,
         )
 

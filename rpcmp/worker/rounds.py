@@ -39,17 +39,19 @@ class Round:
 
     Attributes:
         step: the optimizer step that it is or follows.
-        num_bundles: how many it has.
+        bundles: the numbers of those that this worker computes, in order.
         limits: what the stage may keep meanwhile.
         training: whether forwards are followed by backwards.
+        start: runs before its first action, where it has any; must not raise.
         finish: runs after its last action, before the next round begins; must not raise.
         is_held: whether the next round may not begin before `release`.
     """
 
     step: int
-    num_bundles: int
+    bundles: Sequence[int]
     limits: Limits
     training: bool
+    start: Callable[[], None] = lambda: None
     finish: Callable[[], None] = lambda: None
     is_held: bool = False
     done: dict[Action, int] = field(default_factory=lambda: dict.fromkeys(Action, 0))
@@ -57,11 +59,12 @@ class Round:
 
     def is_ready(self, action: Action) -> bool:
         """Whether the next action of that kind has all that it needs."""
-        return (action, self.done[action]) in self.ready
+        done = self.done[action]
+        return done < len(self.bundles) and (action, self.bundles[done]) in self.ready
 
     def take(self, action: Action) -> Task:
         """The next action of that kind, which now counts as done."""
-        bundle = self.done[action]
+        bundle = self.bundles[self.done[action]]
         self.done[action] += 1
         return self.ready.pop((action, bundle))
 
@@ -69,18 +72,18 @@ class Round:
     def needs_nobody(self) -> bool:
         """Whether all that is left can be done without the other stages."""
         last = Action.BACKWARD if self.training else Action.FORWARD
-        return self.done[last] == self.num_bundles
+        return self.done[last] == len(self.bundles)
 
     @property
     def is_complete(self) -> bool:
         """Whether only `finish` is left."""
         last = Action.WEIGHT if self.training else Action.FORWARD
-        return self.done[last] == self.num_bundles
+        return self.done[last] == len(self.bundles)
 
     def progress(self) -> Progress:
         """What the schedule chooses by."""
         return Progress(
-            self.num_bundles,
+            len(self.bundles),
             self.done[Action.FORWARD],
             self.done[Action.BACKWARD],
             self.done[Action.WEIGHT],

@@ -7,6 +7,7 @@ all at once either: a stage must not hold more of a mini-batch because that has 
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -16,7 +17,8 @@ from rpcmp import transport
 from rpcmp.members import DRIVER
 from rpcmp.source import Source
 from rpcmp.transport import Raised
-from rpcmp.work import Bundle, Outputs, Work
+from rpcmp.turns import Share
+from rpcmp.work import Bundle, Outputs, microbatches_of
 
 GROUP = 8
 """Micro-batches that are fetched together."""
@@ -27,13 +29,18 @@ class _Key(NamedTuple):
     kind: str
     path: tuple[str, ...]
     reader: int
-    first: int
+    group: int
 
 
 class Slices:
-    """The slices that were asked for and not taken yet. Thread-safe."""
+    """The slices that were asked for and not taken yet. Thread-safe.
 
-    def __init__(self) -> None:
+    Args:
+        own: the bundles that this worker computes; it fetches nothing for others.
+    """
+
+    def __init__(self, own: Share) -> None:
+        self._own = own
         self._lock = threading.Lock()
         self._caller = ThreadPoolExecutor(1, "rpcmp-slices")
         self._groups: dict[_Key, Future[Any]] = {}
@@ -48,29 +55,36 @@ class Slices:
             reader: which input of the stage it is for. Each gets tensors of its own, so that a
                 layer that works in place changes no other input.
         """
+        own = microbatches_of(bundle, self._own.numbers(bundle.num_bundles))
+        places = [own.index(work.microbatch) for work in bundle.works]
         with self._lock:
-            groups = [self._group(work, kind, path, reader) for work in bundle.works]
+            groups = [self._group(bundle, own, at, kind, path, reader) for at in places]
         answer: Future[Any] = Future()
 
         def arrived(found: list[Any]) -> None:
             failed = next((group for group in found if isinstance(group, Raised)), None)
-            slices = zip(bundle.works, found, strict=True)
-            answer.set_result(
-                failed or [Outputs(group[work.microbatch % GROUP]) for work, group in slices]
-            )
+            slices = zip(places, found, strict=True)
+            answer.set_result(failed or [Outputs(group[at % GROUP]) for at, group in slices])
 
         transport.when_all([(DRIVER, group) for group in groups], arrived)
         return answer
 
-    def _group(self, work: Work, kind: str, path: tuple[str, ...], reader: int) -> Future[Any]:
-        """The slices of the group that has this micro-batch."""
-        first = work.microbatch - work.microbatch % GROUP
-        key = _Key(work.round, kind, path, reader, first)
-        count = min(GROUP, work.num_microbatches - first)
+    def _group(
+        self,
+        bundle: Bundle,
+        own: Sequence[int],
+        at: int,
+        kind: str,
+        path: tuple[str, ...],
+        reader: int,
+    ) -> Future[Any]:
+        """The slices of the group that has the micro-batch `own[at]`."""
+        key = _Key(bundle.round, kind, path, reader, at // GROUP)
         group = self._groups.get(key)
         if group is None:
-            group = self._fetch(work.round, kind, path, first, count)
-            self._groups[key], self._left[key] = group, count
+            wanted = list(own[key.group * GROUP :][:GROUP])
+            group = self._fetch(bundle.round, kind, path, wanted)
+            self._groups[key], self._left[key] = group, len(wanted)
         self._left[key] -= 1
         if not self._left[key]:
             del self._groups[key], self._left[key]

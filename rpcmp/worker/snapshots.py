@@ -31,6 +31,7 @@ class StageSnapshots:
         model, optimizer: what they are of.
         activity: told when one is taken.
         is_mirrored: whether a neighbour holds them as well, and says so.
+        saves: whether they go to a disk when a checkpoint is due; of replicas not all write files.
         tell: sends a message to the supervisor.
     """
 
@@ -42,6 +43,7 @@ class StageSnapshots:
         optimizer: StageOptimizer,
         activity: Activity,
         is_mirrored: bool,
+        saves: bool,
         tell: Callable[[Message], None],
     ) -> None:
         self._stage = stage
@@ -51,6 +53,7 @@ class StageSnapshots:
         self._optimizer = optimizer
         self._activity = activity
         self._is_mirrored = is_mirrored
+        self._saves = saves
         self._tell = tell
         self._changed = threading.Condition()
         self._last = 0
@@ -70,7 +73,7 @@ class StageSnapshots:
         with self._activity.doing("saving", self._optimizer.steps):
             slot = self._free_slot()
             tensors, about = pack(self._state())
-            self._writer.write(slot, version, tensors, about, pin=save)
+            self._writer.write(slot, version, tensors, about, pin=save and self._saves)
         self._last = version
         self._tell({"event": "snapshot", "step": version})
 
@@ -85,7 +88,7 @@ class StageSnapshots:
         found = self._slots.get(version)
         if found is None:
             self.take(version, save=True)
-        else:
+        elif self._saves:
             self._slots.pin(found.slot)
             self._tell({"event": "snapshot", "step": version})
 

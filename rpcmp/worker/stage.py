@@ -27,14 +27,15 @@ from torch import Tensor
 from torch.futures import Future
 
 from rpcmp import digest, host, transport
-from rpcmp.errors import StageError, one_line
+from rpcmp.errors import JobError, StageError, one_line
 from rpcmp.graph import Port
-from rpcmp.members import DRIVER, member
+from rpcmp.members import DRIVER
 from rpcmp.plan import Assignment
 from rpcmp.process.activity import Activity
 from rpcmp.schedule import Limits, policy
 from rpcmp.transport import Raised
-from rpcmp.work import Bundle, Drawn, End, Holding, Mode, StepReport, Work
+from rpcmp.turns import Share
+from rpcmp.work import Bundle, Drawn, End, Holding, Mode, StepReport, Work, microbatches_of
 from rpcmp.worker.backward import Backwards, Missing
 from rpcmp.worker.compute import ComputeThread
 from rpcmp.worker.conductor import Conductor
@@ -42,11 +43,13 @@ from rpcmp.worker.exchange import Exchange
 from rpcmp.worker.execution import Execution
 from rpcmp.worker.failure import Failures
 from rpcmp.worker.feed import Feed
+from rpcmp.worker.firststate import gone
 from rpcmp.worker.inputs import Inputs
 from rpcmp.worker.memory import Meter
 from rpcmp.worker.model import StageModel
 from rpcmp.worker.optimizer import StageOptimizer
 from rpcmp.worker.precision import LossScale
+from rpcmp.worker.replication import Replication
 from rpcmp.worker.rounds import Round
 from rpcmp.worker.snapshots import StageSnapshots
 
@@ -78,16 +81,18 @@ class Stage:
         activity: Activity | None = None,
         feed: Feed | None = None,
     ) -> None:
-        self.name = assignment.stage_name
+        config, stage = assignment.config, assignment.stage_name
+        self.name = assignment.member.label
         self.snapshots: StageSnapshots | None = None
-        graph = assignment.config.graph()
-        ports = graph.ports(self.name) or (Port(DRIVER, 0, ()),)
+        graph = config.graph()
+        ports = graph.ports(stage) or (Port(DRIVER, 0, ()),)
+        self._share = Share(assignment.stage.turns, assignment.replica)
         self.model = StageModel(assignment)
         self.finished = threading.Event()
         self._limits = assignment.limits
-        self._compute = ComputeThread(policy(assignment.config.schedule), activity)
+        self._compute = ComputeThread(policy(config.schedule), activity)
         self._feed = feed
-        self._inputs = Inputs(graph, self.name, Stage.forward, feed)
+        self._inputs = Inputs(graph, stage, self._share, config.turns_of, Stage.forward, feed)
         self._failures = Failures()
         self._backwards = Backwards(
             self.name,
@@ -105,14 +110,28 @@ class Stage:
             ports,
             self._backwards,
             recompute=assignment.stage.recompute,
-            wire_dtype=_WIRE_DTYPES[assignment.config.wire_dtype],
+            wire_dtype=_WIRE_DTYPES[config.wire_dtype],
             loss_scale=scale,
         )
-        self.optimizer = StageOptimizer(self.name, self.model, assignment, self._compute, scale)
+        self._replication = (
+            Replication(
+                assignment.member, self.model, Stage.part, Stage.total, Stage.state_of_first
+            )
+            if assignment.member.num_replicas > 1
+            else None
+        )
+        self.optimizer = StageOptimizer(
+            self.model,
+            assignment,
+            self._compute,
+            (lambda step: None) if self._replication is None else self._replication.stepped,
+            scale,
+        )
         self._exchange = Exchange(
             self.name,
             self._inputs,
             len(ports),
+            self._share,
             self._compute,
             execution,
             self._failures,
@@ -122,7 +141,7 @@ class Stage:
         self._conductor = Conductor(
             self.name,
             lambda bundle: self.forward(bundle, DRIVER_PORT),
-            assignment.in_flight,
+            assignment.conducted,
             is_scaled=scale is not None,
         )
         self._lock = threading.Lock()
@@ -142,9 +161,17 @@ class Stage:
         """Forward and backward of a round, asked of the sink; see Conductor."""
         return self._conductor.train(bundles, after)
 
+    def stand_by(self, bundle: Bundle) -> None:
+        """Take part in the round of a bundle of others: it has none for this replica."""
+        if self._feed is not None and bundle.works[0].drawn:
+            self._feed.skip(bundle)
+        self._begin(bundle)
+
     def abort(self, first: int, last: int) -> list[Raised]:
         """Fail all that waits in the rounds from `first` to `last`; returns what failed here."""
         self._exchange.refuse(last)
+        if self._replication is not None:
+            self._replication.abort(last)
         self._compute.abort(first, last)  # before the failures are forgotten; see `_finish`
         failures = self._failures.take(first, last)
         self._exchange.forget()
@@ -156,6 +183,24 @@ class Stage:
         """Hear from a reader that it has no gradients for some tensors of its answer."""
         with self._lock:
             self._missing.setdefault((work.round, work.microbatch), {})[port] = which
+
+    def part(self, asking: int, key: int, bucket: int) -> Future[Any]:
+        """What this replica has of gradients that another one sums; see Summing."""
+        return self._replicas.part(asking, key, bucket)
+
+    def total(self, key: int, bucket: int) -> Future[Any]:
+        """The gradients that this replica sums; see Summing."""
+        return self._replicas.total(key, bucket)
+
+    def state_of_first(self, key: str) -> Future[Any]:
+        """What another replica takes over from this one; see FirstState."""
+        return self._replicas.state(key)
+
+    @property
+    def _replicas(self) -> Replication:
+        if self._replication is None:
+            raise JobError(f"stage {self.name!r} has no replicas")
+        return self._replication
 
     def settle(self) -> Future[Any]:
         """The StepReport of the last step, or None, once that is done.
@@ -170,6 +215,38 @@ class Stage:
             return self.optimizer.report
 
         return self._compute.future(report)
+
+    def sum(self, round_number: int) -> Future[Any]:
+        """Sum the gradients of all replicas, after a round that did not do so by itself.
+
+        Raises:
+            StageError: this stage or another replica has failed.
+        """
+
+        def sum_them() -> None:
+            if self._has_failed(round_number):
+                raise self._failures.broken or gone(self.name)
+            self._sum(round_number)
+
+        return self._compute.future(sum_them)
+
+    def unite(self, follows: bool) -> Future[Any]:
+        """Begin as what replica 0 is.
+
+        Args:
+            follows: whether its parameters are taken over after each step as well.
+        """
+
+        def begin() -> None:
+            if self._replication is not None:
+                self._replication.unite()
+                self._replication.follow(follows)
+
+        return self._compute.future(begin)
+
+    def signature(self) -> dict[str, str]:
+        """What all replicas of a stage must agree on: what their tensors are, and the code."""
+        return self.model.signature()
 
     def keep(self, version: int) -> Future[Any]:
         """Keep what this stage is now, as `version`."""
@@ -208,6 +285,13 @@ class Stage:
         state = self.model.state_dict
         return self._compute.future(
             lambda: {name: digest.tensor_line(name, value) for name, value in state().items()}
+        )
+
+    def parameter_digests(self) -> Future[Any]:
+        """The same of the parameters alone."""
+        named = self.model.named_parameters
+        return self._compute.future(
+            lambda: {name: digest.tensor_line(name, value) for name, value in named()}
         )
 
     def state_dict(self) -> Future[Any]:
@@ -268,12 +352,20 @@ class Stage:
         everything = Limits(bundle.num_bundles, bundle.num_bundles)
         return Round(
             step=bundle.step,
-            num_bundles=bundle.num_bundles,
+            bundles=self._share.numbers(bundle.num_bundles),
             limits=self._limits if training else everything,
             training=training,
+            start=functools.partial(self._start, bundle),
             finish=functools.partial(self._finish, bundle.works[0]),
             is_held=bundle.end is End.HOLD,
         )
+
+    def _start(self, bundle: Bundle) -> None:
+        """The first action of a round comes."""
+        if self._replication is not None and bundle.mode is Mode.TRAIN:
+            own = microbatches_of(bundle, self._share.numbers(bundle.num_bundles))
+            is_early = bundle.end is not End.NOTHING
+            self._replication.begin(bundle.round, len(own), is_early)
 
     def _finish(self, work: Work) -> None:
         """What this stage does by itself after its last action of a round.
@@ -283,15 +375,33 @@ class Stage:
         Args:
             work: any of the round's.
         """
-        if self._failures.broken is not None or self._failures.has_any(work.round):
+        if self._has_failed(work.round):
             return
         try:
             if work.end is End.STEP:
+                self._sum(work.round)
                 self.optimizer.step_now()
             if work.version:
                 self._guard_saving(lambda s: s.take(work.version, work.save))
         except StageError as error:
             self._failures.broken = error
+
+    def _has_failed(self, round_number: int) -> bool:
+        """Whether this stage lacks a part of a round's gradient; other replicas hear of it."""
+        failed = self._failures.broken is not None or self._failures.has_any(round_number)
+        if failed and self._replication is not None:
+            self._replication.abort(round_number)
+        return failed
+
+    def _sum(self, round_number: int) -> None:
+        """Have the gradients of all replicas.
+
+        Raises:
+            StageError: they cannot be had.
+        """
+        if self._replication is not None:
+            with self._compute.activity.doing("sum", self.optimizer.steps + 1):
+                self._replication.sum(round_number, self.optimizer.steps + 1)
 
     def _guard_saving(self, save: Callable[[StageSnapshots], None]) -> None:
         """Call `save`, where this stage keeps anything.
@@ -311,8 +421,8 @@ class Stage:
         with self._lock:
             return self._missing.pop((work.round, work.microbatch), {})
 
-    def _tell_missing(self, work: Work, index: int, which: list[int]) -> None:
-        producer = self._inputs.references[index].producer
+    def _tell_missing(self, bundle: Bundle, work: Work, index: int, which: list[int]) -> None:
+        producer = self._inputs.producer(index, bundle)
         port = self._inputs.ports[index]
-        told = transport.call(member(producer), Stage.note_missing, work, port, which)
+        told = transport.call(producer, Stage.note_missing, work, port, which)
         transport.result(told, producer)

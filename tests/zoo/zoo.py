@@ -522,3 +522,25 @@ def leaking(leak: int = 0) -> Layers:
         ("leak", lambda: Leak(leak)),
         ("head", lambda: nn.Linear(FEATURES, 1)),
     ]
+
+
+def sleepy() -> Layers:
+    """A layer that sleeps as long as SLEEPS says on its host."""
+    return [("sleeper", Drowsy), ("head", lambda: nn.Linear(FEATURES, 1))]
+
+
+class Drowsy(nn.Module):
+    """Sleeps in every forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        time.sleep(float(os.environ.get("SLEEPS", "0")))
+        return x
+
+
+def wide() -> Layers:
+    """A layer that is as wide as WIDTH says on its host."""
+    width = int(os.environ.get("WIDTH", "8"))
+    return [
+        ("hidden", lambda: nn.Linear(FEATURES, width)),
+        ("head", lambda: nn.Linear(width, 1)),
+    ]

@@ -1,0 +1,64 @@
+"""That the replicas of a stage are one model: when a group begins, and when it is looked at."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rpcmp import transport
+from rpcmp.driver.workers import Workers
+from rpcmp.errors import ConfigError, MismatchError
+from rpcmp.members import Member
+from rpcmp.worker.stage import Stage
+
+
+def unite(workers: Workers) -> None:
+    """Make all replicas what the first one is, before the first step.
+
+    Raises:
+        ConfigError: they have other code, or tensors of other names or shapes.
+    """
+    signatures = workers.everywhere(Stage.signature)
+    for first, other in _pairs(workers):
+        what = _first_difference(signatures[first.label], signatures[other.label])
+        if what is not None:
+            raise ConfigError(
+                f"replicas {first.replica} and {other.replica} of stage {first.stage!r} are not "
+                f"the same model: {what}; install the same code on their hosts"
+            )
+    hosts = workers.everywhere(Stage.host)
+    unequal = {f.stage for f, other in _pairs(workers) if hosts[f.label] != hosts[other.label]}
+    united = [
+        (worker.label, workers.on(worker, Stage.unite, worker.stage in unequal))
+        for worker in workers
+    ]
+    transport.results(united)
+
+
+def require_equal(workers: Workers) -> None:
+    """Check that the replicas of every stage have the same trained parameters.
+
+    Raises:
+        MismatchError: they do not.
+    """
+    digests = workers.everywhere(Stage.parameter_digests)
+    for first, other in _pairs(workers):
+        what = _first_difference(digests[first.label], digests[other.label])
+        if what is not None:
+            raise MismatchError(
+                f"replicas {first.replica} and {other.replica} of stage {first.stage!r} have "
+                f"become different models: {what}"
+            )
+
+
+def _pairs(workers: Workers) -> Iterator[tuple[Member, Member]]:
+    """Each other replica with its stage's first."""
+    firsts = {worker.stage: worker for worker in workers if worker.replica == 0}
+    return ((firsts[worker.stage], worker) for worker in workers if worker.replica)
+
+
+def _first_difference(first: dict[str, str], other: dict[str, str]) -> str | None:
+    for name in [*first, *(name for name in other if name not in first)]:
+        if first.get(name) != other.get(name):
+            is_, other_is = (found.get(name, "missing").strip() for found in (first, other))
+            return f"{name} is {is_} here and {other_is} there"
+    return None

@@ -1,0 +1,55 @@
+"""References to all workers of a group, and calls to them, all at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from rpcmp import transport
+from rpcmp.members import Member
+from rpcmp.transport import RRef
+
+
+class Workers:
+    """All workers, or their parts, as the driver reaches them.
+
+    Args:
+        rrefs: by worker, in the order of the config.
+    """
+
+    def __init__(self, rrefs: dict[Member, RRef[Any]]) -> None:
+        self._rrefs = rrefs
+
+    @classmethod
+    def join(cls, members: Sequence[Member]) -> Workers:
+        """What they serve to the group."""
+        return cls({worker: transport.remote_service(worker.name) for worker in members})
+
+    def parts(self, getter: Callable[[Any], Any]) -> Workers:
+        """Of each object the part that `getter` returns where it lives."""
+        return Workers({w: transport.remote_part(rref, getter) for w, rref in self._rrefs.items()})
+
+    def __iter__(self) -> Iterator[Member]:
+        return iter(self._rrefs)
+
+    def everywhere(self, method: Callable[..., Any], *args: Any) -> dict[str, Any]:
+        """What `method(object, *args)` returns, by the workers' labels.
+
+        Raises:
+            RpcmpError: what the first of them raised.
+        """
+        rrefs = {worker.label: rref for worker, rref in self._rrefs.items()}
+        return transport.call_each(rrefs, method, *args)
+
+    def on_firsts(self, method: Callable[..., Any], *args: Any) -> dict[str, Any]:
+        """The same, asked of the first replica of each stage alone; by the stages' names."""
+        rrefs = {w.stage: rref for w, rref in self._rrefs.items() if w.replica == 0}
+        return transport.call_each(rrefs, method, *args)
+
+    def on(self, worker: Member, method: Callable[..., Any], *args: Any) -> Any:
+        """A future of what one of them returns."""
+        return transport.call_rref(self._rrefs[worker], method, *args)
+
+    def release(self) -> None:
+        """Let go of the references; nothing else may be called afterwards."""
+        self._rrefs.clear()

@@ -1,0 +1,160 @@
+"""What the replicas of a stage do together, so that they stay one model.
+
+    backward of the last micro-batch ──gradients, bucket by bucket──┐
+    after it   the rest of the sum, then replica 0's buffers        └─> all have the same sum
+    then       each steps its own optimizer, to the same parameters
+
+A round whose gradients only add up does none of this; the driver then asks for the sum when
+somebody wants to step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import Tensor, nn
+from torch.futures import Future
+
+from rpcmp import transport
+from rpcmp.errors import StageError, one_line
+from rpcmp.members import Member, member
+from rpcmp.worker.firststate import FirstState, gone
+from rpcmp.worker.model import StageModel
+from rpcmp.worker.readiness import Readiness
+from rpcmp.worker.summing import Summing
+
+Method = Callable[..., Future[Any]]
+
+
+class Replication:
+    """One replica's side of it; all but the answers to others on the compute thread.
+
+    Args:
+        own: which replica of which stage.
+        model: its layers.
+        part, total, state: the methods by which another replica's `part`, `total` and `state` are
+            asked for.
+    """
+
+    def __init__(
+        self, own: Member, model: StageModel, part: Method, total: Method, state: Method
+    ) -> None:
+        self._own = own
+        self._model = model
+        names = [member(own.stage, replica) for replica in range(own.num_replicas)]
+        parameters = [value for _, value in model.named_parameters() if value.requires_grad]
+        self._summing = Summing(
+            parameters, own.replica, own.num_replicas, _Others(names, own.replica, part, total)
+        )
+        self._readiness = Readiness(
+            parameters, [bucket.indices for bucket in self._summing.buckets], self._launch
+        )
+        self._first = FirstState(
+            names[0] if own.replica else None,
+            own.num_replicas - 1,
+            lambda name, key: transport.call(name, state, key),
+        )
+        self._round = 0
+        self._has_sum = False
+        self._follows = False
+
+    def begin(self, round_number: int, num_microbatches: int, is_early: bool) -> None:
+        """A training round's first action comes.
+
+        Args:
+            num_microbatches: that this replica computes of it.
+            is_early: whether it ends with a sum, of which parts may be made before its end.
+        """
+        if round_number == self._round:
+            return
+        self._round = round_number
+        self._forget_sum()
+        self._readiness.begin(num_microbatches, is_early)
+
+    def sum(self, round_number: int, step: int) -> None:
+        """Sum the gradients after a round, and take over replica 0's buffers; waits for the others.
+
+        Args:
+            step: the optimizer step that it is for.
+
+        Raises:
+            StageError: another replica has failed or is gone, or a gradient cannot be summed.
+        """
+        try:
+            self.begin(round_number, 0, is_early=False)
+            for number in self._readiness.end():
+                self._summing.launch(round_number, number)
+            self._summing.finish(round_number)
+            self._has_sum = True
+            self._first.share(f"buffers {round_number}", list(self._buffers()))
+        except Exception as error:
+            raise StageError(self._own.label, "sum", one_line(error), step=step) from error
+
+    def unite(self) -> None:
+        """Begin as what replica 0 is."""
+        self._first.share("begin", [*self._parameters(), *self._buffers()])
+
+    def follow(self, follows: bool) -> None:
+        """Whether replica 0's parameters are taken over after each step."""
+        self._follows = follows
+
+    def stepped(self, step: int) -> None:
+        """The optimizer has stepped."""
+        self._has_sum = False
+        if self._follows:
+            self._first.share(f"step {step}", self._parameters())
+
+    def abort(self, last: int) -> None:
+        """Let no replica wait for the rounds up to `last`."""
+        error = gone(self._own.label)
+        self._summing.abort(last, error)
+        self._first.abort(error)
+
+    # What the other replicas ask.
+
+    def part(self, asking: int, key: int, bucket: int) -> Future[Any]:
+        """See Summing."""
+        return self._summing.part(asking, key, bucket)
+
+    def total(self, key: int, bucket: int) -> Future[Any]:
+        """See Summing."""
+        return self._summing.sum_of_chunk(key, bucket)
+
+    def state(self, key: str) -> Future[Any]:
+        """See FirstState."""
+        return self._first.get(key)
+
+    def _launch(self, bucket: int) -> None:
+        self._summing.launch(self._round, bucket)
+
+    def _forget_sum(self) -> None:
+        """Gradients that add to a sum must be added once: to replica 0's."""
+        if self._has_sum and self._own.replica:
+            for parameter in self._summing.parameters:
+                parameter.grad = None
+        self._has_sum = False
+
+    def _parameters(self) -> list[nn.Parameter]:
+        return [value for _, value in self._model.named_parameters()]
+
+    def _buffers(self) -> Iterable[Tensor]:
+        for module in self._model.modules():
+            yield from module.buffers(recurse=False)
+
+
+class _Others:
+    """The other replicas, by torch RPC."""
+
+    def __init__(self, names: list[str], own: int, part: Method, total: Method) -> None:
+        self._names, self._own = names, own
+        self._part, self._total = part, total
+
+    def part(self, member: int, key: int, bucket: int) -> Future[Any]:
+        return transport.call(self._names[member], self._part, self._own, key, bucket)
+
+    def total(self, member: int, key: int, bucket: int) -> Future[Any]:
+        return transport.call(self._names[member], self._total, key, bucket)
+
+    def name(self, member: int) -> str:
+        return self._names[member]

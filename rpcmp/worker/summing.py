@@ -1,0 +1,267 @@
+"""The sum of gradients over workers that have the same parameters, over the stages' own RPC.
+
+    member 0   [a0 | b0] ──b0──> member 1      every member sums one chunk of each bucket,
+    member 1   [a1 | b1] ──a1──> member 0      in the order of the members (reduce-scatter),
+    both       [a0+a1 | b0+b1]                 and gets the others' chunks (all-gather)
+
+Members ask for what they need and are answered when it is there, as everywhere in rpcmp. A bucket
+is on its way as soon as the last micro-batch has given all of its gradients, while the backward
+goes on. Every element is summed once, in one order, and sent to all: members cannot differ.
+
+The compute thread only begins and waits; copies and sums are made on a thread of their own, since
+RPC threads must not be held up.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future as Waiting
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Protocol
+
+from torch import nn
+from torch.futures import Future
+
+from rpcmp import transport
+from rpcmp.errors import JobError, RpcmpError, from_wire, one_line, to_wire
+from rpcmp.transport import Raised
+from rpcmp.work import Part
+from rpcmp.worker import buckets
+from rpcmp.worker.buckets import Bucket
+
+
+class Others(Protocol):
+    """How a member reaches the others."""
+
+    def part(self, member: int, key: int, bucket: int) -> Future[Any]:
+        """A member's part of the chunk that the asking one sums."""
+
+    def total(self, member: int, key: int, bucket: int) -> Future[Any]:
+        """The sum of the chunk that a member sums."""
+
+    def name(self, member: int) -> str:
+        """What a member is called."""
+
+
+class BucketSum:
+    """One bucket of one sum, as far as it has come.
+
+    Attributes:
+        mine: this member's own gradients, flat.
+        total: the sum of the chunk that this member sums.
+        done: the sum of the whole bucket.
+        left: what `done` waits for: the own chunk, and all others'.
+        owed: how often somebody has still to get something from here, this worker included.
+    """
+
+    def __init__(self, left: int, owed: int) -> None:
+        self.mine: Waiting[Part] = Waiting()
+        self.total: Waiting[Part] = Waiting()
+        self.done: Waiting[Part] = Waiting()
+        self.left = left
+        self.owed = owed
+
+    def fail(self, error: Exception) -> None:
+        """Let nobody wait for what will not come."""
+        for promise in (self.mine, self.total, self.done):
+            if not promise.done():
+                promise.set_exception(error)
+
+
+class Summing:
+    """One worker's side of the sums of one group of members.
+
+    Sums are numbered, and every member takes part in all of them in the same order.
+
+    Args:
+        parameters: those that the members share, in the same order at each.
+        rank: of this member.
+        num_members: how many there are; at least two.
+        others: how to reach them.
+    """
+
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], rank: int, num_members: int, others: Others
+    ) -> None:
+        self.parameters = list(parameters)
+        self.rank = rank
+        self._others = others
+        self._members = [member for member in range(num_members) if member != rank]
+        self.buckets = buckets.pack(self.parameters)
+        self._chunks = [
+            buckets.chunks(bucket, num_members, number)
+            for number, bucket in enumerate(self.buckets)
+        ]
+        self._lock = threading.Lock()
+        self._sums: dict[int, list[BucketSum]] = {}
+        self._over = 0
+        self._thread = ThreadPoolExecutor(1, "rpcmp-sum")
+
+    # What this worker does.
+
+    def launch(self, key: int, number: int) -> None:
+        """Begin to sum a bucket, whose gradients are final; does not wait."""
+        gradients = [self.parameters[index].grad for index in self.buckets[number].indices]
+
+        def pack() -> None:
+            self._pack(key, number, self.buckets[number].flat(gradients))
+
+        self._later(key, number, pack)
+
+    def finish(self, key: int) -> None:
+        """Wait for all buckets, which must have been launched; the sums are the gradients then.
+
+        Raises:
+            RpcmpError: a member has failed or is gone.
+            ValueError: a gradient cannot be summed.
+        """
+        for bucket, found in zip(self.buckets, self._of(key), strict=True):
+            bucket.unpack(found.done.result(), self.parameters)
+            self._note_served(key, found)
+
+    def abort(self, last: int, error: RpcmpError) -> None:
+        """Give up the sums up to number `last`: nobody waits for them any more."""
+        with self._lock:
+            self._over = max(self._over, last)
+            gone = [self._sums.pop(key) for key in list(self._sums) if key <= last]
+        for found in (found for of_sum in gone for found in of_sum):
+            found.fail(error)
+
+    # What the other members ask.
+
+    def part(self, asking: int, key: int, number: int) -> Future[Any]:
+        """The part of the chunk that another member sums."""
+        start, end = self._chunks[number][asking]
+
+        def answer(mine: Part) -> Part:
+            return Part(mine.values[start:end], mine.has)
+
+        return self._answer(key, number, lambda found: found.mine, answer)
+
+    def sum_of_chunk(self, key: int, number: int) -> Future[Any]:
+        """The sum of the chunk that this member sums."""
+        return self._answer(key, number, lambda found: found.total, lambda total: total)
+
+    # How a sum goes on, on the own thread.
+
+    def _pack(self, key: int, number: int, mine: Part) -> None:
+        found = self._of(key)[number]
+        found.mine.set_result(mine)
+        if self._owns(self.rank, number):
+            asked = [
+                (self._others.name(m), self._others.part(m, key, number)) for m in self._members
+            ]
+            self._when_all(key, number, asked, self._sum)
+        owners = [member for member in self._members if self._owns(member, number)]
+        if owners:
+            asked = [(self._others.name(m), self._others.total(m, key, number)) for m in owners]
+            self._when_all(key, number, asked, functools.partial(self._gather, owners))
+
+    def _sum(self, key: int, number: int, others: list[Part]) -> None:
+        """All parts of the own chunk are there."""
+        found, (start, end) = self._of(key)[number], self._chunks[number][self.rank]
+        mine = found.mine.result()
+        parts = [*others[: self.rank], Part(mine.values[start:end], mine.has)]
+        parts += others[self.rank :]
+        total = buckets.add(parts, self.buckets[number], start)
+        if self.rank:  # else it has been summed where it belongs
+            mine.values[start:end] = total.values
+        found.total.set_result(total)
+        self._one_has_come(found, total)
+
+    def _gather(self, owners: list[int], key: int, number: int, totals: list[Part]) -> None:
+        """All chunks that others sum are there. Their owners have had our parts of them."""
+        found = self._of(key)[number]
+        values = found.mine.result().values
+        for owner, total in zip(owners, totals, strict=True):
+            start, end = self._chunks[number][owner]
+            values[start:end] = total.values
+        self._one_has_come(found, totals[0])
+
+    @staticmethod
+    def _one_has_come(found: BucketSum, total: Part) -> None:
+        found.left -= 1
+        if not found.left:
+            found.done.set_result(Part(found.mine.result().values, total.has))
+
+    def _when_all(
+        self,
+        key: int,
+        number: int,
+        asked: list[tuple[str, Future[Any]]],
+        then: Callable[[int, int, list[Part]], None],
+    ) -> None:
+        def arrived(answers: list[Any]) -> None:
+            def go_on() -> None:
+                for answer in answers:
+                    if isinstance(answer, Raised):
+                        raise from_wire(answer.error)
+                then(key, number, answers)
+
+            self._later(key, number, go_on)
+
+        transport.when_all(asked, arrived)
+
+    def _later(self, key: int, number: int, work: Callable[[], None]) -> None:
+        def guarded() -> None:
+            try:
+                work()
+            except Exception as error:
+                self._of(key)[number].fail(error)
+
+        self._thread.submit(guarded)
+
+    def _answer(
+        self,
+        key: int,
+        number: int,
+        wanted: Callable[[BucketSum], Waiting[Part]],
+        answer: Callable[[Part], Part],
+    ) -> Future[Any]:
+        future: Future[Any] = Future()
+
+        def there(promise: Waiting[Part]) -> None:
+            error = promise.exception()
+            if error is None:
+                future.set_result(answer(promise.result()))
+            else:
+                known = error if isinstance(error, RpcmpError) else JobError(one_line(error))
+                future.set_result(Raised(to_wire(known)))
+            self._note_served(key, found)
+
+        found = self._of(key)[number]
+        wanted(found).add_done_callback(there)
+        return future
+
+    def _owns(self, member: int, number: int) -> bool:
+        start, end = self._chunks[number][member]
+        return end > start
+
+    def _of(self, key: int) -> list[BucketSum]:
+        """The buckets of a sum; of one that was given up, such as have failed."""
+        with self._lock:
+            found = self._sums.get(key)
+            if found is None:
+                found = [self._begun(bucket, n) for n, bucket in enumerate(self.buckets)]
+                if key > self._over:
+                    self._sums[key] = found
+                    return found
+                for one in found:
+                    one.fail(JobError(f"the step of round {key} was aborted"))
+        return found
+
+    def _begun(self, bucket: Bucket, number: int) -> BucketSum:
+        is_mine = self._owns(self.rank, number)
+        owners = sum(self._owns(member, number) for member in self._members)
+        answers = owners + (len(self._members) if is_mine else 0)
+        return BucketSum(left=is_mine + bool(owners), owed=answers + 1)
+
+    def _note_served(self, key: int, served: BucketSum) -> None:
+        """Somebody has had something; let go of a sum that everybody has."""
+        with self._lock:
+            served.owed -= 1
+            if not any(one.owed for one in self._sums.get(key, ())):
+                self._sums.pop(key, None)
+                self._over = max(self._over, key)
