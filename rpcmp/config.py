@@ -110,6 +110,11 @@ class Config(Strict):
     report: FactoryOrName | None = Field(
         default=None, description="called with `predict` after training; its text is printed"
     )
+    tied: list[list[str]] = Field(
+        default_factory=list,
+        description="parameters that are one, by their names in the unsplit model, such as "
+        '[["embed.weight", "head.weight"]]; stored under the first name',
+    )
     init: str | None = Field(
         default=None,
         description="safetensors file with the weights to start from, by the unsplit model's names",
@@ -197,6 +202,16 @@ class Config(Strict):
     def is_replicated(self) -> bool:
         """Whether any stage has more than one replica."""
         return any(stage.num_replicas > 1 for stage in self.stages)
+
+    @property
+    def sums_gradients(self) -> bool:
+        """Whether workers have to put their gradients together before a step."""
+        return self.is_replicated or bool(self.tied)
+
+    @property
+    def tied_to(self) -> dict[str, str]:
+        """For each parameter that is tied to another one the name of that, which is the first."""
+        return {name: first for first, *others in self.tied for name in others}
 
     @property
     def shares(self) -> dict[str, list[int]]:
@@ -377,6 +392,18 @@ class Config(Strict):
             )
         for index in range(self.num_stages):
             self._check_stage(names[index], self.stage(index))
+        return self
+
+    @model_validator(mode="after")
+    def _check_tied(self) -> Self:
+        for names in self.tied:
+            if len(names) < 2:
+                raise ValueError(f"tied: {names} names one parameter; name at least two")
+        every = [name for names in self.tied for name in names]
+        if twice := sorted({name for name in every if every.count(name) > 1}):
+            raise ValueError(
+                f"tied: {', '.join(twice)} is named twice; list all that are one together"
+            )
         return self
 
     @model_validator(mode="after")

@@ -92,7 +92,7 @@ def build(config: Config, stage_index: int, names: Iterable[str]) -> dict[str, n
 
 def _with_weights(config: Config, modules: dict[str, nn.Module]) -> dict[str, nn.Module]:
     if config.init is not None:
-        weights.load(config.init, modules)
+        weights.load(config.init, modules, config.tied_to)
     return modules
 
 
@@ -156,5 +156,5 @@ def _refuse_shared_parameters(modules: Mapping[str, nn.Module]) -> None:
             if owner != layer:
                 raise ConfigError(
                     f"the layers {owner!r} and {layer!r} share the parameter {name!r}; put both "
-                    "into one layer"
+                    "into one layer, or let each build its own and list them in `tied`"
                 )

@@ -13,13 +13,20 @@ import torch
 from pydantic import Field
 from torch import nn
 
-from rpcmp import devices, factory, inflight, layers, partition, weights
+from rpcmp import devices, factory, inflight, layers, partition, ties, weights
 from rpcmp.config import Config
 from rpcmp.errors import ConfigError, one_line
 from rpcmp.members import Member
 from rpcmp.schedule import Limits
 from rpcmp.sections import Factory, StageConfig, Strict
 from rpcmp.setting import Setting
+
+
+class Place(Strict):
+    """Where a tied parameter lies: in which stage, under which name."""
+
+    stage: str
+    name: str
 
 
 class Assignment(Strict):
@@ -38,6 +45,7 @@ class Assignment(Strict):
     settings: list[Setting] = Field(default_factory=list)
     driver_metrics: list[str] = Field(default_factory=list)
     loads_data: bool = False
+    tied: list[list[Place]] = Field(default_factory=list)
 
     @property
     def stage_name(self) -> str:
@@ -99,7 +107,18 @@ def assign(
     """
     _try_out(config, driver_metrics)
     layers_of_stages = _layers_of_stages(config)
-    _check_weights(config, [name for names in layers_of_stages for name in names])
+    unsplit = [name for names in layers_of_stages for name in names]
+    _check_weights(config, unsplit)
+    stage_of = {
+        layer: stage
+        for stage, names in zip(config.stage_names, layers_of_stages, strict=True)
+        for layer in names
+    }
+    tied = [
+        [Place(stage=stage_of[ties.layer_of(name, unsplit)], name=name) for name in names]
+        for names in config.tied
+    ]
+    _try_ties(config)
     return [
         Assignment(
             config=config,
@@ -109,6 +128,7 @@ def assign(
             settings=list(settings),
             driver_metrics=list(driver_metrics),
             loads_data=loads_data,
+            tied=tied,
         )
         for worker in config.workers
     ]
@@ -118,6 +138,27 @@ def _check_weights(config: Config, layers: Sequence[str]) -> None:
     """The file may be on the stages' hosts alone, where these are others."""
     if config.init is not None and (Path(config.init).exists() or not config.addresses):
         weights.require_known(config.init, layers)
+
+
+def _try_ties(config: Config) -> None:
+    """Whether tied parameters exist and fit, as far as a chain's layers can be built on nothing.
+
+    Else the driver finds out when the stages are built.
+    """
+    if not config.tied or config.model is None:
+        return
+    available = layers.chain_layers(config)
+    needed = {ties.layer_of(name, list(available)) for names in config.tied for name in names}
+    kinds = {}
+    for layer in needed:
+        try:
+            with torch.device("meta"):
+                module = available[layer]()
+        except Exception:  # it needs its host, or says there what is wrong with it
+            return
+        for name, parameter in module.named_parameters():
+            kinds[f"{layer}.{name}"] = f"{parameter.dtype} of shape {tuple(parameter.shape)}"
+    ties.require_equal(config.tied, kinds)
 
 
 def _layers_of_stages(config: Config) -> list[list[str]]:

@@ -28,8 +28,13 @@ def require_known(path: str, layers: Iterable[str]) -> None:
         raise ConfigError(f"init = {path!r} has tensors of no layer: {', '.join(unknown[:5])}")
 
 
-def load(path: str, modules: Mapping[str, nn.Module]) -> None:
+def load(path: str, modules: Mapping[str, nn.Module], tied_to: Mapping[str, str]) -> None:
     """Give these layers their tensors from the file.
+
+    Args:
+        path: of the file.
+        modules: by the layers' names.
+        tied_to: for parameters that the file need not have the names of those that they are.
 
     Raises:
         ConfigError: one is missing or of another shape, or the file cannot be read.
@@ -38,15 +43,17 @@ def load(path: str, modules: Mapping[str, nn.Module]) -> None:
         names = set(file.keys())
         for layer, module in modules.items():
             try:
-                module.load_state_dict(_own(file, names, f"{layer}."))
+                module.load_state_dict(_own(file, names, f"{layer}.", tied_to))
             except RuntimeError as error:
                 raise ConfigError(f"init = {path!r}: layer {layer!r}: {error}") from error
 
 
-def _own(file: Any, names: set[str], prefix: str) -> dict[str, Tensor]:
+def _own(file: Any, names: set[str], prefix: str, tied_to: Mapping[str, str]) -> dict[str, Tensor]:
+    stored = {name: name for name in names}
+    stored |= {name: first for name, first in tied_to.items() if first in names}
     return {
-        name.removeprefix(prefix): file.get_tensor(name)
-        for name in sorted(names)
+        name.removeprefix(prefix): file.get_tensor(stored[name])
+        for name in sorted(stored)
         if name.startswith(prefix)
     }
 

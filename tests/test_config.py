@@ -90,6 +90,7 @@ def test_the_defaults_are_as_documented() -> None:
         "scheduler_interval": "epoch",
         "metrics": {},
         "report": None,
+        "tied": [],
         "init": None,
         "data": None,
         "early_stopping": None,

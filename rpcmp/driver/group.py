@@ -100,8 +100,7 @@ class Group:
         self._step = 0
         self._accumulated = 0
         self._threads = ThreadPoolExecutor(inflight.in_flight(config), "rpcmp-bundle")
-        if config.is_replicated:
-            replicas.unite(self._workers)
+        self._unite()
 
     def reschedule(self, config: Config) -> None:
         """Go on under another setting, one that the plan foresaw; between two rounds.
@@ -264,6 +263,7 @@ class Group:
         Raises:
             ConfigError: a name is missing or unknown, or a shape differs.
         """
+        state = {n: value for n, value in state.items() if n not in self._config.tied_to}
         names: dict[str, list[str]] = self._workers.on_firsts(Stage.state_names)
         known = {name for of_stage in names.values() for name in of_stage}
         if known != set(state):
@@ -277,6 +277,7 @@ class Group:
             for w in self._workers
         ]
         transport.results(futures)
+        self._unite()
 
     def holdings(self) -> dict[str, Holding]:
         """What the stages have built to load samples from, by name; of those that do so."""
@@ -381,6 +382,11 @@ class Group:
     def _sink_name(self, replica: int) -> str:
         return member(self._sink, replica)
 
+    def _unite(self) -> None:
+        """Make equal what has to be, where several workers have the same parameters."""
+        if self._config.sums_gradients:
+            replicas.unite(self._workers, self._config.tied)
+
     def _sum_gradients(self) -> None:
         """Have replicas sum what has added up, where they have not done so yet."""
         if self._unsummed:
@@ -388,7 +394,7 @@ class Group:
             self._unsummed = 0
 
     def _sum_after(self, round_number: int) -> None:
-        if self._config.is_replicated:
+        if self._config.sums_gradients:
             self._everywhere(Stage.sum, round_number)
 
     def _bundles(self, works: list[Work]) -> list[Bundle]:

@@ -1,21 +1,27 @@
-"""That the replicas of a stage are one model: when a group begins, and when it is looked at."""
+"""That what several workers have is one: when a group begins, and when it is looked at."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from rpcmp import transport
 from rpcmp.driver.workers import Workers
 from rpcmp.errors import ConfigError, MismatchError
 from rpcmp.members import Member
+from rpcmp.ties import require_equal as require_equal_kinds
 from rpcmp.worker.stage import Stage
 
 
-def unite(workers: Workers) -> None:
-    """Make all replicas what the first one is, before the first step.
+def unite(workers: Workers, tied: Sequence[Sequence[str]]) -> None:
+    """Make all replicas what the first one is, and tied parameters equal, before the first step.
+
+    Args:
+        workers: all.
+        tied: the config's.
 
     Raises:
-        ConfigError: they have other code, or tensors of other names or shapes.
+        ConfigError: replicas have other code, or tensors of other names or shapes; or a tied
+            parameter does not exist, or is not like the one that it is tied to.
     """
     signatures = workers.everywhere(Stage.signature)
     for first, other in _pairs(workers):
@@ -25,6 +31,13 @@ def unite(workers: Workers) -> None:
                 f"replicas {first.replica} and {other.replica} of stage {first.stage!r} are not "
                 f"the same model: {what}; install the same code on their hosts"
             )
+    kinds = {
+        name: kind
+        for signature in signatures.values()
+        for name, kind in signature.items()
+        if kind.endswith(("trained", "frozen"))
+    }
+    require_equal_kinds(tied, kinds)
     hosts = workers.everywhere(Stage.host)
     unequal = {f.stage for f, other in _pairs(workers) if hosts[f.label] != hosts[other.label]}
     united = [

@@ -38,17 +38,27 @@ class Workers:
         Raises:
             RpcmpError: what the first of them raised.
         """
-        rrefs = {worker.label: rref for worker, rref in self._rrefs.items()}
-        return transport.call_each(rrefs, method, *args)
+        return self._on(list(self._rrefs), lambda worker: worker.label, method, *args)
 
     def on_firsts(self, method: Callable[..., Any], *args: Any) -> dict[str, Any]:
         """The same, asked of the first replica of each stage alone; by the stages' names."""
-        rrefs = {w.stage: rref for w, rref in self._rrefs.items() if w.replica == 0}
-        return transport.call_each(rrefs, method, *args)
+        firsts = [worker for worker in self._rrefs if worker.replica == 0]
+        return self._on(firsts, lambda worker: worker.stage, method, *args)
 
     def on(self, worker: Member, method: Callable[..., Any], *args: Any) -> Any:
         """A future of what one of them returns."""
         return transport.call_rref(self._rrefs[worker], method, *args)
+
+    def _on(
+        self,
+        asked: Sequence[Member],
+        name: Callable[[Member], str],
+        method: Callable[..., Any],
+        *args: Any,
+    ) -> dict[str, Any]:
+        """Not one after the other: where one fails, another may wait for it in vain."""
+        calls = [(name(worker), self.on(worker, method, *args)) for worker in asked]
+        return dict(zip(map(name, asked), transport.results(calls), strict=True))
 
     def release(self) -> None:
         """Let go of the references; nothing else may be called afterwards."""

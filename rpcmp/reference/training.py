@@ -10,7 +10,8 @@ Imports none of the data plane, so an error there cannot hide here. The rules:
 - stages run in topological order, and one optimizer a stage steps after all slices;
 - autocast and loss scaling are those of `rpcmp.reference.precision`, a region of autocast for every
   call of a layer and one for the loss;
-- what replicas of a stage do is the business of `rpcmp.reference.replicas`.
+- what replicas of a stage do is the business of `rpcmp.reference.replicas`, and what stages that
+  share a parameter do that of `rpcmp.reference.ties`.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from rpcmp.data import Batches
 from rpcmp.graph import Reference
 from rpcmp.reference import precision
 from rpcmp.reference.replicas import Replicas
+from rpcmp.reference.ties import Ties
 
 
 class UnsplitModel:
@@ -55,6 +57,7 @@ class UnsplitModel:
             for index, stage in enumerate(config.stage_names)
         }
         self._steps = precision.Steps(config, self._optimizers)
+        self._ties = Ties(config.tied, self._named_parameters())
         self._replicas = [
             Replicas(self._modules[worker.stage].values(), config.turns_of(worker.stage))
             for worker in config.workers
@@ -86,19 +89,25 @@ class UnsplitModel:
             for modules in self._modules.values()
             for layer, module in modules.items()
             for name, value in module.state_dict().items()
-            if isinstance(value, Tensor)
+            if isinstance(value, Tensor) and f"{layer}.{name}" not in self._config.tied_to
         }
 
     def parameters(self) -> list[nn.Parameter]:
         """All parameters that are trained, in order."""
         found = [
             parameter
-            for modules in self._modules.values()
-            for module in modules.values()
-            for parameter in module.parameters()
-            if parameter.requires_grad
+            for name, parameter in self._named_parameters().items()
+            if parameter.requires_grad and name not in self._config.tied_to
         ]
         return list(dict.fromkeys(found))
+
+    def _named_parameters(self) -> dict[str, nn.Parameter]:
+        return {
+            f"{layer}.{name}": parameter
+            for modules in self._modules.values()
+            for layer, module in modules.items()
+            for name, parameter in module.named_parameters()
+        }
 
     def _step(self, inputs: Any, targets: Any, step: int) -> float:
         sliced = list(zip(self._slices(inputs), self._slices(targets), strict=True))
@@ -113,7 +122,9 @@ class UnsplitModel:
                 replicas.leave(bundle)
         for replicas in self._replicas:
             replicas.sum()
+        self._ties.sum()
         has_stepped = self._steps.step(self.parameters())
+        self._ties.follow()
         for parameter in self.parameters():
             parameter.grad = None
         loss = math.fsum(losses)
@@ -166,12 +177,17 @@ class UnsplitModel:
 
     def _add_optimizer(self, index: int, stage: str) -> None:
         settings = self._config.stage(index)
-        modules = self._modules[stage].values()
-        parameters = list(dict.fromkeys(p for module in modules for p in module.parameters()))
+        named = {
+            f"{layer}.{name}": parameter
+            for layer, module in self._modules[stage].items()
+            for name, parameter in module.named_parameters()
+        }
+        parameters = list(dict.fromkeys(named.values()))
         if settings.frozen:
             for parameter in parameters:
                 parameter.requires_grad_(False)
-        trained = [parameter for parameter in parameters if parameter.requires_grad]
+        tied = {id(p) for name, p in named.items() if name in self._config.tied_to}
+        trained = [p for p in parameters if p.requires_grad and id(p) not in tied]
         if not trained:
             return
         source = self._config.optimizer_of(index)

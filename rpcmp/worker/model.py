@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rpcmp import devices, factory, layers, metrics, seeds, tree
+from rpcmp import devices, factory, layers, metrics, seeds, ties, tree
 from rpcmp.errors import ConfigError, FactoryError
 from rpcmp.examination.code import COMPARED_BY_VERSION, sha256_of
 from rpcmp.plan import Assignment
@@ -39,6 +39,7 @@ class StageModel:
     Attributes:
         is_sink: whether it computes the loss.
         device: where its modules are.
+        foreign: names of parameters that another one is tied to, which alone is stored and trained.
         tells_outputs: whether the driver has metrics of its own, and needs the outputs for them.
     """
 
@@ -53,6 +54,9 @@ class StageModel:
         dtype = config.autocast_of(assignment.stage_index)
         self._autocast = precision.autocast(self.device, dtype)
         self._modules = layers.build(config, assignment.stage_index, assignment.layers)
+        self.foreign = {
+            name for name in config.tied_to if ties.layer_of_any(name, assignment.layers)
+        }
         for module in self._modules.values():
             module.to(self.device)
             if settings.frozen:
@@ -133,14 +137,14 @@ class StageModel:
             f"{layer}.{name}": value
             for layer, module in self._modules.items()
             for name, value in module.state_dict().items()
-            if isinstance(value, Tensor)
+            if isinstance(value, Tensor) and f"{layer}.{name}" not in self.foreign
         }
 
     def signature(self) -> dict[str, str]:
         """What each parameter and buffer is, and which code made them, in words."""
         found = {
             name: f"{value.dtype} of shape {tuple(value.shape)}"
-            for name, value in self.state_dict().items()
+            for name, value in [*self.state_dict().items(), *self.named_parameters()]
         }
         for name, value in self.named_parameters():
             found[name] += ", trained" if value.requires_grad else ", frozen"
@@ -162,8 +166,13 @@ class StageModel:
                 for name, value in state.items()
                 if name.startswith(prefix)
             }
+            stays = {
+                name: value
+                for name, value in module.state_dict().items()
+                if f"{prefix}{name}" in self.foreign
+            }
             try:
-                module.load_state_dict(own)
+                module.load_state_dict(own | stays)
             except RuntimeError as error:
                 raise ConfigError(f"layer {layer!r}: {error}") from error
 

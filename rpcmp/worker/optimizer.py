@@ -34,7 +34,7 @@ class StageOptimizer:
         model: whose parameters are optimized; those that require grad.
         assignment: the config, with the stage's own optimizer arguments.
         compute: where it runs.
-        stepped: called after each step, with its number.
+        stepped: called after each step, with its number; may raise StageError.
         loss_scale: of the gradients; None: they are not scaled.
 
     Raises:
@@ -65,8 +65,10 @@ class StageOptimizer:
         config = assignment.config
         self._steps_scheduler = config.steps_scheduler("step") and not config.holds_steps
         source = config.optimizer_of(assignment.stage_index)
-        self.names = [name for name, value in model.named_parameters() if value.requires_grad]
-        self._parameters = [value for _, value in model.named_parameters() if value.requires_grad]
+        trained = {n: value for n, value in model.named_parameters() if value.requires_grad}
+        self._trained = list(trained.values())
+        self.names = [name for name in trained if name not in model.foreign]
+        self._parameters = [trained[name] for name in self.names]
         if loss_scale is not None:
             require_unscalable(self._label, zip(self.names, self._parameters, strict=True))
         self._optimizer: torch.optim.Optimizer | None = None
@@ -224,7 +226,7 @@ class StageOptimizer:
         return self.report
 
     def _zero_grad(self) -> None:
-        for parameter in self._parameters:
+        for parameter in self._trained:
             parameter.grad = None
 
     def _scale(self, factor: Tensor) -> None:

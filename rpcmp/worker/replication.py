@@ -10,16 +10,17 @@ somebody wants to step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.futures import Future
 
 from rpcmp import transport
-from rpcmp.errors import StageError, one_line
+from rpcmp.errors import RpcmpError, StageError, one_line
 from rpcmp.members import Member, member
-from rpcmp.worker.firststate import FirstState, gone
+from rpcmp.worker.board import NEVER, Board, Key
 from rpcmp.worker.model import StageModel
 from rpcmp.worker.readiness import Readiness
 from rpcmp.worker.summing import Summing
@@ -33,12 +34,19 @@ class Replication:
     Args:
         own: which replica of which stage.
         model: its layers.
-        part, total, state: the methods by which another replica's `part`, `total` and `state` are
-            asked for.
+        part, total: the methods by which another replica's `part` and `total` are asked for.
+        board: where the others find what they take over from replica 0.
+        fetch: what another worker has on its board; waits.
     """
 
     def __init__(
-        self, own: Member, model: StageModel, part: Method, total: Method, state: Method
+        self,
+        own: Member,
+        model: StageModel,
+        part: Method,
+        total: Method,
+        board: Board,
+        fetch: Callable[[str, Key], list[Tensor]],
     ) -> None:
         self._own = own
         self._model = model
@@ -50,11 +58,9 @@ class Replication:
         self._readiness = Readiness(
             parameters, [bucket.indices for bucket in self._summing.buckets], self._launch
         )
-        self._first = FirstState(
-            names[0] if own.replica else None,
-            own.num_replicas - 1,
-            lambda name, key: transport.call(name, state, key),
-        )
+        self._first = names[0]
+        self._board, self._fetch = board, fetch
+        self._begun = 0
         self._round = 0
         self._has_sum = False
         self._follows = False
@@ -87,29 +93,34 @@ class Replication:
                 self._summing.launch(round_number, number)
             self._summing.finish(round_number)
             self._has_sum = True
-            self._first.share(f"buffers {round_number}", list(self._buffers()))
+            self._share((round_number, "buffers"), list(self._buffers()))
         except Exception as error:
             raise StageError(self._own.label, "sum", one_line(error), step=step) from error
 
     def unite(self) -> None:
         """Begin as what replica 0 is."""
-        self._first.share("begin", [*self._parameters(), *self._buffers()])
+        self._begun += 1
+        self._share(
+            (NEVER, f"replicas begin {self._begun}"), [*self._parameters(), *self._buffers()]
+        )
 
     def follow(self, follows: bool) -> None:
         """Whether replica 0's parameters are taken over after each step."""
         self._follows = follows
 
-    def stepped(self, step: int) -> None:
-        """The optimizer has stepped."""
+    def stepped(self, round_number: int, step: int) -> None:
+        """The optimizer has stepped.
+
+        Raises:
+            RpcmpError: replica 0 is gone.
+        """
         self._has_sum = False
         if self._follows:
-            self._first.share(f"step {step}", self._parameters())
+            self._share((round_number, f"replicas after step {step}"), self._parameters())
 
-    def abort(self, last: int) -> None:
+    def abort(self, last: int, error: RpcmpError) -> None:
         """Let no replica wait for the rounds up to `last`."""
-        error = gone(self._own.label)
         self._summing.abort(last, error)
-        self._first.abort(error)
 
     # What the other replicas ask.
 
@@ -121,9 +132,21 @@ class Replication:
         """See Summing."""
         return self._summing.sum_of_chunk(key, bucket)
 
-    def state(self, key: str) -> Future[Any]:
-        """See FirstState."""
-        return self._first.get(key)
+    def _share(self, key: Key, tensors: Sequence[Tensor]) -> None:
+        """Let all replicas have the first one's tensors.
+
+        Batch normalization's running statistics are changed by the micro-batches that a replica
+        has seen: replica 0's count, as under DistributedDataParallel. Parameters are equal anyway,
+        but for hosts whose processors round an optimizer's step otherwise.
+        """
+        if not tensors:
+            return
+        if not self._own.replica:
+            self._board.post(key, tensors, self._own.num_replicas - 1)
+            return
+        with torch.no_grad():
+            for tensor, value in zip(tensors, self._fetch(self._first, key), strict=True):
+                tensor.copy_(value)
 
     def _launch(self, bucket: int) -> None:
         self._summing.launch(self._round, bucket)

@@ -37,21 +37,21 @@ from rpcmp.transport import Raised
 from rpcmp.turns import Share
 from rpcmp.work import Bundle, Drawn, End, Holding, Mode, StepReport, Work, microbatches_of
 from rpcmp.worker.backward import Backwards, Missing
+from rpcmp.worker.board import Key
 from rpcmp.worker.compute import ComputeThread
 from rpcmp.worker.conductor import Conductor
 from rpcmp.worker.exchange import Exchange
 from rpcmp.worker.execution import Execution
 from rpcmp.worker.failure import Failures
 from rpcmp.worker.feed import Feed
-from rpcmp.worker.firststate import gone
 from rpcmp.worker.inputs import Inputs
 from rpcmp.worker.memory import Meter
 from rpcmp.worker.model import StageModel
 from rpcmp.worker.optimizer import StageOptimizer
 from rpcmp.worker.precision import LossScale
-from rpcmp.worker.replication import Replication
 from rpcmp.worker.rounds import Round
 from rpcmp.worker.snapshots import StageSnapshots
+from rpcmp.worker.together import Together
 
 DRIVER_PORT = 0
 """The sink's only port: its reader wants the loss (the conductor) or the outputs (the driver)."""
@@ -113,19 +113,9 @@ class Stage:
             wire_dtype=_WIRE_DTYPES[config.wire_dtype],
             loss_scale=scale,
         )
-        self._replication = (
-            Replication(
-                assignment.member, self.model, Stage.part, Stage.total, Stage.state_of_first
-            )
-            if assignment.member.num_replicas > 1
-            else None
-        )
+        self._together = Together(assignment, self.model, Stage.part, Stage.total, Stage.posted)
         self.optimizer = StageOptimizer(
-            self.model,
-            assignment,
-            self._compute,
-            (lambda step: None) if self._replication is None else self._replication.stepped,
-            scale,
+            self.model, assignment, self._compute, self._together.stepped, scale
         )
         self._exchange = Exchange(
             self.name,
@@ -170,8 +160,7 @@ class Stage:
     def abort(self, first: int, last: int) -> list[Raised]:
         """Fail all that waits in the rounds from `first` to `last`; returns what failed here."""
         self._exchange.refuse(last)
-        if self._replication is not None:
-            self._replication.abort(last)
+        self._together.abort(last)
         self._compute.abort(first, last)  # before the failures are forgotten; see `_finish`
         failures = self._failures.take(first, last)
         self._exchange.forget()
@@ -186,21 +175,15 @@ class Stage:
 
     def part(self, asking: int, key: int, bucket: int) -> Future[Any]:
         """What this replica has of gradients that another one sums; see Summing."""
-        return self._replicas.part(asking, key, bucket)
+        return self._together.part(asking, key, bucket)
 
     def total(self, key: int, bucket: int) -> Future[Any]:
         """The gradients that this replica sums; see Summing."""
-        return self._replicas.total(key, bucket)
+        return self._together.total(key, bucket)
 
-    def state_of_first(self, key: str) -> Future[Any]:
-        """What another replica takes over from this one; see FirstState."""
-        return self._replicas.state(key)
-
-    @property
-    def _replicas(self) -> Replication:
-        if self._replication is None:
-            raise JobError(f"stage {self.name!r} has no replicas")
-        return self._replication
+    def posted(self, key: Key) -> Future[Any]:
+        """What another worker takes over from this one; see Board."""
+        return self._together.posted(key)
 
     def settle(self) -> Future[Any]:
         """The StepReport of the last step, or None, once that is done.
@@ -217,35 +200,26 @@ class Stage:
         return self._compute.future(report)
 
     def sum(self, round_number: int) -> Future[Any]:
-        """Sum the gradients of all replicas, after a round that did not do so by itself.
+        """Have all gradients that a step needs, after a round that did not do so by itself.
 
         Raises:
-            StageError: this stage or another replica has failed.
+            RpcmpError: this stage or another one has failed.
         """
 
         def sum_them() -> None:
             if self._has_failed(round_number):
-                raise self._failures.broken or gone(self.name)
+                raise self._failures.broken or JobError(f"stage {self.name!r} has failed")
             self._sum(round_number)
 
         return self._compute.future(sum_them)
 
     def unite(self, follows: bool) -> Future[Any]:
-        """Begin as what replica 0 is.
+        """Begin as what replica 0, and the owners of shared parameters, are; see Together."""
 
-        Args:
-            follows: whether its parameters are taken over after each step as well.
-        """
-
-        def begin() -> None:
-            if self._replication is not None:
-                self._replication.unite()
-                self._replication.follow(follows)
-
-        return self._compute.future(begin)
+        return self._compute.future(lambda: self._together.unite(follows))
 
     def signature(self) -> dict[str, str]:
-        """What all replicas of a stage must agree on: what their tensors are, and the code."""
+        """What workers must agree on: what their tensors are, and the code."""
         return self.model.signature()
 
     def keep(self, version: int) -> Future[Any]:
@@ -362,10 +336,10 @@ class Stage:
 
     def _start(self, bundle: Bundle) -> None:
         """The first action of a round comes."""
-        if self._replication is not None and bundle.mode is Mode.TRAIN:
+        if bundle.mode is Mode.TRAIN:
             own = microbatches_of(bundle, self._share.numbers(bundle.num_bundles))
             is_early = bundle.end is not End.NOTHING
-            self._replication.begin(bundle.round, len(own), is_early)
+            self._together.begin(bundle.round, len(own), is_early)
 
     def _finish(self, work: Work) -> None:
         """What this stage does by itself after its last action of a round.
@@ -387,21 +361,20 @@ class Stage:
             self._failures.broken = error
 
     def _has_failed(self, round_number: int) -> bool:
-        """Whether this stage lacks a part of a round's gradient; other replicas hear of it."""
+        """Whether this stage lacks a part of a round's gradient; others that wait hear of it."""
         failed = self._failures.broken is not None or self._failures.has_any(round_number)
-        if failed and self._replication is not None:
-            self._replication.abort(round_number)
+        if failed:
+            self._together.abort(round_number)
         return failed
 
     def _sum(self, round_number: int) -> None:
-        """Have the gradients of all replicas.
+        """Have the gradients of all workers with the same parameters.
 
         Raises:
             StageError: they cannot be had.
         """
-        if self._replication is not None:
-            with self._compute.activity.doing("sum", self.optimizer.steps + 1):
-                self._replication.sum(round_number, self.optimizer.steps + 1)
+        with self._compute.activity.doing("sum", self.optimizer.steps + 1):
+            self._together.sum(round_number, self.optimizer.steps + 1)
 
     def _guard_saving(self, save: Callable[[StageSnapshots], None]) -> None:
         """Call `save`, where this stage keeps anything.

@@ -544,3 +544,33 @@ def wide() -> Layers:
         ("hidden", lambda: nn.Linear(FEATURES, width)),
         ("head", lambda: nn.Linear(width, 1)),
     ]
+
+
+def language(vocabulary: int = 11, width: int = 8, marker: str = "") -> Layers:
+    """An embedding and a head that may have one weight, and what lies between them.
+
+    Args:
+        marker: where there is no such file, the worker of the third layer makes it and dies.
+    """
+    return [
+        ("embed", lambda: nn.Embedding(vocabulary, width)),
+        ("hidden", lambda: nn.Sequential(nn.Linear(width, width), nn.Dropout(0.2))),
+        ("mix", lambda: Mortal(width, marker)),
+        ("head", lambda: nn.Linear(width, vocabulary, bias=False)),
+    ]
+
+
+class Mortal(nn.Linear):
+    """Ends its process in the seventh forward, unless one has died of that before."""
+
+    def __init__(self, width: int, marker: str) -> None:
+        super().__init__(width, width)
+        self._marker = marker
+        self._left = 7
+
+    def forward(self, x: Tensor) -> Tensor:
+        self._left -= 1
+        if self._marker and not self._left and not os.path.exists(self._marker):
+            open(self._marker, "w").close()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().forward(x)

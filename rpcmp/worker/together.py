@@ -1,0 +1,133 @@
+"""What a worker does together with others between its backwards and its optimizer's step.
+
+(1) the replicas of a stage sum their gradients      rpcmp.worker.replication
+(2) stages that share a parameter add theirs         rpcmp.worker.ties
+(3) the optimizer steps
+(4) all take over what somebody else decides
+
+A worker without replicas and without shared parameters does nothing of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+from torch.futures import Future
+
+from rpcmp import transport
+from rpcmp.errors import JobError, RpcmpError, StageError, one_line
+from rpcmp.plan import Assignment
+from rpcmp.worker.board import Board, Key
+from rpcmp.worker.model import StageModel
+from rpcmp.worker.replication import Replication
+from rpcmp.worker.ties import Ties
+
+Method = Callable[..., Future[Any]]
+
+
+class Together:
+    """One worker's side of it; all but the answers to others on the compute thread.
+
+    Args:
+        assignment: which worker of which job.
+        model: its layers.
+        part, total, posted: the methods by which another worker's are asked for.
+    """
+
+    def __init__(
+        self, assignment: Assignment, model: StageModel, part: Method, total: Method, posted: Method
+    ) -> None:
+        self._own = own = assignment.member
+        config = assignment.config
+
+        def fetch(worker: str, key: Key) -> list[Tensor]:
+            found: list[Tensor] = transport.result(transport.call(worker, posted, key), worker)
+            return found
+
+        def replicas(stage: str) -> int:
+            return config.turns_of(stage).num_replicas
+
+        self._board = Board()
+        self._replication = (
+            Replication(own, model, part, total, self._board, fetch)
+            if own.num_replicas > 1
+            else None
+        )
+        self._ties = Ties(own, model, assignment.tied, replicas, self._board, fetch)
+        self._round = 0
+
+    def begin(self, round_number: int, num_microbatches: int, is_early: bool) -> None:
+        """A training round's first action comes; see Replication."""
+        if self._replication is not None:
+            self._replication.begin(round_number, num_microbatches, is_early)
+
+    def sum(self, round_number: int, step: int) -> None:
+        """Have all gradients that this worker's optimizer needs; waits for the others.
+
+        Args:
+            round_number: the round after which.
+            step: the optimizer step that it is for.
+
+        Raises:
+            StageError: another worker has failed or is gone, or a gradient cannot be summed.
+        """
+        self._round = round_number
+        if self._replication is not None:
+            self._replication.sum(round_number, step)
+        self._ties.sum(round_number, step)
+
+    def stepped(self, step: int) -> None:
+        """The optimizer has stepped.
+
+        Raises:
+            StageError: another worker has failed or is gone.
+        """
+        try:
+            if self._replication is not None:
+                self._replication.stepped(self._round, step)
+            self._ties.stepped(self._round, step)
+        except RpcmpError as error:
+            raise StageError(self._own.label, "sum", one_line(error), step=step) from error
+
+    def unite(self, follows: bool) -> None:
+        """Begin as what replica 0, and the owners of shared parameters, are.
+
+        Args:
+            follows: whether replica 0's parameters are taken over after each step as well.
+
+        Raises:
+            RpcmpError: another worker is gone.
+        """
+        self._ties.unite()
+        if self._replication is not None:
+            self._replication.unite()
+            self._replication.follow(follows)
+
+    def abort(self, last: int) -> None:
+        """Let no worker wait for what belongs to the rounds up to `last`."""
+        error = JobError(f"stage {self._own.label!r}: the step was aborted")
+        if self._replication is not None:
+            self._replication.abort(last, error)
+        self._board.abort(last, error)
+
+    # What other workers ask.
+
+    def part(self, asking: int, key: int, bucket: int) -> Future[Any]:
+        """See Summing."""
+        return self._replicas.part(asking, key, bucket)
+
+    def total(self, key: int, bucket: int) -> Future[Any]:
+        """See Summing."""
+        return self._replicas.total(key, bucket)
+
+    def posted(self, key: Key) -> Future[Any]:
+        """See Board."""
+        return self._board.get(key)
+
+    @property
+    def _replicas(self) -> Replication:
+        if self._replication is None:
+            raise JobError(f"stage {self._own.label!r} has no replicas")
+        return self._replication
