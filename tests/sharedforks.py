@@ -17,6 +17,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 
@@ -92,12 +93,15 @@ class SharedByAll:
         self.in_use = True
         self._without = without
         self._all: dict[str, SharedForks] = {}
+        # They end with the thread that has started them, so it must be one that stays.
+        self._starter = ThreadPoolExecutor(1, "shared-forks")
 
     def line(self, whose: str) -> socket.socket | None:
         """A line to the one for "drive", or for a stage; None where nothing is shared."""
         if not self.in_use:
             return None
-        return self._all.setdefault(whose, SharedForks(self._without)).line()
+        forks = self._all.setdefault(whose, SharedForks(self._without))
+        return self._starter.submit(forks.line).result()
 
     def children(self) -> list[psutil.Process]:
         """What was forked by any of them and has not ended."""
