@@ -198,6 +198,14 @@ def test_a_config_without_data_cannot_be_measured(tmp_path: Path) -> None:
         cases.load(str(path))
 
 
+@pytest.mark.parametrize(
+    "override", ["stages=[{replicas = 2}, {}]", 'tied=[["head.weight", "block0.weight"]]']
+)
+def test_what_no_peer_can_do_is_not_compared(job: JobFolder, override: str) -> None:
+    with pytest.raises(ConfigError, match="replicas or tied parameters"):
+        cases.load(str(job.config(OWN)), overrides=[override])
+
+
 def test_every_peer_of_a_case_exists() -> None:
     chosen = [name for case in cases.frozen().values() for name in case.peers or ()]
     assert set(chosen) <= set(lineup.CONTESTANTS)

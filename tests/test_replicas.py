@@ -242,6 +242,12 @@ def test_fewer_micro_batches_than_replicas_is_a_warning(job: JobFolder) -> None:
     )
 
 
+@pytest.mark.long
+def test_settings_are_measured_with_replicas_too(job: JobFolder) -> None:
+    result = rpcmp("tune", job.config(PIPELINES), "--json")
+    assert result.code == 0, result.err
+
+
 # From a program
 
 

@@ -180,6 +180,11 @@ def _own_case(
             f'{path} has balance = "auto"; give the list that `rpcmp drive` shows, so that all '
             "contestants train the same stages"
         )
+    if job.sums_gradients:
+        raise ConfigError(
+            f"{path} has replicas or tied parameters, which the other contestants do not know: "
+            "compare it without them"
+        )
     data = job.model_dump(exclude_unset=True)
     if num_microbatches is not None:
         data["num_microbatches"] = num_microbatches

@@ -239,7 +239,7 @@ class Stage:
         """
 
         def switch() -> None:
-            self._limits = limits[self.name]
+            self._limits = limits[self.optimizer.stage]
             self._compute.policy = policy(schedule)
             self._backwards.splits = self._limits.splits
 
