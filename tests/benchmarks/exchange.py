@@ -1,0 +1,149 @@
+"""One rank of an exchange of gradients by itself: by rpcmp's sum, or Gloo's all-reduce.
+
+Nothing is computed besides. Every rank has its gradients when the clock starts, and all have the
+sum when it stops; an exchange before that is not counted lets all begin at the same time.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import FileStore  # type: ignore[attr-defined]
+from torch.futures import Future
+
+from rpcmp import transport, unpickling
+from rpcmp.errors import MismatchError
+from rpcmp.process.channel import Message
+from rpcmp.worker.summing import Summing
+
+PARAMETER_BYTES = 10**6
+"""Of each parameter but the last: as in a model with several layers, and not in one piece."""
+
+ELEMENT_BYTES = 4
+
+
+class Exchange(ABC):
+    """Exchanges one after the other."""
+
+    def run(self, steps: int) -> Message:
+        """See Rank; there are no losses."""
+        self._exchange()
+        begin = time.monotonic_ns()
+        for _ in range(steps):
+            self._exchange()
+        end = time.monotonic_ns()
+        self._check()
+        return {"begin": begin, "end": end, "losses": []}
+
+    @abstractmethod
+    def _exchange(self) -> None:
+        """Once, until this rank has the sum."""
+
+    @abstractmethod
+    def _check(self) -> None:
+        """Whether it is the sum.
+
+        Raises:
+            MismatchError: it is not.
+        """
+
+
+class AllReduce(Exchange):
+    """One tensor, in place.
+
+    Args:
+        order: "bytes" of it; "rank", "world_size" and "store" as in torch.
+    """
+
+    def __init__(self, order: Message) -> None:
+        rank, self._world_size = order["rank"], order["world_size"]
+        dist.init_process_group(
+            "gloo", init_method=f"file://{order['store']}", rank=rank, world_size=self._world_size
+        )
+        self._tensor = torch.empty(order["bytes"] // ELEMENT_BYTES)
+        self._tensor.zero_()  # what is in place grows with every sum, but for zeros
+
+    def _exchange(self) -> None:
+        dist.all_reduce(self._tensor)
+
+    def _check(self) -> None:
+        ones = torch.ones(8)
+        dist.all_reduce(ones)
+        _require(ones, self._world_size)
+
+
+class Sum(Exchange):
+    """Parameters' gradients by `rpcmp.worker.summing`, over torch RPC as between workers.
+
+    In the clock: the copies into buckets and their way out, which a job's stages hide behind the
+    backward as far as they can. A process has what a worker has but for its private network.
+
+    Args:
+        order: "bytes" of all gradients; "rank", "world_size" and "store" as in torch.
+    """
+
+    def __init__(self, order: Message) -> None:
+        rank, self._world_size = order["rank"], order["world_size"]
+        total, size = order["bytes"] // ELEMENT_BYTES, PARAMETER_BYTES // ELEMENT_BYTES
+        sizes = [min(size, total - start) for start in range(0, total, size)]
+        self._gradients = [torch.full((size,), rank + 1.0) for size in sizes]
+        self._parameters = [nn.Parameter(torch.zeros(size)) for size in sizes]
+        names = [f"rank:{rank}" for rank in range(self._world_size)]
+        self._summing = Summing(self._parameters, rank, self._world_size, _Others(names, rank))
+        self._key = 0
+        unpickling._CALLED.add((__name__, Served.__name__))
+        store = FileStore(order["store"], self._world_size)
+        transport.join(names, rank, store, Served(self._summing))
+
+    def _exchange(self) -> None:
+        self._key += 1
+        for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
+            parameter.grad = gradient
+        for number in range(len(self._summing.buckets)):
+            self._summing.launch(self._key, number)
+        self._summing.finish(self._key)
+
+    def _check(self) -> None:
+        for parameter in self._parameters:
+            _require(parameter.grad, self._world_size * (self._world_size + 1) / 2)
+
+
+class Served:
+    """What a rank answers; the part of a stage that is needed here."""
+
+    def __init__(self, summing: Summing) -> None:
+        self._summing = summing
+
+    def part(self, asking: int, key: int, bucket: int) -> Future[Any]:
+        """See Summing."""
+        return self._summing.part(asking, key, bucket)
+
+    def total(self, key: int, bucket: int) -> Future[Any]:
+        """See Summing."""
+        return self._summing.sum_of_chunk(key, bucket)
+
+
+class _Others:
+    """The other ranks, by torch RPC."""
+
+    def __init__(self, names: list[str], own: int) -> None:
+        self._names, self._own = names, own
+
+    def part(self, member: int, key: int, bucket: int) -> Future[Any]:
+        return transport.call(self._names[member], Served.part, self._own, key, bucket)
+
+    def total(self, member: int, key: int, bucket: int) -> Future[Any]:
+        return transport.call(self._names[member], Served.total, key, bucket)
+
+    def name(self, member: int) -> str:
+        return self._names[member]
+
+
+def _require(found: torch.Tensor | None, value: float) -> None:
+    if found is None or not bool((found == value).all()):
+        raise MismatchError(f"the sum should be {value} everywhere, but it is {found}")
