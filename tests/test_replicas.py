@@ -15,6 +15,7 @@ from torch import nn
 import rpcmp as library
 from rpcmp.checkpoint.folder import CheckpointFolder
 from rpcmp.config import Config
+from rpcmp.errors import StageError
 from tests.faults import STEP, Faults, committed, drive
 from tests.processes import ZOO, JobFolder, rpcmp, running
 from tests.zoo import zoo
@@ -282,3 +283,22 @@ def test_gradients_that_add_up_over_calls_are_summed_once() -> None:
         for name, value in pipeline.state_dict().items():
             torch.testing.assert_close(value, expected.state_dict()[name])
         pipeline.parameters_sha256()  # fails where replicas differ
+        pipeline.forward_backward(*batches[0])
+        with pytest.raises(StageError):
+            pipeline.predict(torch.randn(8, zoo.FEATURES + 1))
+        pipeline.optimizer.step()  # nothing of it was lost
+
+
+def test_a_sum_that_cannot_be_is_an_error_and_the_pipeline_goes_on() -> None:
+    data = {
+        "model": {"layers": "zoo:sparse"},
+        "stages": [{"replicas": 2}],
+        "loss": "zoo:token_loss",
+        "num_microbatches": 2,
+    }
+    tokens = torch.randint(11, (4, 6))
+    with library.launch(Config.model_validate(data).with_folder(ZOO)) as pipeline:
+        for _ in range(2):
+            with pytest.raises(StageError, match="sparse gradients cannot be summed"):
+                pipeline.train_step(tokens, tokens)
+            assert pipeline.evaluate(tokens, tokens).num_samples == 4

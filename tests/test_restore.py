@@ -277,6 +277,29 @@ def test_the_next_stage_on_another_machine_is_the_neighbour(
     assert neighbours(list(machines), range(len(machines))) == found
 
 
+@pytest.mark.parametrize(
+    ("machines", "stages", "has_files", "found"),
+    [
+        ("ab", "00", False, [None, None]),  # each has what the other has
+        ("aa", "00", False, [None, None]),
+        ("ab", "00", True, [1, None]),  # but one file fits to a checkpoint
+        ("aabb", "0011", False, [2, None, 0, None]),  # one speaks for both of a machine
+        ("abab", "0011", False, [None] * 4),
+        ("abc", "001", False, [None, None, 0]),
+    ],
+)
+def test_replicas_hold_what_each_other_has(
+    machines: str, stages: str, has_files: bool, found: list[int | None]
+) -> None:
+    assert neighbours(list(machines), list(map(int, stages)), has_files) == found
+
+
+def test_a_twin_has_what_a_lost_replica_had() -> None:
+    pair = workers("a", replicas=2)
+    held = {"a:0": Holdings([]), "a:1": Holdings([3, 4])}
+    assert newest_common(pair, held, [3, 4]) == InMemory(4, {"a:0": "a:1", "a:1": "a:1"})
+
+
 @settings(deadline=None, derandomize=True, max_examples=500)
 @given(st.lists(st.sampled_from("abcd"), min_size=2, max_size=9))
 def test_every_server_holds_one_other_and_on_another_machine_if_any_shift_can_do_it(

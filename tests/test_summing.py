@@ -151,7 +151,7 @@ def test_a_sum_that_is_given_up_ends_all_waiting_and_the_next_one_works() -> Non
     waiting = threading.Thread(target=wait)
     waiting.start()
     for one in members.summing:
-        one.abort(1, JobError("given up"))
+        one.abort(1, 1, JobError("given up"))
     waiting.join(30)
     assert not waiting.is_alive()
     with pytest.raises(JobError):

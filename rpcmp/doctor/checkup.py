@@ -107,7 +107,9 @@ class Checkup:
         machines = [facts[label].machine if label in facts else label for label in labels]
         mirrors = recovery.enabled and recovery.mirror_every_steps > 0
         stages = [worker.stage_index for worker in workers]
-        holders = neighbours(machines, stages) if mirrors else [None] * len(workers)
+        section = self._config.checkpoint
+        has_files = section is not None and not section.shared
+        holders = neighbours(machines, stages, has_files) if mirrors else [None] * len(workers)
         data = self._config.data
         sends_batches = data is None or data.at == "driver"
         used = links(self._config.graph(), workers, holders, sends_batches)

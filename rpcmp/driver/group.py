@@ -137,12 +137,13 @@ class Group:
             self._step, self._accumulated = step, 0
         works = self._works(Mode.TRAIN, step, batch, end, version, save)
         self._accumulated += len(works)
-        parts = self._begin(works)
+        parts, standing_by = self._begin(works)
         asked = {owner: self._conduct(owner, part) for owner, part in parts.items()}
         self._unsummed = self._round if end is End.NOTHING else 0
 
         def answer() -> list[Trained]:
             found = transport.results([(self._sink_name(r), asked[r]) for r in asked])
+            transport.results(standing_by)
             by_owner = dict(zip(asked, map(iter, found), strict=True))
             turns = self._config.turns_of(self._sink)
             return [
@@ -164,9 +165,7 @@ class Group:
             trained: list[Trained] = self._finish(started)
         except JobError:
             self._accumulated = 0
-            self._unsummed = 0
-            with contextlib.suppress(RpcmpError):  # a worker that is gone has no gradients
-                self.optimizer.zero_grad()
+            self._let_go_of_gradients()
             raise
         reports = {name: report for part in trained for name, report in part.reports.items()}
         return Trained(math.fsum(part.loss for part in trained), reports)
@@ -185,9 +184,14 @@ class Group:
         Raises:
             StageError: an optimizer raised.
         """
-        self._sum_after(started.number)
         watched = loss if self._config.steps_scheduler("step") else None
-        return self.optimizer.finish(self._config.max_grad_norm, watched)
+        try:
+            self._sum_after(started.number)
+            return self.optimizer.finish(self._config.max_grad_norm, watched)
+        except RpcmpError as error:  # no stage may be left that holds the round
+            cause = _root_cause(self._abort(started.number), error)
+            self._let_go_of_gradients()
+            raise cause from error
 
     def settle(self) -> dict[str, StepReport]:
         """Wait until all stages have done all that they were asked for; what they report.
@@ -357,21 +361,25 @@ class Group:
             for index, size in enumerate(sizes)
         ]
 
-    def _begin(self, works: list[Work]) -> dict[int, list[Bundle]]:
+    def _begin(
+        self, works: list[Work]
+    ) -> tuple[dict[int, list[Bundle]], list[tuple[str, Future[Any]]]]:
         """The bundles of a round, by the replica of the sink that they end at.
 
-        Replicas for which there are no bundles are told of the round, which they count as well.
+        Replicas for which there are no bundles are told of the round, which they count as well:
+        with them, their answers.
         """
         bundles = self._bundles(works)
-        for worker in self._workers:
-            turns = self._config.turns_of(worker.stage)
-            if not turns.numbers(worker.replica, len(bundles)):
-                transport.call(worker.name, Stage.stand_by, bundles[0])
+        standing_by = [
+            (worker.label, transport.call(worker.name, Stage.stand_by, bundles[0]))
+            for worker in self._workers
+            if not self._config.turns_of(worker.stage).numbers(worker.replica, len(bundles))
+        ]
         turns = self._config.turns_of(self._sink)
         parts: dict[int, list[Bundle]] = {}
         for bundle in bundles:
             parts.setdefault(turns.owner(bundle.number), []).append(bundle)
-        return parts
+        return parts, standing_by
 
     def _conduct(self, replica: int, bundles: list[Bundle]) -> Future[Any]:
         """Have a replica of the sink train with its part of a round."""
@@ -381,6 +389,11 @@ class Group:
 
     def _sink_name(self, replica: int) -> str:
         return member(self._sink, replica)
+
+    def _let_go_of_gradients(self) -> None:
+        self._unsummed = 0
+        with contextlib.suppress(RpcmpError):  # a worker that is gone has no gradients
+            self.optimizer.zero_grad()
 
     def _unite(self) -> None:
         """Make equal what has to be, where several workers have the same parameters."""
@@ -405,10 +418,11 @@ class Group:
 
         Where one fails, the answer is its error, without waiting for the others.
         """
-        self._begin(works)
+        _, standing_by = self._begin(works)
         answers = [self._threads.submit(self._ask, bundle) for bundle in self._bundles(works)]
 
         def answer() -> list[Any]:
+            transport.results(standing_by)
             done, waiting = wait(answers, return_when=FIRST_EXCEPTION)
             for future in waiting:  # those that run are freed by the abort
                 future.cancel()

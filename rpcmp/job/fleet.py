@@ -158,10 +158,11 @@ class Fleet:
         """Let a spare that is free take over a stage."""
         worker = self._config.workers[index]
         stage = worker.label
-        for spare in self._spares:
+        for spare in list(self._spares):
             client = StageClient(stage, spare, self.dialer, worker.stage_index)
             found = await answer_of(client)
-            if found is not None and found.spare and not found.job and not found.draining:
+            is_free = found is not None and found.spare and not found.job and not found.draining
+            if is_free and spare in self._spares:  # nobody else has taken it meanwhile
                 self._spares.remove(spare)
                 lost, self.addresses[index] = self.addresses[index], spare
                 self._report({"event": "replaced", "stage": stage, "lost": lost, "address": spare})

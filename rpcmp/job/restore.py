@@ -58,10 +58,13 @@ def newest_common(
     return InMemory(step, {label: place[step] for label, place in places.items()})
 
 
-def neighbours(machines: Sequence[str], stages: Sequence[int]) -> list[int | None]:
+def neighbours(
+    machines: Sequence[str], stages: Sequence[int], has_files: bool = False
+) -> list[int | None]:
     """Which worker's server holds the snapshots of each worker as well: the next one of another
     machine, or else the next one; None where there is only one, and where another replica of the
-    stage has the same on another machine, or on the only one.
+    stage is enough: any, for those that are not the first; for that, one on another machine, or on
+    the only one there is.
 
     Every server holds those of at most one other worker. On machines in turn (a, b, a, b) the next
     one is elsewhere anyway; where neighbours share one, all are shifted by as many.
@@ -69,6 +72,8 @@ def neighbours(machines: Sequence[str], stages: Sequence[int]) -> list[int | Non
     Args:
         machines: of each worker's server.
         stages: which stage each of them serves.
+        has_files: whether neighbours have files of what they hold: only the first replica's own
+            bits fit to a checkpoint.
     """
     count = len(machines)
     if count < 2:
@@ -76,7 +81,10 @@ def neighbours(machines: Sequence[str], stages: Sequence[int]) -> list[int | Non
 
     def has_twin(index: int) -> bool:
         twins = [i for i in range(count) if i != index and stages[i] == stages[index]]
-        return any(machines[i] != machines[index] or len(set(machines)) == 1 for i in twins)
+        if any(i < index for i in twins):
+            return True
+        is_alone = len(set(machines)) == 1
+        return not has_files and any(is_alone or machines[i] != machines[index] for i in twins)
 
     def together(shift: int) -> int:
         return sum(machines[i] == machines[(i + shift) % count] for i in range(count))

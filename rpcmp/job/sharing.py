@@ -8,6 +8,7 @@ manifest, and a run that is resumed takes it from there.
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from typing import Any
 
@@ -88,8 +89,8 @@ def _shares(config: Config, index: int, busy: dict[str, float]) -> list[int]:
     count = inflight.num_bundles(config)
     turns = config.stage(index).turns
     mine = [worker for worker in config.workers if worker.stage_index == index]
-    seconds = [
-        busy.get(worker.label, 0.0) / max(1, len(turns.numbers(worker.replica, count)))
-        for worker in mine
-    ]
-    return by_speed(seconds, count)
+    bundles = [len(turns.numbers(worker.replica, count)) for worker in mine]
+    measured = [busy[w.label] / number for w, number in zip(mine, bundles, strict=True) if number]
+    unknown = statistics.mean(measured)  # of replicas that had nothing to do
+    found = iter(measured)
+    return by_speed([next(found) if number else unknown for number in bundles], count)

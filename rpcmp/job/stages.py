@@ -155,7 +155,7 @@ class Stages:
         Raises:
             CheckpointError, UnavailableError: what a stage begins with is not to be had.
         """
-        is_mirrored, saves = self._is_copied(), self._writers()
+        is_mirrored = self._is_copied()
         await all_of(
             client.start(
                 pb.StartRequest(
@@ -167,7 +167,7 @@ class Stages:
                     assignment=assignments[rank],
                     restore=restores.get(client.name),
                     is_mirrored=is_mirrored[rank],
-                    saves=rank in saves,
+                    saves=self._workers[rank].replica == 0,
                 )
             )
             for rank, client in enumerate(self._clients)
@@ -219,22 +219,9 @@ class Stages:
         if not recovery.enabled or recovery.mirror_every_steps == 0:
             return [None] * len(self._clients)
         machines = [claim.machine for claim in self._claims]
-        return neighbours(machines, [worker.stage_index for worker in self._workers])
-
-    def _writers(self) -> set[int]:
-        """The workers that write their stage's file of a checkpoint, by rank.
-
-        Replica 0 does; and another one on another machine, where nobody else would have a copy.
-        """
-        writers: dict[int, list[int]] = {}
-        for rank, worker in enumerate(self._workers):
-            mine = writers.setdefault(worker.stage_index, [])
-            shares = self._config.checkpoint is not None and self._config.checkpoint.shared
-            here = {self._claims[other].machine for other in mine}
-            is_copy = not shares and len(mine) == 1 and self._claims[rank].machine not in here
-            if not mine or (is_copy and self._holders()[mine[0]] is None):
-                mine.append(rank)
-        return {rank for mine in writers.values() for rank in mine}
+        section = self._config.checkpoint
+        has_files = section is not None and not section.shared
+        return neighbours(machines, [worker.stage_index for worker in self._workers], has_files)
 
     def _is_copied(self) -> list[bool]:
         """Whether each stage's snapshots travel to another machine, which it has to wait for."""
@@ -290,21 +277,13 @@ class Stages:
             for one in change.saved:
                 if one.step > saved:
                     saved = one.step
-                    self._note_saved(worker, one)
+                    self._report({"event": "saved", "stage": worker.stage, "saved": one})
             if change.state == pb.SERVER_STATE_RUNNING:
                 self._running.add(client.name)
                 self._listens[client.name] = change.listens
             if len(self._running) == len(self._clients):
                 self._all_running.set()
         raise DrainingError(f"stage {client.name!r} at {client.address} ended the job")
-
-    def _note_saved(self, worker: Member, saved: pb.Saved) -> None:
-        """Replica 0's file is the stage's part of the checkpoint, another's is a copy."""
-        if worker.replica == 0:
-            self._report({"event": "saved", "stage": worker.stage, "saved": saved})
-        elif saved.error:
-            text = f"no copy of step {saved.step} on the disk of {worker.label}: {saved.error}"
-            self._report({"event": "warning", "text": text})
 
     async def _let_go(self, client: StageClient) -> None:
         """Free a server that is being stopped as soon as nothing runs there any more."""

@@ -41,8 +41,7 @@ class Board:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._posts: dict[Key, _Post] = {}
-        self._over = 0
-        self._error = ""
+        self._aborted: dict[int, str] = {}
 
     def __len__(self) -> int:
         return len(self._posts)
@@ -50,7 +49,7 @@ class Board:
     def post(self, key: Key, tensors: Sequence[Tensor], takers: int) -> None:
         """Have copies of these tensors for as many others."""
         with self._lock:
-            if not takers or key[0] <= self._over:
+            if not takers or key[0] in self._aborted:
                 return
             post = self._posts.setdefault(key, _Post())
             post.tensors = [tensor.detach().cpu().clone() for tensor in tensors]
@@ -65,8 +64,8 @@ class Board:
         answer: Future[Any] = Future()
         found: Any = None
         with self._lock:
-            if key[0] <= self._over:
-                found = Raised(self._error)
+            if key[0] in self._aborted:
+                found = Raised(self._aborted[key[0]])
             else:
                 post = self._posts.setdefault(key, _Post())
                 found = post.tensors
@@ -78,11 +77,11 @@ class Board:
             answer.set_result(found)
         return answer
 
-    def abort(self, last: int, error: RpcmpError) -> None:
-        """Let nobody wait for what belongs to the rounds up to `last`."""
+    def abort(self, first: int, last: int, error: RpcmpError) -> None:
+        """Let nobody wait for what belongs to the rounds from `first` to `last`."""
         with self._lock:
-            self._over, self._error = max(last, self._over), to_wire(error)
-            gone = [self._posts.pop(key) for key in list(self._posts) if key[0] <= last]
+            self._aborted.update(dict.fromkeys(range(first, last + 1), to_wire(error)))
+            gone = [self._posts.pop(key) for key in list(self._posts) if key[0] in self._aborted]
         for answer in (answer for post in gone for answer in post.waiting):
             answer.set_result(Raised(to_wire(error)))
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch.futures import Future
 
-from rpcmp.errors import JobError, StageError, to_wire
+from rpcmp.errors import JobError, RpcmpError, to_wire
 from rpcmp.schedule import Action
 from rpcmp.transport import Raised
 from rpcmp.turns import Share
@@ -127,7 +127,7 @@ class Exchange:
             if self._failures.broken is not None:
                 raise self._failures.broken
             pending.computed.append(self._execution.forward(bundle.works[index], received[index]))
-        except StageError as error:
+        except RpcmpError as error:
             raised = self._failures.note(bundle.works[index], error)
             self._answer(pending, [raised] * self._num_ports)
             return

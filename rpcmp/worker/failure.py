@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import traceback
 
-from rpcmp.errors import StageError, one_line, to_wire
+from rpcmp.errors import RpcmpError, StageError, from_wire, one_line, to_wire
 from rpcmp.transport import Raised
 from rpcmp.work import Work
 
@@ -34,11 +34,11 @@ class Failures:
     """
 
     def __init__(self) -> None:
-        self.broken: StageError | None = None
+        self.broken: RpcmpError | None = None
         self._lock = threading.Lock()
         self._found: list[tuple[int, Raised]] = []
 
-    def note(self, work: Work, error: StageError) -> Raised:
+    def note(self, work: Work, error: RpcmpError) -> Raised:
         """Remember a failure; returns it as an answer for whoever asked."""
         raised = Raised(to_wire(error))
         with self._lock:
@@ -50,10 +50,11 @@ class Failures:
         self.note(work, error)
         self.broken = error
 
-    def has_any(self, round_number: int) -> bool:
-        """Whether something failed in a round."""
+    def first(self, round_number: int) -> RpcmpError | None:
+        """What failed first in a round, or before it so that nothing can go on."""
         with self._lock:
-            return any(number == round_number for number, _ in self._found)
+            found = [raised.error for number, raised in self._found if number == round_number]
+        return from_wire(found[0]) if found else self.broken
 
     def take(self, first: int, last: int) -> list[Raised]:
         """What failed in the rounds from `first` to `last`; all others are forgotten, too."""

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.futures import Future
 
 from rpcmp import transport
-from rpcmp.errors import RpcmpError, StageError, one_line
+from rpcmp.errors import RpcmpError
 from rpcmp.members import Member, member
 from rpcmp.worker.board import NEVER, Board, Key
 from rpcmp.worker.model import StageModel
@@ -78,24 +78,19 @@ class Replication:
         self._forget_sum()
         self._readiness.begin(num_microbatches, is_early)
 
-    def sum(self, round_number: int, step: int) -> None:
+    def sum(self, round_number: int) -> None:
         """Sum the gradients after a round, and take over replica 0's buffers; waits for the others.
 
-        Args:
-            step: the optimizer step that it is for.
-
         Raises:
-            StageError: another replica has failed or is gone, or a gradient cannot be summed.
+            RpcmpError: another replica has failed or is gone.
+            ValueError, RuntimeError: a gradient cannot be summed.
         """
-        try:
-            self.begin(round_number, 0, is_early=False)
-            for number in self._readiness.end():
-                self._summing.launch(round_number, number)
-            self._summing.finish(round_number)
-            self._has_sum = True
-            self._share((round_number, "buffers"), list(self._buffers()))
-        except Exception as error:
-            raise StageError(self._own.label, "sum", one_line(error), step=step) from error
+        self.begin(round_number, 0, is_early=False)
+        for number in self._readiness.end():
+            self._summing.launch(round_number, number)
+        self._summing.finish(round_number)
+        self._has_sum = True
+        self._share((round_number, "buffers"), list(self._buffers()))
 
     def unite(self) -> None:
         """Begin as what replica 0 is."""
@@ -118,9 +113,9 @@ class Replication:
         if self._follows:
             self._share((round_number, f"replicas after step {step}"), self._parameters())
 
-    def abort(self, last: int, error: RpcmpError) -> None:
-        """Let no replica wait for the rounds up to `last`."""
-        self._summing.abort(last, error)
+    def abort(self, first: int, last: int, error: RpcmpError) -> None:
+        """Let no replica wait for the rounds from `first` to `last`."""
+        self._summing.abort(first, last, error)
 
     # What the other replicas ask.
 

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from rpcmp import digest, host, transport
-from rpcmp.errors import JobError, StageError, one_line
+from rpcmp.errors import RpcmpError, StageError, one_line
 from rpcmp.graph import Port
 from rpcmp.members import DRIVER
 from rpcmp.plan import Assignment
@@ -160,7 +160,7 @@ class Stage:
     def abort(self, first: int, last: int) -> list[Raised]:
         """Fail all that waits in the rounds from `first` to `last`; returns what failed here."""
         self._exchange.refuse(last)
-        self._together.abort(last)
+        self._together.abort(first, last)
         self._compute.abort(first, last)  # before the failures are forgotten; see `_finish`
         failures = self._failures.take(first, last)
         self._exchange.forget()
@@ -189,7 +189,7 @@ class Stage:
         """The StepReport of the last step, or None, once that is done.
 
         Raises:
-            StageError: that step failed here, in its weight gradients or its optimizer.
+            RpcmpError: that step failed here, in its weight gradients or its optimizer.
         """
 
         def report() -> StepReport | None:
@@ -207,8 +207,8 @@ class Stage:
         """
 
         def sum_them() -> None:
-            if self._has_failed(round_number):
-                raise self._failures.broken or JobError(f"stage {self.name!r} has failed")
+            if (failed := self._failed(round_number)) is not None:
+                raise failed
             self._sum(round_number)
 
         return self._compute.future(sum_them)
@@ -349,7 +349,7 @@ class Stage:
         Args:
             work: any of the round's.
         """
-        if self._has_failed(work.round):
+        if self._failed(work.round) is not None:
             return
         try:
             if work.end is End.STEP:
@@ -357,21 +357,21 @@ class Stage:
                 self.optimizer.step_now()
             if work.version:
                 self._guard_saving(lambda s: s.take(work.version, work.save))
-        except StageError as error:
+        except RpcmpError as error:
             self._failures.broken = error
 
-    def _has_failed(self, round_number: int) -> bool:
-        """Whether this stage lacks a part of a round's gradient; others that wait hear of it."""
-        failed = self._failures.broken is not None or self._failures.has_any(round_number)
-        if failed:
-            self._together.abort(round_number)
+    def _failed(self, round_number: int) -> RpcmpError | None:
+        """Why this stage lacks a part of a round's gradient; others that wait for it hear of it."""
+        failed = self._failures.first(round_number)
+        if failed is not None:
+            self._together.abort(round_number, round_number, failed)
         return failed
 
     def _sum(self, round_number: int) -> None:
         """Have the gradients of all workers with the same parameters.
 
         Raises:
-            StageError: they cannot be had.
+            RpcmpError: they cannot be had.
         """
         with self._compute.activity.doing("sum", self.optimizer.steps + 1):
             self._together.sum(round_number, self.optimizer.steps + 1)

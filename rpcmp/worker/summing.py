@@ -97,6 +97,7 @@ class Summing:
         self._lock = threading.Lock()
         self._sums: dict[int, list[BucketSum]] = {}
         self._over = 0
+        self._aborted: set[int] = set()
         self._thread = ThreadPoolExecutor(1, "rpcmp-sum")
 
     # What this worker does.
@@ -117,15 +118,17 @@ class Summing:
             RpcmpError: a member has failed or is gone.
             ValueError: a gradient cannot be summed.
         """
+        if not self.buckets:
+            return
         for bucket, found in zip(self.buckets, self._of(key), strict=True):
             bucket.unpack(found.done.result(), self.parameters)
             self._note_served(key, found)
 
-    def abort(self, last: int, error: RpcmpError) -> None:
-        """Give up the sums up to number `last`: nobody waits for them any more."""
+    def abort(self, first: int, last: int, error: RpcmpError) -> None:
+        """Give up the sums from `first` to `last`: nobody waits for them any more."""
         with self._lock:
-            self._over = max(self._over, last)
-            gone = [self._sums.pop(key) for key in list(self._sums) if key <= last]
+            self._aborted.update(range(first, last + 1))
+            gone = [self._sums.pop(key) for key in list(self._sums) if first <= key <= last]
         for found in (found for of_sum in gone for found in of_sum):
             found.fail(error)
 
@@ -163,11 +166,11 @@ class Summing:
         """All parts of the own chunk are there."""
         found, (start, end) = self._of(key)[number], self._chunks[number][self.rank]
         mine = found.mine.result()
-        parts = [*others[: self.rank], Part(mine.values[start:end], mine.has)]
+        # A copy: the sum is still being sent when an optimizer may already change the gradients.
+        parts = [*others[: self.rank], Part(mine.values[start:end].clone(), mine.has)]
         parts += others[self.rank :]
         total = buckets.add(parts, self.buckets[number], start)
-        if self.rank:  # else it has been summed where it belongs
-            mine.values[start:end] = total.values
+        mine.values[start:end] = total.values
         found.total.set_result(total)
         self._one_has_come(found, total)
 
@@ -245,7 +248,7 @@ class Summing:
             found = self._sums.get(key)
             if found is None:
                 found = [self._begun(bucket, n) for n, bucket in enumerate(self.buckets)]
-                if key > self._over:
+                if key > self._over and key not in self._aborted:
                     self._sums[key] = found
                     return found
                 for one in found:

@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from rpcmp.errors import StageError, one_line
 from rpcmp.members import Member, member
 from rpcmp.plan import Place
 from rpcmp.worker.board import NEVER, Board, Key
@@ -51,19 +50,16 @@ class Ties:
         self._parameters = dict(model.named_parameters())
         self._begun = 0
 
-    def sum(self, round_number: int, step: int) -> None:
+    def sum(self, round_number: int) -> None:
         """Send the gradients to the owners, and add up those that are owned here.
 
         Raises:
-            StageError: another stage has failed or is gone.
+            RpcmpError: another stage has failed or is gone.
         """
-        try:
-            for places in self._tied:
-                self._send(places, round_number)
-            for places in self._tied:
-                self._add(places, round_number)
-        except Exception as error:
-            raise StageError(self._own.label, "sum", one_line(error), step=step) from error
+        for places in self._tied:
+            self._send(places, round_number)
+        for places in self._tied:
+            self._add(places, round_number)
 
     def unite(self) -> None:
         """Begin with the owners' parameters."""

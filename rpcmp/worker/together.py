@@ -10,14 +10,15 @@ A worker without replicas and without shared parameters does nothing of it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import Tensor
 from torch.futures import Future
 
 from rpcmp import transport
-from rpcmp.errors import JobError, RpcmpError, StageError, one_line
+from rpcmp.errors import JobError, RpcmpError, StageError, WorkerDiedError, one_line
 from rpcmp.plan import Assignment
 from rpcmp.worker.board import Board, Key
 from rpcmp.worker.model import StageModel
@@ -71,25 +72,26 @@ class Together:
             step: the optimizer step that it is for.
 
         Raises:
-            StageError: another worker has failed or is gone, or a gradient cannot be summed.
+            StageError: another worker has failed, or a gradient cannot be summed.
+            WorkerDiedError: another worker is gone.
         """
         self._round = round_number
-        if self._replication is not None:
-            self._replication.sum(round_number, step)
-        self._ties.sum(round_number, step)
+        with self._named(step):
+            if self._replication is not None:
+                self._replication.sum(round_number)
+            self._ties.sum(round_number)
 
     def stepped(self, step: int) -> None:
         """The optimizer has stepped.
 
         Raises:
-            StageError: another worker has failed or is gone.
+            StageError: another worker has failed.
+            WorkerDiedError: another worker is gone.
         """
-        try:
+        with self._named(step):
             if self._replication is not None:
                 self._replication.stepped(self._round, step)
             self._ties.stepped(self._round, step)
-        except RpcmpError as error:
-            raise StageError(self._own.label, "sum", one_line(error), step=step) from error
 
     def unite(self, follows: bool) -> None:
         """Begin as what replica 0, and the owners of shared parameters, are.
@@ -105,12 +107,26 @@ class Together:
             self._replication.unite()
             self._replication.follow(follows)
 
-    def abort(self, last: int) -> None:
-        """Let no worker wait for what belongs to the rounds up to `last`."""
-        error = JobError(f"stage {self._own.label!r}: the step was aborted")
+    def abort(self, first: int, last: int, cause: RpcmpError | None = None) -> None:
+        """Let no worker wait for what belongs to the rounds from `first` to `last`.
+
+        Args:
+            cause: why, where that is known.
+        """
+        error = cause or JobError(f"stage {self._own.label!r}: the step was aborted")
         if self._replication is not None:
-            self._replication.abort(last, error)
-        self._board.abort(last, error)
+            self._replication.abort(first, last, error)
+        self._board.abort(first, last, error)
+
+    @contextlib.contextmanager
+    def _named(self, step: int) -> Iterator[None]:
+        """Errors say where they are from; but of a lost worker its supervisor knows better."""
+        try:
+            yield
+        except WorkerDiedError:
+            raise
+        except Exception as error:
+            raise StageError(self._own.label, "sum", one_line(error), step=step) from error
 
     # What other workers ask.
 

@@ -574,3 +574,11 @@ class Mortal(nn.Linear):
             open(self._marker, "w").close()
             os.kill(os.getpid(), signal.SIGKILL)
         return super().forward(x)
+
+
+def sparse() -> Layers:
+    """A layer whose gradient is sparse."""
+    return [
+        ("embed", lambda: nn.Embedding(11, 8, sparse=True)),
+        ("head", lambda: nn.Linear(8, 11)),
+    ]
