@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.futures import Future
 
 from rpcmp.errors import JobError
+from rpcmp.work import Part
 from rpcmp.worker import buckets
 from rpcmp.worker.readiness import Readiness
 from rpcmp.worker.summing import Summing
@@ -43,9 +44,10 @@ class Members:
             self.summing.append(Summing(mine, rank, num_members, _Caller(self, rank)))
 
     def later(self, future: Future[Any], answer: Future[Any]) -> None:
-        future.add_done_callback(
-            lambda done: self._pool.submit(answer.set_result, done.value())  # type: ignore[arg-type]
-        )
+        def pass_on(done: Future[Any]) -> None:
+            self._pool.submit(answer.set_result, _sent(done.value()))
+
+        future.add_done_callback(pass_on)
 
     def give(self, seed: int, missing: Sequence[tuple[int, int]] = ()) -> list[Tensor | None]:
         """Give all random gradients but the `missing`, (member, index); their sums in order."""
@@ -94,6 +96,11 @@ class _Caller:
 def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(buckets, "BUCKET_BYTES", 4096)
     monkeypatch.setattr(buckets, "WHOLE_BYTES", 2048)
+
+
+def _sent(value: Any) -> Any:
+    """What arrives is never the sender's own memory."""
+    return value._replace(values=value.values.clone()) if isinstance(value, Part) else value
 
 
 def same(one: Tensor | None, other: Tensor | None) -> bool:

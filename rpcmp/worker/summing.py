@@ -4,6 +4,9 @@
     member 1   [a1 | b1] ──a1──> member 0      in the order of the members (reduce-scatter),
     both       [a0+a1 | b0+b1]                 and gets the others' chunks (all-gather)
 
+Two members have it shorter: each gets all of the other's gradients and adds its own. That is as
+many bytes, half as many messages, and the same sum, for of two numbers the order does not matter.
+
 Members ask for what they need and are answered when it is there, as everywhere in rpcmp. A bucket
 is on its way as soon as the last micro-batch has given all of its gradients, while the backward
 goes on. Every element is summed once, in one order, and sent to all: members cannot differ.
@@ -52,7 +55,7 @@ class BucketSum:
         mine: this member's own gradients, flat.
         total: the sum of the chunk that this member sums.
         done: the sum of the whole bucket.
-        left: what `done` waits for: the own chunk, and all others'.
+        left: what `done` waits for: the own chunk, and all others'; not counted between two.
         owed: how often somebody has still to get something from here, this worker included.
     """
 
@@ -87,6 +90,7 @@ class Summing:
     ) -> None:
         self.parameters = list(parameters)
         self.rank = rank
+        self._is_pair = num_members == 2
         self._others = others
         self._members = [member for member in range(num_members) if member != rank]
         self.buckets = buckets.pack(self.parameters)
@@ -158,7 +162,7 @@ class Summing:
             ]
             self._when_all(key, number, asked, self._sum)
         owners = [member for member in self._members if self._owns(member, number)]
-        if owners:
+        if owners and not self._is_pair:
             asked = [(self._others.name(m), self._others.total(m, key, number)) for m in owners]
             self._when_all(key, number, asked, functools.partial(self._gather, owners))
 
@@ -166,6 +170,9 @@ class Summing:
         """All parts of the own chunk are there."""
         found, (start, end) = self._of(key)[number], self._chunks[number][self.rank]
         mine = found.mine.result()
+        if self._is_pair:
+            found.done.set_result(buckets.add([*others, mine], self.buckets[number], start))
+            return
         # A copy: the sum is still being sent when an optimizer may already change the gradients.
         parts = [*others[: self.rank], Part(mine.values[start:end].clone(), mine.has)]
         parts += others[self.rank :]
@@ -258,8 +265,8 @@ class Summing:
     def _begun(self, bucket: Bucket, number: int) -> BucketSum:
         is_mine = self._owns(self.rank, number)
         owners = sum(self._owns(member, number) for member in self._members)
-        answers = owners + (len(self._members) if is_mine else 0)
-        return BucketSum(left=is_mine + bool(owners), owed=answers + 1)
+        totals = len(self._members) if is_mine and not self._is_pair else 0
+        return BucketSum(left=is_mine + bool(owners), owed=owners + totals + 1)
 
     def _note_served(self, key: int, served: BucketSum) -> None:
         """Somebody has had something; let go of a sum that everybody has."""
