@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
@@ -232,6 +233,20 @@ def test_replicas_of_other_shapes_are_refused_before_the_first_step(job: JobFold
     )
     assert "install the same code on their hosts" in result.err
     assert not result.losses
+
+
+@pytest.mark.usefixtures("own_forks")
+def test_replicas_with_other_code_are_refused_before_the_first_step(
+    job: JobFolder, tmp_path: Path
+) -> None:
+    config = job.config(ALONE.replace("= 3", "= 2"))
+    other = shutil.copytree(ZOO, tmp_path / "other")
+    (other / "zoo.py").write_text((other / "zoo.py").read_text() + "\n# another release\n")
+    with servers_of_replicas({"PYTHONPATH": str(ZOO)}, {"PYTHONPATH": str(other)}) as addresses:
+        options = ("--connect", addresses, "--set", "ship_code=false")
+        result = rpcmp("drive", config, *options)
+    assert result.code == 2, result.err
+    assert "are not the same model: the code of 'zoo' is" in result.err
 
 
 def test_fewer_micro_batches_than_replicas_is_a_warning(job: JobFolder) -> None:

@@ -7,8 +7,9 @@ A worker that dies leaves all that it has written: its successor inherits the sa
 maps them. memfds count as the processes' memory, need no room in /dev/shm and no name.
 
 **How many are needed.** A stage that has done step M knows that all others have done M - 1 at
-least; and each has a neighbour hold its M - 1 before it writes its own M. So when a stage writes
-M + 1, everybody has M, and M - 1 can be had even if one host is gone: while one slot is written the
+least; and each has a neighbour hold its M - 1 before it writes its own M, or is a replica whose
+twin has done M - 1, since they sum the gradients of M together. So when a stage writes M + 1,
+everybody has M, and M - 1 can be had even if one host is gone: while one slot is written the
 newest two stay whole. Two more are there for snapshots that are being saved to a slow disk
 meanwhile. An unused slot costs nothing.
 

@@ -75,9 +75,16 @@ def plain(config: Config) -> Config:
     after the steps that it was made for.
 
     Raises:
-        ConfigError: there is no `[data]`.
+        ConfigError: there is no `[data]`, or the replicas' shares are not known.
     """
     if config.data is None:
         raise ConfigError("the config has no [data] section, which tuning it needs")
+    if config.balance_replicas and any(
+        stage.num_replicas > 1 and stage.shares is None for stage in config.stages
+    ):
+        raise ConfigError(
+            "balance_replicas = true: give the `shares` that `rpcmp drive` shows, so that all "
+            "settings are measured with the same"
+        )
     data = config.data.model_copy(update={"test": None, "drop_last": True})
     return config.without_schedulers().without_evaluation().model_copy(update={"data": data})
