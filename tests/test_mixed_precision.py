@@ -83,9 +83,10 @@ def test_every_model_gives_the_bits_of_one_process(
 # Faults and resumes.
 
 SCALED = """
+seed = 3
 max_grad_norm = 0.5
 autocast = "float16"
-loss_scaling = { initial = 25000.0, growth_interval = 2 }
+loss_scaling = { initial = 35000.0, growth_interval = 2 }
 checkpoint = { dir = "saved", every_steps = 2, keep = 9 }
 """
 
@@ -106,15 +107,15 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[JobFolder, Re
 def test_steps_are_skipped_counted_and_shown(undisturbed: tuple[JobFolder, Result]) -> None:
     result = undisturbed[1]
     assert scaling(result) == [
-        (1, 25000.0, True, 1),
-        (2, 12500.0, True, 2),
-        (3, 6250.0, False, 2),
-        (4, 6250.0, False, 2),
-        (5, 12500.0, True, 3),
-        (6, 6250.0, False, 3),
+        (1, 35000.0, True, 1),
+        (2, 17500.0, True, 2),
+        (3, 8750.0, False, 2),
+        (4, 8750.0, False, 2),
+        (5, 17500.0, True, 3),
+        (6, 8750.0, False, 3),
     ]
     summary = result.event("summary")
-    assert (summary["loss_scale"], summary["skipped_steps"]) == (6250.0, 3)
+    assert (summary["loss_scale"], summary["skipped_steps"]) == (8750.0, 3)
 
 
 def test_a_worker_killed_in_a_skipped_step_changes_nothing(
@@ -196,6 +197,7 @@ def use(pipeline: library.Pipeline, lose: Any) -> tuple[list[Any], str]:
     return found, pipeline.parameters_sha256()
 
 
+@pytest.mark.usefixtures("own_forks")
 def test_calls_skip_and_scale_whatever_is_lost(token: str) -> None:
     victims = iter(["rpcmp.worker", "rpcmp.driver", "rpcmp.worker"])
 
