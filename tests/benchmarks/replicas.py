@@ -50,7 +50,7 @@ GROWN = (
     "stages.0.kwargs={ blocks = 6, width = 64 }",
     "data.batch_size=128",
     # Small steps: sums in another order would else become other losses after some dozen of them.
-    "optimizer={ callable = 'torch.optim:SGD', kwargs = { lr = 1e-3 } }",
+    "optimizer={ callable = 'torch.optim:SGD', kwargs = { lr = 1e-5 } }",
 )
 """What a step of the example lacks to be worth two processes."""
 
