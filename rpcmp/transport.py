@@ -173,18 +173,6 @@ def call_rref(target_rref: RRef[Any], method: Callable[..., Any], *args: Any) ->
     return future
 
 
-def call_each(
-    rrefs: dict[str, RRef[Any]], method: Callable[..., Any], *args: Any
-) -> dict[str, Any]:
-    """Run `method(object, *args)` where each object lives, all at once; their values, by name.
-
-    Raises:
-        RpcmpError: what the first of them raised.
-    """
-    futures = {name: call_rref(rref, method, *args) for name, rref in rrefs.items()}
-    return {name: result(future, name) for name, future in futures.items()}
-
-
 def result(future: Future[Any], member: str) -> Any:
     """The value of a call to `member`; blocks.
 

@@ -27,6 +27,7 @@ class Turns:
         self.num_replicas = len(shares)
         divisor = math.gcd(*shares)
         self._shares = [share // divisor for share in shares]
+        self._numbers: dict[tuple[int, int], list[int]] = {}
 
     def owner(self, bundle: int) -> int:
         """The replica that computes a bundle, by its number in the round."""
@@ -34,7 +35,11 @@ class Turns:
 
     def numbers(self, replica: int, num_bundles: int) -> list[int]:
         """The bundles of a round that a replica computes, in order; none where others suffice."""
-        return [bundle for bundle in range(num_bundles) if self.owner(bundle) == replica]
+        found = self._numbers.get((replica, num_bundles))
+        if found is None:  # it is asked for every bundle, and a job has few numbers of bundles
+            found = [bundle for bundle in range(num_bundles) if self.owner(bundle) == replica]
+            self._numbers[replica, num_bundles] = found
+        return found
 
     def most(self, num_bundles: int) -> int:
         """The most bundles of a round that any replica computes."""

@@ -88,6 +88,7 @@ class Group:
         self._sink = config.graph().sink
         self._workers = Workers.join(config.workers)
         graph = config.graph()
+        self._turns = {stage: config.turns_of(stage) for stage in config.stage_names}
         self._readers = [worker for worker in config.workers if graph.parts(worker.stage)]
         self.optimizer = DistributedOptimizer(
             self._workers.parts(_optimizer_of),
@@ -145,7 +146,7 @@ class Group:
             found = transport.results([(self._sink_name(r), asked[r]) for r in asked])
             transport.results(standing_by)
             by_owner = dict(zip(asked, map(iter, found), strict=True))
-            turns = self._config.turns_of(self._sink)
+            turns = self._turns[self._sink]
             return [
                 next(by_owner[turns.owner(bundle.number)])
                 for bundle in self._bundles(works)
@@ -373,9 +374,9 @@ class Group:
         standing_by = [
             (worker.label, transport.call(worker.name, Stage.stand_by, bundles[0]))
             for worker in self._workers
-            if not self._config.turns_of(worker.stage).numbers(worker.replica, len(bundles))
+            if not self._turns[worker.stage].numbers(worker.replica, len(bundles))
         ]
-        turns = self._config.turns_of(self._sink)
+        turns = self._turns[self._sink]
         parts: dict[int, list[Bundle]] = {}
         for bundle in bundles:
             parts.setdefault(turns.owner(bundle.number), []).append(bundle)
@@ -452,7 +453,7 @@ class Group:
         return [*(from_wire(raised.error) for found in noted for raised in found), *lost]
 
     def _ask(self, bundle: Bundle) -> list[Any]:
-        sink = self._sink_name(self._config.turns_of(self._sink).owner(bundle.number))
+        sink = self._sink_name(self._turns[self._sink].owner(bundle.number))
         future = transport.call(sink, Stage.forward, bundle, DRIVER_PORT)
         answer: list[Any] = transport.result(future, sink)
         return answer

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from rpcmp import transport
 from rpcmp.driver.workers import Workers
@@ -24,13 +24,10 @@ def unite(workers: Workers, tied: Sequence[Sequence[str]]) -> None:
             parameter does not exist, or is not like the one that it is tied to.
     """
     signatures = workers.everywhere(Stage.signature)
-    for first, other in _pairs(workers):
-        what = _first_difference(signatures[first.label], signatures[other.label])
-        if what is not None:
-            raise ConfigError(
-                f"replicas {first.replica} and {other.replica} of stage {first.stage!r} are not "
-                f"the same model: {what}; install the same code on their hosts"
-            )
+    for who, what in _differences(workers, signatures):
+        raise ConfigError(
+            f"{who} are not the same model: {what}; install the same code on their hosts"
+        )
     kinds = {
         name: kind
         for signature in signatures.values()
@@ -54,19 +51,24 @@ def require_equal(workers: Workers) -> None:
         MismatchError: they do not.
     """
     digests = workers.everywhere(Stage.parameter_digests)
-    for first, other in _pairs(workers):
-        what = _first_difference(digests[first.label], digests[other.label])
-        if what is not None:
-            raise MismatchError(
-                f"replicas {first.replica} and {other.replica} of stage {first.stage!r} have "
-                f"become different models: {what}"
-            )
+    for who, what in _differences(workers, digests):
+        raise MismatchError(f"{who} have become different models: {what}")
 
 
 def _pairs(workers: Workers) -> Iterator[tuple[Member, Member]]:
     """Each other replica with its stage's first."""
     firsts = {worker.stage: worker for worker in workers if worker.replica == 0}
     return ((firsts[worker.stage], worker) for worker in workers if worker.replica)
+
+
+def _differences(
+    workers: Workers, answers: Mapping[str, dict[str, str]]
+) -> Iterator[tuple[str, str]]:
+    """Which replicas have answered differently, and what first."""
+    for first, other in _pairs(workers):
+        what = _first_difference(answers[first.label], answers[other.label])
+        if what is not None:
+            yield f"replicas {first.replica} and {other.replica} of stage {first.stage!r}", what
 
 
 def _first_difference(first: dict[str, str], other: dict[str, str]) -> str | None:

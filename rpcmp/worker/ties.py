@@ -109,29 +109,26 @@ class Ties:
     def _take_over(self, key: Key) -> None:
         """Let every place have what the owner has."""
         number, when = key
-        for index, places in enumerate(self._tied):
-            owner, *others = places
+        for owner, *others in self._tied:  # first what others wait for
+            if (owner.stage, self._own.replica) == (self._own.stage, 0):
+                away = {place.stage for place in others} - {owner.stage}
+                takers = sum(map(self._replicas, away))
+                name = (number, f"{when}, {owner.name}")
+                self._board.post(name, [self._parameters[owner.name]], takers)
+        for owner, *others in self._tied:
             here = [self._parameters[p.name] for p in others if p.stage == self._own.stage]
-            name = (number, f"{when}, parameter {index}")
             if owner.stage == self._own.stage:
-                value = self._parameters[owner.name]
-                if self._own.replica == 0:
-                    away = {place.stage for place in others} - {owner.stage}
-                    self._board.post(name, [value], sum(map(self._replicas, away)))
-                _copy([value], here)
-        for index, places in enumerate(self._tied):
-            owner, *others = places
-            here = [self._parameters[p.name] for p in others if p.stage == self._own.stage]
-            if here and owner.stage != self._own.stage:
-                found = self._fetch(member(owner.stage), (number, f"{when}, parameter {index}"))
-                _copy(found, here)
+                _copy(self._parameters[owner.name], here)
+            elif here:
+                (value,) = self._fetch(member(owner.stage), (number, f"{when}, {owner.name}"))
+                _copy(value, here)
 
     @property
     def _device(self) -> torch.device:
         return next(iter(self._parameters.values())).device
 
 
-def _copy(values: Sequence[Tensor], parameters: Sequence[nn.Parameter]) -> None:
+def _copy(value: Tensor, parameters: Sequence[nn.Parameter]) -> None:
     with torch.no_grad():
         for parameter in parameters:
-            parameter.copy_(values[0])
+            parameter.copy_(value)
