@@ -25,7 +25,7 @@ LAYERS = """
     sections source trace weights
     config checkpoint
     configfile factory setting inflight
-    errand
+    errand observers
     balance examination
     configdoc data layers
     plan
@@ -161,6 +161,7 @@ def test_supervisors_and_the_command_line_do_not_import_torch() -> None:
     code = """
 import importlib, sys
 import rpcmp.cli, rpcmp.config, rpcmp.job.drive, rpcmp.job.session, rpcmp.job.status
+import rpcmp.observers.watch
 import rpcmp.server.serve, rpcmp.server.server, rpcmp.control.probe
 for command in rpcmp.cli.COMMANDS:
     importlib.import_module(f"rpcmp.cli.{command}")

@@ -30,7 +30,8 @@ def test_digits_reaches_98_percent() -> None:
     assert step["loss"] == summary["loss"]
     assert step["samples_per_s"] > 0
     assert set(step["busy"]) == {"stage0", "stage1"}
-    assert [event["event"] for event in result.events[-1:]] == ["summary"]
+    assert [event["event"] for event in result.events[-2:]] == ["summary", "end"]
+    assert (result.events[-1]["outcome"], result.events[-1]["error"]) == ("done", "")
     assert result.events[0]["event"] == "start"
 
 

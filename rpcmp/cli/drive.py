@@ -48,11 +48,19 @@ def drive(
     from rpcmp.cli.aside import aside
     from rpcmp.cli.output import printer
     from rpcmp.job.drive import drive as run
+    from rpcmp.observers.observer import Observer
+    from rpcmp.observers.watch import watching
 
     if steps is not None:
         overrides = (*overrides, f"steps={steps}")
     if trace is not None:
         require_writable(trace)
     job = configfile.load(config, overrides)
-    with printer(job, as_json, verbose, quiet) as show, aside(show) as report:
-        asyncio.run(run(job, report, addresses_of(connect, job), trace=trace, resume=resume))
+    servers = addresses_of(connect, job)
+    observers: list[Observer] = []
+    with (
+        printer(job, as_json, verbose, quiet) as show,
+        aside(show) as shown,
+        watching(observers, shown) as report,
+    ):
+        asyncio.run(run(job, report, servers, trace=trace, resume=resume))

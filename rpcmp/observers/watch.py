@@ -1,0 +1,171 @@
+"""Telling observers of a run without holding it up.
+
+                         ┌─ queue ─> thread: observer.tell
+    drive ──> report ────┼─ queue ─> thread: observer.tell
+                         └─> show
+
+What an observer does takes as long as its disk, its network or its user's code does. The job's
+event loop, which carries its tensors, never waits for it: an observer that lags misses what is
+soon out of date, and one that lags without end is dropped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from queue import Empty, SimpleQueue
+
+from rpcmp import factory
+from rpcmp.errors import DrainingError, InterruptedJobError, RpcmpError, one_line
+from rpcmp.observers.observer import Observer
+from rpcmp.process.channel import Message
+
+PASSING = ("vitals", "timeline")
+"""Events that the next of their kind replaces: one that lags does without."""
+
+LAG = 100
+"""Events in a queue from which on PASSING ones are left out."""
+
+MOST = 20_000
+"""Events in a queue at which its observer is given up."""
+
+PATIENCE = 60.0
+"""Seconds for all observers to finish when the run has ended."""
+
+Report = Callable[[Message], None]
+
+
+@contextlib.contextmanager
+def watching(
+    observers: Sequence[Observer], show: Report, patience: float = PATIENCE
+) -> Iterator[Report]:
+    """Tell `show` and all observers what is reported, then the event `end`, which is the last.
+
+    Args:
+        observers: closed when the block is left.
+        show: called at once, so it has to be quick; what it raises, `report` raises.
+        patience: seconds for the observers to finish.
+    """
+    watch = _Watch(observers, show)
+    try:
+        yield watch.report
+    except BaseException as error:
+        watch.end(*_outcome(error), patience)
+        raise
+    else:
+        watch.end("done", "", patience)
+
+
+class _Watch:
+    """All who look at one run. Any thread may report."""
+
+    def __init__(self, observers: Sequence[Observer], show: Report) -> None:
+        self._show = show
+        self._posts = [_Post(observer) for observer in observers]
+        self._lock = threading.RLock()
+        self._generation = 0
+
+    def report(self, event: Message) -> None:
+        with self._lock:
+            self._drop_those_who_failed()
+            self._tell(event)
+
+    def end(self, outcome: str, error: str, patience: float) -> None:
+        """Observers hear the end first: what goes wrong with them is shown before it."""
+        ends = time.monotonic() + patience
+        event = {"event": "end", "outcome": outcome, "error": error}
+        with self._lock:
+            self._drop_those_who_failed()
+            stamped = self._stamped(event)
+            for post in self._posts:
+                post.tell(stamped)
+                post.finish()
+        for post in self._posts:
+            post.join(ends - time.monotonic())
+        for post in self._posts:
+            if post.failure is not None:
+                self._show(self._stamped({"event": "warning", "text": post.failure}))
+        self._show(stamped)
+
+    def _tell(self, event: Message) -> None:
+        self._generation = event.get("generation", self._generation)
+        self._show(event)
+        for post in self._posts:
+            post.tell(event)
+
+    def _drop_those_who_failed(self) -> None:
+        failed = [post.failure for post in self._posts if post.failure is not None]
+        self._posts = [post for post in self._posts if post.failure is None]
+        for text in failed:
+            self._tell(self._stamped({"event": "warning", "text": text}))
+
+    def _stamped(self, event: Message) -> Message:
+        return {**event, "time": time.time(), "generation": self._generation}
+
+
+class _Post:
+    """An observer with its queue and its thread.
+
+    Attributes:
+        failure: why it is told nothing any more; None: it is.
+    """
+
+    def __init__(self, observer: Observer) -> None:
+        self._observer = observer
+        self._events: SimpleQueue[Message | None] = SimpleQueue()
+        self.failure: str | None = None
+        self._thread = threading.Thread(
+            target=self._run, name=f"rpcmp-{observer.name}", daemon=True
+        )
+        self._thread.start()
+
+    def tell(self, event: Message) -> None:
+        """Never waits. What an observer itself reports, such as a log line, it is not told."""
+        waiting = self._events.qsize()
+        if self.failure is not None or threading.current_thread() is self._thread:
+            return
+        if waiting >= MOST:
+            self._give_up(f"lags {waiting:,} events behind the run")
+        elif waiting < LAG or event["event"] not in PASSING:
+            self._events.put(event)
+
+    def finish(self) -> None:
+        self._events.put(None)
+
+    def join(self, seconds: float) -> None:
+        self._thread.join(max(0.0, seconds))
+        if self._thread.is_alive():
+            self._give_up("did not finish in time")
+
+    def _give_up(self, why: str) -> None:
+        """What it has not heard it will not hear: its thread may hang in the last `tell`."""
+        self._fail(why)
+        with contextlib.suppress(Empty):
+            while True:
+                self._events.get_nowait()
+        self._events.put(None)
+
+    def _fail(self, why: str) -> None:
+        if self.failure is None:
+            self.failure = f"{self._observer.name} {why}; the run goes on without it"
+
+    def _run(self) -> None:
+        try:
+            while (event := self._events.get()) is not None:
+                self._observer.tell(event)
+        except (Exception, SystemExit) as error:
+            self._fail(f"failed: {factory.explain(error)}")
+        try:
+            self._observer.close()
+        except (Exception, SystemExit) as error:
+            self._fail(f"failed: {factory.explain(error)}")
+
+
+def _outcome(error: BaseException) -> tuple[str, str]:
+    """How a run ended that raised `error`, and the error's text."""
+    ended = (InterruptedJobError, DrainingError, KeyboardInterrupt, asyncio.CancelledError)
+    text = str(error) if isinstance(error, RpcmpError) else one_line(error)
+    return "interrupted" if isinstance(error, ended) else "failed", text
