@@ -7,37 +7,27 @@ names as "module:callable" is imported later, where it is needed (`rpcmp.factory
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal, Self
 
 from pydantic import Field, PrivateAttr, model_validator
 
-from rpcmp import addresses, graph
+from rpcmp import configrules, graph
 from rpcmp.errors import ConfigError
+from rpcmp.kinds import NAME, Autocast, Factory, FactoryOrName, Positive, Schedule, Strict
 from rpcmp.members import Member
 from rpcmp.sections import (
-    NAME,
-    Autocast,
     CheckpointConfig,
     DataConfig,
     EarlyStoppingConfig,
-    Factory,
-    FactoryOrName,
     LossScalingConfig,
     ModelConfig,
-    Positive,
     RecoveryConfig,
-    Schedule,
     SecurityConfig,
     StageConfig,
-    Strict,
 )
 from rpcmp.turns import Turns
-
-RESERVED_METRICS = {"event", "step", "epoch", "loss"}
-"""What an evaluation's event holds besides the metrics."""
 
 
 class Config(Strict):
@@ -377,123 +367,8 @@ class Config(Strict):
         return graph.build(inputs)
 
     @model_validator(mode="after")
-    def _check_stages(self) -> Self:
-        if self.model is None and not self.stages:
-            raise ValueError("a job needs [model] with layers, or [[stages]] with modules")
-        names = self.stage_names
-        for name in names:
-            if names.count(name) > 1 or name in graph.SOURCES:
-                raise ValueError(f"the stage name {name!r} is taken twice or reserved")
-        with_address = sum(bool(stage.addresses) for stage in self.stages)
-        if with_address not in (0, self.num_stages):
-            raise ValueError(
-                f"{with_address} of {self.num_stages} stages have addresses; give one to each, or "
-                "to none to run all on localhost"
-            )
-        for index in range(self.num_stages):
-            self._check_stage(names[index], self.stage(index))
-        return self
-
-    @model_validator(mode="after")
-    def _check_tied(self) -> Self:
-        for names in self.tied:
-            if len(names) < 2:
-                raise ValueError(f"tied: {names} names one parameter; name at least two")
-        every = [name for names in self.tied for name in names]
-        if twice := sorted({name for name in every if every.count(name) > 1}):
-            raise ValueError(
-                f"tied: {', '.join(twice)} is named twice; list all that are one together"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _check_replicas(self) -> Self:
-        if self.balance_replicas and not self.is_replicated:
-            raise ValueError(
-                "balance_replicas = true, but no stage has replicas: give one several `addresses`, "
-                "or `replicas`"
-            )
-        return self
-
-    def _check_stage(self, name: str, stage: StageConfig) -> None:
-        if self.model is None and stage.module is None:
-            raise ValueError(f"stage {name!r} needs a `module`, or the job a [model]")
-        if self.model is not None and (stage.module or stage.inputs or stage.kwargs):
-            raise ValueError(
-                f"stage {name!r}: `module`, `kwargs` and `inputs` do not go with [model], whose "
-                "layers form a chain"
-            )
-        if self.scheduler is None and stage.scheduler and not isinstance(stage.scheduler, Factory):
-            raise ValueError(
-                f"stage {name!r}: `scheduler` gives arguments to the job's, which has none; give "
-                "the job a `scheduler`, or the stage one of its own: { callable = ... }"
-            )
-        for address in stage.addresses:
-            try:
-                addresses.parse(address)
-            except ConfigError as error:
-                raise ValueError(f"stage {name!r}: {error}") from error
-
-    @model_validator(mode="after")
-    def _check_metrics(self) -> Self:
-        if taken := RESERVED_METRICS & set(self.metrics):
-            raise ValueError(f"no metric can be called {', '.join(map(repr, sorted(taken)))}")
-        known = ["loss", *self.metrics]
-        for key, watched in self.watched.items():
-            # Which keys a metric has that gives a dict only the first evaluation shows.
-            if watched not in known and not any(watched.startswith(f"{m}.") for m in self.metrics):
-                near = difflib.get_close_matches(watched, known, n=1)
-                hint = f"; did you mean {near[0]!r}?" if near else ""
-                raise ValueError(f"{key} = {watched!r} is not among {', '.join(known)}{hint}")
-        return self
-
-    @model_validator(mode="after")
-    def _check_evaluation(self) -> Self:
-        if self.evaluate_every and self.evaluate_every_steps:
-            raise ValueError("give `evaluate_every` (epochs) or `evaluate_every_steps`, not both")
-        needing = {
-            "evaluate_every_steps": self.evaluate_every_steps,
-            "[early_stopping]": self.early_stopping,
-            "checkpoint.best": self.checkpoint and self.checkpoint.best,
-        }
-        wanted = [key for key, value in needing.items() if value is not None]
-        if wanted and (self.data is None or self.data.test is None):
-            raise ValueError(f"{wanted[0]} needs an evaluation dataset: give `test` in [data]")
-        if self.early_stopping and not (self.evaluate_every_epochs or self.evaluate_every_steps):
-            raise ValueError("[early_stopping] needs evaluations, and evaluate_every is 0")
-        return self
-
-    @model_validator(mode="after")
-    def _check_loss_scaling(self) -> Self:
-        in_float16 = [
-            repr(name)
-            for index, name in enumerate(self.stage_names)
-            if self.autocast_of(index) == "float16"
-        ]
-        if in_float16 and self.loss_scaling is None:
-            raise ValueError(
-                f'autocast = "float16" (stage {", ".join(in_float16)}) loses small gradients '
-                "without loss scaling: add a section [loss_scaling], which may be empty, or take "
-                '"bfloat16"'
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _check_count(self) -> Self:
-        model = self.model
-        if model is None:
-            return self
-        counts = {
-            "balance": len(model.balance) if isinstance(model.balance, list) else None,
-            "num_stages": model.num_stages,
-            "[[stages]]": len(self.stages) or None,
-        }
-        given = {key: count for key, count in counts.items() if count}
-        if len(set(given.values())) > 1:
-            said = ", ".join(f"{key} says {count}" for key, count in given.items())
-            raise ValueError(f"how many stages? {said}")
-        if self.is_balanced_by_measurement and not given:
-            raise ValueError('balance = "auto" for how many stages? give num_stages or [[stages]]')
+    def _check(self) -> Self:
+        configrules.check(self)
         return self
 
 

@@ -15,7 +15,7 @@ from pydantic_core import PydanticUndefined
 
 from rpcmp.config import Config
 from rpcmp.configfile import section_of
-from rpcmp.sections import Factory
+from rpcmp.kinds import Factory
 
 
 def table() -> str:

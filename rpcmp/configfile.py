@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 import tomllib
 from collections.abc import Iterator, Sequence
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, get_args
 
@@ -18,6 +17,10 @@ from pydantic_core import ErrorDetails
 
 from rpcmp.config import Config
 from rpcmp.errors import ConfigError
+from rpcmp.suggestion import nearest
+
+ALIKE = 0.6
+"""How alike two keys have to be for one to be taken for a misspelt other; see nearest."""
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
@@ -129,11 +132,11 @@ def _form(key: str) -> str:
 def _nearest(key: str, place: Sequence[int | str]) -> str:
     """The valid name that `key` was meant to be: in its own section or, else, in another."""
     valid = list(_keys(place))
-    if near := get_close_matches(key, valid, n=1, cutoff=0.6):
-        return f"did you mean {near[0]!r}?"
+    if near := nearest(key, valid, ALIKE):
+        return f"did you mean {near!r}?"
     for section in () if place else ("model", "data", "stages"):
-        if near := get_close_matches(key, list(_keys([section])), n=1, cutoff=0.6):
-            return f"did you mean {near[0]!r} in [{section}]?"
+        if near := nearest(key, _keys([section]), ALIKE):
+            return f"did you mean {near!r} in [{section}]?"
     return f"valid keys: {', '.join(valid)}"
 
 

@@ -26,7 +26,8 @@ from torch.utils.data import (
 
 from rpcmp import factory, microbatch, seeds
 from rpcmp.errors import ConfigError
-from rpcmp.sections import DataConfig, Factory
+from rpcmp.kinds import Factory
+from rpcmp.sections import DataConfig
 
 Key = tuple[int, int, list[int]]
 """One mini-batch: the epoch, its index there, and the indices of its samples."""

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from rpcmp.errors import FactoryError, RpcmpError, one_line
-from rpcmp.sections import Factory
+from rpcmp.kinds import Factory
 
 _allowed: list[str] = []
 """Where a job's callables may come from; empty: from anywhere."""

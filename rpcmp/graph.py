@@ -14,9 +14,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 
 from rpcmp.errors import ConfigError
+from rpcmp.suggestion import did_you_mean, nearest
 
 SOURCES = ("input", "target")
 """What the driver serves; not allowed as names of stages."""
@@ -133,8 +133,7 @@ def _check_references(name: str, references: Sequence[Reference], stages: list[s
         raise ConfigError(f'stage {name!r} reads nothing; give it inputs = ["input"] or a stage')
     for reference in references:
         if reference.producer not in (*stages, *SOURCES):
-            near = get_close_matches(reference.producer, [*stages, *SOURCES], n=1, cutoff=0.5)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
+            hint = did_you_mean(nearest(reference.producer, [*stages, *SOURCES]))
             raise ConfigError(
                 f"stage {name!r} reads {str(reference)!r}, but there is no stage "
                 f"{reference.producer!r}{hint}"

@@ -18,7 +18,7 @@ from torch import nn
 from rpcmp import factory, seeds, weights
 from rpcmp.config import Config
 from rpcmp.errors import ConfigError, FactoryError
-from rpcmp.sections import Factory
+from rpcmp.kinds import Factory
 
 LayerFactory = Callable[[], nn.Module]
 

@@ -16,9 +16,10 @@ from torch import nn
 from rpcmp import devices, factory, inflight, layers, partition, ties, weights
 from rpcmp.config import Config
 from rpcmp.errors import ConfigError, one_line
+from rpcmp.kinds import Factory, Strict
 from rpcmp.members import Member
 from rpcmp.schedule import Limits
-from rpcmp.sections import Factory, StageConfig, Strict
+from rpcmp.sections import StageConfig
 from rpcmp.setting import Setting
 
 

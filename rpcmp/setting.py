@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Self
 
 from rpcmp.config import Config
-from rpcmp.sections import Positive, Schedule, Strict
+from rpcmp.kinds import Positive, Schedule, Strict
 
 
 class Setting(Strict):

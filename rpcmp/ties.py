@@ -7,10 +7,10 @@ of an optimizer, one tensor in a checkpoint, and the bits do not depend on where
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping, Sequence
 
 from rpcmp.errors import ConfigError
+from rpcmp.suggestion import did_you_mean, nearest
 
 
 def layer_of(parameter: str, layers: Sequence[str]) -> str:
@@ -21,8 +21,9 @@ def layer_of(parameter: str, layers: Sequence[str]) -> str:
     """
     found = [layer for layer in layers if parameter.startswith(f"{layer}.")]
     if not found:
-        near = difflib.get_close_matches(parameter.partition(".")[0], layers, n=1, cutoff=0.5)
-        hint = f"; did you mean {near[0] + '.' + parameter.partition('.')[2]!r}?" if near else ""
+        layer, _, rest = parameter.partition(".")
+        near = nearest(layer, layers)
+        hint = did_you_mean(near and f"{near}.{rest}")
         raise ConfigError(f"tied: {parameter!r} lies in no layer{hint}")
     return max(found, key=len)
 
@@ -45,8 +46,7 @@ def require_equal(tied: Sequence[Sequence[str]], kinds: Mapping[str, str]) -> No
     for names in tied:
         for name in names:
             if name not in kinds:
-                near = difflib.get_close_matches(name, kinds, n=1, cutoff=0.5)
-                hint = f"; did you mean {near[0]!r}?" if near else ""
+                hint = did_you_mean(nearest(name, kinds))
                 raise ConfigError(f"tied: there is no parameter {name!r}{hint}")
             if kinds[name] != kinds[names[0]]:
                 raise ConfigError(

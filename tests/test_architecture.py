@@ -16,13 +16,13 @@ PROTOS = PACKAGE.parent / "protos"
 
 LAYERS = """
     __init__ errors members seeds metrics direction tree tensorfile digest v1 host examples devices
-    starter
+    starter suggestion
     pythonfiles
     graph partition schedule addresses microbatch treespec turns ties split process scratch
     simulation sizes work handoff snapshot unpickling
     transport store wire
-    control
-    sections source trace weights
+    control kinds
+    sections source trace weights configrules
     config checkpoint
     configfile factory setting inflight
     errand observers

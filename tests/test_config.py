@@ -16,11 +16,11 @@ from rpcmp import graph, schedule
 from rpcmp.config import Config
 from rpcmp.configfile import parse, section_of
 from rpcmp.errors import ConfigError
+from rpcmp.kinds import Factory
 from rpcmp.sections import (
     CheckpointConfig,
     DataConfig,
     EarlyStoppingConfig,
-    Factory,
     LossScalingConfig,
     ModelConfig,
     RecoveryConfig,

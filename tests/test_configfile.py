@@ -11,7 +11,7 @@ import pytest
 from rpcmp import configfile
 from rpcmp.config import Config
 from rpcmp.errors import ConfigError
-from rpcmp.sections import Factory
+from rpcmp.kinds import Factory
 
 EXAMPLES = sorted((Path(configfile.__file__).parent / "examples").glob("*.toml"))
 

@@ -16,7 +16,8 @@ from torch.utils.data import BatchSampler, Dataset, DistributedSampler, Iterable
 
 from rpcmp import data, seeds
 from rpcmp.errors import ConfigError
-from rpcmp.sections import DataConfig, Factory
+from rpcmp.kinds import Factory
+from rpcmp.sections import DataConfig
 from tests import models
 
 

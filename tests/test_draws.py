@@ -18,7 +18,8 @@ from rpcmp.driver.datasets import Datasets
 from rpcmp.driver.draws import Announcer, Draws
 from rpcmp.driver.group import Group
 from rpcmp.errors import ConfigError
-from rpcmp.sections import DataConfig, Factory
+from rpcmp.kinds import Factory
+from rpcmp.sections import DataConfig
 from rpcmp.work import Drawn, Holding
 from tests import models
 

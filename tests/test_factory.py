@@ -10,7 +10,7 @@ from torch import nn
 
 from rpcmp import factory
 from rpcmp.errors import FactoryError, StageError
-from rpcmp.sections import Factory
+from rpcmp.kinds import Factory
 from tests import models
 
 

@@ -8,7 +8,7 @@ from typing import Annotated
 from pydantic import Field
 
 from rpcmp.config import Config
-from rpcmp.sections import Strict
+from rpcmp.kinds import Strict
 
 Seconds = Annotated[float, Field(ge=0)]
 Bytes = Annotated[int, Field(ge=0)]

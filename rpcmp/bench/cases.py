@@ -20,7 +20,7 @@ from pydantic import Field
 from rpcmp import configfile
 from rpcmp.config import Config
 from rpcmp.errors import ConfigError
-from rpcmp.sections import Arguments, Positive, Strict
+from rpcmp.kinds import Arguments, Positive, Strict
 from rpcmp.simulation import Times
 
 

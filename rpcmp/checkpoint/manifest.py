@@ -17,7 +17,7 @@ from pydantic import Field, JsonValue, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
 from rpcmp.errors import CheckpointError
-from rpcmp.sections import Strict
+from rpcmp.kinds import Strict
 
 FORMAT: Final = 1
 """The only format that there has been."""

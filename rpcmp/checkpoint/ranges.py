@@ -18,7 +18,7 @@ from pydantic import Field, ValidationError
 
 from rpcmp.checkpoint.files import BLOCK
 from rpcmp.errors import CheckpointError
-from rpcmp.sections import Strict
+from rpcmp.kinds import Strict
 
 METADATA = "__metadata__"
 

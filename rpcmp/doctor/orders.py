@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 
 from rpcmp.config import Config
 from rpcmp.examination.facts import Order
-from rpcmp.sections import Factory
+from rpcmp.kinds import Factory
 
 
 def of_stage(

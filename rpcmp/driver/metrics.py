@@ -20,8 +20,8 @@ from torch import Tensor
 from rpcmp import factory, tree
 from rpcmp.config import Config
 from rpcmp.errors import ConfigError, FactoryError, JobError
+from rpcmp.kinds import Factory
 from rpcmp.metrics import METHODS, keeps_state
-from rpcmp.sections import Factory
 
 
 class Metric(Protocol):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from rpcmp.sections import Strict
+from rpcmp.kinds import Strict
 
 
 class Order(Strict):

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from rpcmp import devices, factory, layers, metrics, seeds, ties, tree
 from rpcmp.errors import ConfigError, FactoryError
 from rpcmp.examination.code import COMPARED_BY_VERSION, sha256_of
+from rpcmp.kinds import Factory
 from rpcmp.plan import Assignment
-from rpcmp.sections import Factory
 from rpcmp.work import Evaluated, Mode, Work
 from rpcmp.worker import precision
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from rpcmp.errors import ConfigError
-from rpcmp.sections import Autocast
+from rpcmp.kinds import Autocast
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 

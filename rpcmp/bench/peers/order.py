@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from rpcmp.config import Config
-from rpcmp.sections import Strict
+from rpcmp.kinds import Strict
 
 WHOLE_BATCH = "whole batch"
 

@@ -1,0 +1,134 @@
+"""The kinds of values that sections of a configuration are made of.
+
+Strict, so that neither a wrong type nor an unknown key is taken for something else in silence.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    JsonValue,
+    Tag,
+    TypeAdapter,
+)
+
+from rpcmp import sizes
+from rpcmp.errors import ConfigError
+
+_PLAIN: TypeAdapter[dict[str, JsonValue]] = TypeAdapter(dict[str, JsonValue])
+
+
+def _plain(arguments: dict[str, Any]) -> dict[str, Any]:
+    return _PLAIN.validate_python(_without_tuples(arguments))
+
+
+def _without_tuples(value: Any) -> Any:
+    """Tuples as lists: `betas=(0.9, 0.99)` is usual in code, and JSON has no other form for it."""
+    if isinstance(value, dict):
+        return {key: _without_tuples(item) for key, item in value.items()}
+    if isinstance(value, tuple | list):
+        return [_without_tuples(item) for item in value]
+    return value
+
+
+Arguments = Annotated[dict[str, Any], AfterValidator(_plain)]
+"""Keyword arguments: plain values only, since they travel to other hosts as JSON."""
+
+NAME = r"^[A-Za-z0-9_-]+$"
+
+
+class Strict(BaseModel):
+    """Base of all sections: unknown keys and wrong types are errors."""
+
+    model_config = ConfigDict(
+        extra="forbid", strict=True, frozen=True, ser_json_inf_nan="constants"
+    )
+
+
+class Factory(Strict):
+    """Something the job builds: a callable and its keyword arguments."""
+
+    callable: str = Field(
+        pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$", description='"module:callable"'
+    )
+    kwargs: Arguments = Field(default_factory=dict, description="its keyword arguments")
+
+    def adapted(self, own: Factory | dict[str, Any]) -> Factory:
+        """What a stage gets in the place of the job's factory, this one; see Own."""
+        if isinstance(own, Factory):
+            return own
+        return Factory(callable=self.callable, kwargs={**self.kwargs, **own})
+
+
+def _expand(value: Any) -> Any:
+    return {"callable": value} if isinstance(value, str) else value
+
+
+FactoryOrName = Annotated[Factory, BeforeValidator(_expand)]
+"""A Factory; a bare "module:callable" stands for one without arguments."""
+
+
+def _own(value: Any) -> Any:
+    """A stage's table: a factory of its own, or arguments of the job's, but not both."""
+    value = _expand(value)
+    if isinstance(value, dict) and "callable" in value:
+        mixed = ", ".join(f"`{key}`" for key in value if key not in Factory.model_fields)
+        if mixed:
+            raise ValueError(
+                f"{mixed} beside `callable`: what a stage has of its own is written "
+                "{ callable = ..., kwargs = { ... } }; a table without `callable` holds arguments "
+                "that override the job's"
+            )
+    elif isinstance(value, dict) and isinstance(value.get("kwargs"), dict):
+        raise ValueError(
+            "`kwargs` without `callable`: write arguments that override the job's as they are, "
+            "such as { lr = 0.1 }"
+        )
+    return value
+
+
+def _kind(value: Any) -> str:
+    is_factory = isinstance(value, Factory) or (isinstance(value, dict) and "callable" in value)
+    return "<factory>" if is_factory else "<arguments>"
+
+
+Own = Annotated[
+    Annotated[Factory, Tag("<factory>")] | Annotated[Arguments, Tag("<arguments>")],
+    Discriminator(_kind),
+    BeforeValidator(_own),
+]
+"""What one stage has instead of the job's: a factory, or arguments for the job's own. Tags in
+brackets are no keys: errors leave them out."""
+
+Positive = Annotated[int, Field(ge=1)]
+
+Schedule = Literal["gpipe", "1f1b", "zero-bubble"]
+"""The names of rpcmp.schedule's policies."""
+
+Autocast = Literal["bfloat16", "float16"]
+"""What `torch.autocast` computes in, where it does not have to be float32."""
+
+Balance = Annotated[
+    Annotated[list[Positive], Tag("<list>")] | Annotated[Literal["auto"], Tag("<auto>")],
+    Discriminator(lambda value: "<auto>" if isinstance(value, str) else "<list>"),
+]
+"""Layers of each stage, or "auto"."""
+
+
+def _size(text: str) -> str:
+    try:
+        sizes.parse(text)
+    except ConfigError as error:
+        raise ValueError(str(error)) from error
+    return text
+
+
+Size = Annotated[str, AfterValidator(_size)]
+"""A size such as "8 GiB"; see `rpcmp.sizes`."""
