@@ -63,6 +63,20 @@ def fixed(times: Mapping[str, Times], limits: Mapping[str, Limits]) -> Duration:
     return duration
 
 
+def depths(graph: Graph, replicas: Mapping[str, int]) -> dict[str, int]:
+    """Micro-batches that each stage needs in hand for every worker from there to the loss to have
+    one; each of its replicas, where it has several.
+
+    Args:
+        replicas: of the stages that have several.
+    """
+
+    def count(stage: str) -> int:
+        return replicas.get(stage, 1)
+
+    return {stage: -(-graph.depth(stage, count) // count(stage)) for stage in graph.stages}
+
+
 def limits(
     graph: Graph,
     policy: Policy,
@@ -72,21 +86,18 @@ def limits(
 ) -> dict[str, Limits]:
     """What each stage may keep, by its name; each of its replicas, where it has several.
 
-    A stage needs a micro-batch in hand for every worker from there to the loss, and its replicas
-    share them.
-
     Args:
         policy, num_microbatches, max_in_flight: see `Policy.limits`.
         turns: of every stage that has replicas.
     """
     turns = turns or {}
-    replicas = {stage: turns[stage].num_replicas if stage in turns else 1 for stage in graph.stages}
-    depths = {s: -(-graph.depth(s, replicas.__getitem__) // replicas[s]) for s in graph.stages}
-    longest = max(depths.values())
+    replicas = {stage: each.num_replicas for stage, each in turns.items()}
+    found = depths(graph, replicas)
+    longest = max(found.values())
 
     def of(stage: str) -> Limits:
         reads_stages = any(not reference.from_batch for reference in graph.inputs[stage])
-        place = Place(depths[stage], longest, reads_stages)
+        place = Place(found[stage], longest, reads_stages)
         own = turns[stage].most(num_microbatches) if stage in turns else num_microbatches
         return policy.limits(place, own, max_in_flight)
 

@@ -45,6 +45,14 @@ def drawn(found: Grid) -> list[str]:
     return [f"{way}: {numbers}" for way, numbers in by_way.items()]
 
 
+def test_the_most_in_flight_counts_a_stage_s_replicas() -> None:
+    behind = config(
+        stages=[{}, {"replicas": 2}], data={"train": "zoo:regression", "batch_size": 64}
+    )
+    most = {setting.max_in_flight for setting in grid(behind, Axes()).settings}
+    assert most == {None, 6}  # three workers from the first stage to the loss, twice
+
+
 def test_the_default_grid_has_both_schedules_and_two_samples_in_each_micro_batch() -> None:
     found = grid(config(), Axes())
     assert drawn(found) == [

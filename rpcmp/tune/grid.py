@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
-from rpcmp import inflight
+from rpcmp import inflight, simulation
 from rpcmp.config import Config
 from rpcmp.errors import ConfigError
 from rpcmp.schedule import num_bundles, policy
@@ -117,8 +117,8 @@ def _powers_of_two(batch_size: int) -> list[int]:
 def _in_flight(config: Config, axes: Axes, schedule: str, per_message: int) -> Sequence[int | None]:
     if axes.max_in_flight is not None:
         return axes.max_in_flight
-    graph = config.graph()
-    longest = max(graph.depth(stage) for stage in graph.stages)
+    replicas = {worker.stage: worker.num_replicas for worker in config.workers}
+    longest = max(simulation.depths(config.graph(), replicas).values())
     largest = 2 * longest * per_message
     return [None, largest] if schedule == "zero-bubble" else [None]
 
