@@ -194,9 +194,7 @@ def test_a_busy_stage_names_the_other_job_which_goes_on(
         assert first.wait().code == 130
 
 
-def test_an_unreachable_stage_is_named(
-    job: JobFolder, shared_servers: list[Server]
-) -> None:
+def test_an_unreachable_stage_is_named(job: JobFolder, shared_servers: list[Server]) -> None:
     config = job.config('[model]\nlayers = "zoo:mlp"\nbalance = [2, 2]')
     nobody = "127.0.0.1:1"
     where = f"{shared_servers[0].address},{nobody}"

@@ -66,7 +66,7 @@ class Members:
         """All launch all buckets, in this order of members, and finish."""
         for rank in order or range(len(self.summing)):
             for number in range(len(self.summing[rank].buckets)):
-                self.summing[rank].launch(key, number)
+                self.summing[rank].launch(key, number, computes=number % 2 == 0)
         list(self._pool.map(lambda one: one.finish(key), self.summing))
 
     def gradients(self) -> list[list[Tensor | None]]:
@@ -149,7 +149,7 @@ def test_a_sum_that_is_given_up_ends_all_waiting_and_the_next_one_works() -> Non
     members = Members(2)
     members.give(1)
     for number in range(len(members.summing[0].buckets)):
-        members.summing[0].launch(1, number)
+        members.summing[0].launch(1, number, computes=True)
 
     def wait() -> None:
         with pytest.raises(JobError):
@@ -175,7 +175,7 @@ def test_sparse_gradients_are_refused_at_every_member() -> None:
     weight.grad = weight.detach().to_sparse()
     for one in members.summing:
         for number in range(len(one.buckets)):
-            one.launch(1, number)
+            one.launch(1, number, computes=True)
     with pytest.raises(ValueError, match="sparse gradients cannot be summed"):
         members.summing[0].finish(1)
     with pytest.raises(JobError, match="sparse"):

@@ -30,7 +30,7 @@ NEVER = 2**62
 class _Post:
     """What one key stands for, as far as it is known."""
 
-    tensors: list[Tensor] | None = None
+    tensors: list[Tensor | None] | None = None
     left: int = 0
     waiting: list[Future[Any]] = field(default_factory=list)
 
@@ -46,13 +46,13 @@ class Board:
     def __len__(self) -> int:
         return len(self._posts)
 
-    def post(self, key: Key, tensors: Sequence[Tensor], takers: int) -> None:
-        """Have copies of these tensors for as many others."""
+    def post(self, key: Key, tensors: Sequence[Tensor | None], takers: int) -> None:
+        """Have copies of these tensors for as many others; None stays None."""
         with self._lock:
             if not takers or key[0] in self._aborted:
                 return
             post = self._posts.setdefault(key, _Post())
-            post.tensors = [tensor.detach().cpu().clone() for tensor in tensors]
+            post.tensors = [None if t is None else t.detach().cpu().clone() for t in tensors]
             post.left += takers
             waiting, post.waiting = post.waiting, []
             self._note_taken(key, len(waiting))

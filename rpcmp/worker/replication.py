@@ -1,7 +1,7 @@
 """What the replicas of a stage do together, so that they stay one model.
 
     backward of the last micro-batch ──gradients, bucket by bucket──┐
-    after it   the rest of the sum, then replica 0's buffers        └─> all have the same sum
+    after it   the rest of the sum, and replica 0's buffers         └─> all have the same sum
     then       each steps its own optimizer, to the same parameters
 
 A round whose gradients only add up does none of this; the driver then asks for the sum when
@@ -10,17 +10,15 @@ somebody wants to step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from typing import Any
 
-import torch
-from torch import Tensor, nn
 from torch.futures import Future
 
 from rpcmp import transport
 from rpcmp.errors import RpcmpError
 from rpcmp.members import Member, member
-from rpcmp.worker.board import NEVER, Board, Key
+from rpcmp.worker.following import Following
 from rpcmp.worker.model import StageModel
 from rpcmp.worker.readiness import Readiness
 from rpcmp.worker.summing import Summing
@@ -35,8 +33,7 @@ class Replication:
         own: which replica of which stage.
         model: its layers.
         part, total: the methods by which another replica's `part` and `total` are asked for.
-        board: where the others find what they take over from replica 0.
-        fetch: what another worker has on its board; waits.
+        following: what it takes over from replica 0.
     """
 
     def __init__(
@@ -45,11 +42,9 @@ class Replication:
         model: StageModel,
         part: Method,
         total: Method,
-        board: Board,
-        fetch: Callable[[str, Key], list[Tensor]],
+        following: Following,
     ) -> None:
         self._own = own
-        self._model = model
         names = [member(own.stage, replica) for replica in range(own.num_replicas)]
         parameters = [value for _, value in model.named_parameters() if value.requires_grad]
         self._summing = Summing(
@@ -58,9 +53,7 @@ class Replication:
         self._readiness = Readiness(
             parameters, [bucket.indices for bucket in self._summing.buckets], self._launch
         )
-        self._first = names[0]
-        self._board, self._fetch = board, fetch
-        self._begun = 0
+        self._following = following
         self._round = 0
         self._has_sum = False
         self._follows = False
@@ -86,18 +79,16 @@ class Replication:
             ValueError, RuntimeError: a gradient cannot be summed.
         """
         self.begin(round_number, 0, is_early=False)
+        end_buffers = self._following.begin_buffers(round_number)
         for number in self._readiness.end():
-            self._summing.launch(round_number, number)
+            self._summing.launch(round_number, number, computes=False)
         self._summing.finish(round_number)
         self._has_sum = True
-        self._share((round_number, "buffers"), list(self._buffers()))
+        end_buffers()
 
     def unite(self) -> None:
         """Begin as what replica 0 is."""
-        self._begun += 1
-        self._share(
-            (NEVER, f"replicas begin {self._begun}"), [*self._parameters(), *self._buffers()]
-        )
+        self._following.unite()
 
     def follow(self, follows: bool) -> None:
         """Whether replica 0's parameters are taken over after each step."""
@@ -111,7 +102,7 @@ class Replication:
         """
         self._has_sum = False
         if self._follows:
-            self._share((round_number, f"replicas after step {step}"), self._parameters())
+            self._following.parameters(round_number, step)
 
     def abort(self, first: int, last: int, error: RpcmpError) -> None:
         """Let no replica wait for the rounds from `first` to `last`."""
@@ -127,24 +118,8 @@ class Replication:
         """See Summing."""
         return self._summing.sum_of_chunk(key, bucket)
 
-    def _share(self, key: Key, tensors: Sequence[Tensor]) -> None:
-        """Let all replicas have the first one's tensors.
-
-        Batch normalization's running statistics are changed by the micro-batches that a replica
-        has seen: replica 0's count, as under DistributedDataParallel. Parameters are equal anyway,
-        but for hosts whose processors round an optimizer's step otherwise.
-        """
-        if not tensors:
-            return
-        if not self._own.replica:
-            self._board.post(key, tensors, self._own.num_replicas - 1)
-            return
-        with torch.no_grad():
-            for tensor, value in zip(tensors, self._fetch(self._first, key), strict=True):
-                tensor.copy_(value)
-
     def _launch(self, bucket: int) -> None:
-        self._summing.launch(self._round, bucket)
+        self._summing.launch(self._round, bucket, computes=True)
 
     def _forget_sum(self) -> None:
         """Gradients that add to a sum must be added once: to replica 0's."""
@@ -152,13 +127,6 @@ class Replication:
             for parameter in self._summing.parameters:
                 parameter.grad = None
         self._has_sum = False
-
-    def _parameters(self) -> list[nn.Parameter]:
-        return [value for _, value in self._model.named_parameters()]
-
-    def _buffers(self) -> Iterable[Tensor]:
-        for module in self._model.modules():
-            yield from module.buffers(recurse=False)
 
 
 class _Others:

@@ -11,8 +11,8 @@ Members ask for what they need and are answered when it is there, as everywhere 
 is on its way as soon as the last micro-batch has given all of its gradients, while the backward
 goes on. Every element is summed once, in one order, and sent to all: members cannot differ.
 
-The compute thread only begins and waits; copies and sums are made on a thread of their own, since
-RPC threads must not be held up.
+While the compute thread computes, copies and sums are made on a thread of their own; RPC threads
+must not be held up by them either.
 """
 
 from __future__ import annotations
@@ -106,14 +106,22 @@ class Summing:
 
     # What this worker does.
 
-    def launch(self, key: int, number: int) -> None:
-        """Begin to sum a bucket, whose gradients are final; does not wait."""
+    def launch(self, key: int, number: int, computes: bool) -> None:
+        """Begin to sum a bucket, whose gradients are final; does not wait.
+
+        Args:
+            computes: whether this thread has more to compute. One that will only wait packs the
+                bucket itself: a hop to another thread takes half a millisecond on busy cores.
+        """
         gradients = [self.parameters[index].grad for index in self.buckets[number].indices]
 
         def pack() -> None:
             self._pack(key, number, self.buckets[number].flat(gradients))
 
-        self._later(key, number, pack)
+        if computes:
+            self._later(key, number, pack)
+        else:
+            self._guarded(key, number, pack)
 
     def finish(self, key: int) -> None:
         """Wait for all buckets, which must have been launched; the sums are the gradients then.
@@ -151,7 +159,7 @@ class Summing:
         """The sum of the chunk that this member sums."""
         return self._answer(key, number, lambda found: found.total, lambda total: total)
 
-    # How a sum goes on, on the own thread.
+    # How a sum goes on, mostly on the own thread.
 
     def _pack(self, key: int, number: int, mine: Part) -> None:
         found = self._of(key)[number]
@@ -215,13 +223,13 @@ class Summing:
         transport.when_all(asked, arrived)
 
     def _later(self, key: int, number: int, work: Callable[[], None]) -> None:
-        def guarded() -> None:
-            try:
-                work()
-            except Exception as error:
-                self._of(key)[number].fail(error)
+        self._thread.submit(self._guarded, key, number, work)
 
-        self._thread.submit(guarded)
+    def _guarded(self, key: int, number: int, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except Exception as error:
+            self._of(key)[number].fail(error)
 
     def _answer(
         self,

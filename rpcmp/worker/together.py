@@ -21,6 +21,7 @@ from rpcmp import transport
 from rpcmp.errors import JobError, RpcmpError, StageError, WorkerDiedError, one_line
 from rpcmp.plan import Assignment
 from rpcmp.worker.board import Board, Key
+from rpcmp.worker.following import Following
 from rpcmp.worker.model import StageModel
 from rpcmp.worker.replication import Replication
 from rpcmp.worker.ties import Ties
@@ -43,16 +44,19 @@ class Together:
         self._own = own = assignment.member
         config = assignment.config
 
+        def ask(worker: str, key: Key) -> Callable[[], list[Any]]:
+            asked = transport.call(worker, posted, key)
+            return lambda: transport.result(asked, worker)
+
         def fetch(worker: str, key: Key) -> list[Tensor]:
-            found: list[Tensor] = transport.result(transport.call(worker, posted, key), worker)
-            return found
+            return ask(worker, key)()
 
         def replicas(stage: str) -> int:
             return config.turns_of(stage).num_replicas
 
         self._board = Board()
         self._replication = (
-            Replication(own, model, part, total, self._board, fetch)
+            Replication(own, model, part, total, Following(own, model, self._board, ask))
             if own.num_replicas > 1
             else None
         )

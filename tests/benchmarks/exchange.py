@@ -105,7 +105,7 @@ class Sum(Exchange):
         for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
             parameter.grad = gradient
         for number in range(len(self._summing.buckets)):
-            self._summing.launch(self._key, number)
+            self._summing.launch(self._key, number, computes=False)
         self._summing.finish(self._key)
 
     def _check(self) -> None:
