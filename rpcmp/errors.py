@@ -39,10 +39,12 @@ class RpcmpError(Exception):
     """Base of all errors of this package.
 
     `exit_code` is what the command line ends with; `fields` are the constructor's arguments and
-    travel with the error to other processes.
+    travel with the error to other processes. `stage` is the label of the worker that it is of, or
+    "driver"; empty where that is unknown.
     """
 
     exit_code: ClassVar[int] = 1
+    stage: str = ""
 
     def __init__(self, message: str) -> None:
         super().__init__(message)

@@ -80,6 +80,11 @@ class Result:
         return [event["loss"] for event in self.events if event["event"] == "step"]
 
 
+def unstamped(event: dict[str, Any]) -> dict[str, Any]:
+    """An event but for when it was."""
+    return {key: value for key, value in event.items() if key not in ("time", "generation")}
+
+
 @dataclass
 class Running:
     """A command that runs; its output is collected as it comes."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import pty
 import re
 import subprocess
@@ -32,7 +33,23 @@ def test_digits_reaches_98_percent() -> None:
     assert set(step["busy"]) == {"stage0", "stage1"}
     assert [event["event"] for event in result.events[-2:]] == ["summary", "end"]
     assert (result.events[-1]["outcome"], result.events[-1]["error"]) == ("done", "")
-    assert result.events[0]["event"] == "start"
+    first, group, start, *_ = result.events
+    assert [event["event"] for event in (first, group, start)] == ["run", "generation", "start"]
+    assert [(stage["name"], stage["inputs"]) for stage in first["graph"]["stages"]] == [
+        ("stage0", ["input"]),
+        ("stage1", ["stage0"]),
+    ]
+    assert {label: place["host"] for label, place in group["workers"].items()} == {
+        "stage0": platform.node(),
+        "stage1": platform.node(),
+    }
+    assert all(place["pid"] > 0 and place["address"] for place in group["workers"].values())
+    assert set(step["busy_seconds"]["stage0"]) == {"F", "B", "W", "O"}
+    assert sum(step["busy_seconds"]["stage0"].values()) / step["step_s"] == step["busy"]["stage0"]
+    assert set(step["learning_rates"].values()) == {step["learning_rate"]}
+    times = [event["time"] for event in result.events]
+    assert times == sorted(times)
+    assert {event["generation"] for event in result.events} == {1}
 
 
 @pytest.mark.long

@@ -15,7 +15,7 @@ import pytest
 
 from rpcmp.checkpoint.folder import CheckpointFolder
 from tests.faults import Faults, committed, drive
-from tests.processes import JobFolder, Result, rpcmp, running
+from tests.processes import JobFolder, Result, rpcmp, running, unstamped
 
 BEST, LAST = 8, 12
 
@@ -50,9 +50,13 @@ def config(faults: Faults) -> Path:
 
 def decided(result: Result) -> tuple[list[dict[str, Any]], dict[str, Any], dict[str, Any]]:
     """Every evaluation, why the run ended, and which step was the best."""
-    evaluations = [event for event in result.events if event["event"] == "eval"]
+    evaluations = [unstamped(event) for event in result.events if event["event"] == "eval"]
     best = result.event("summary")["best"]
-    return evaluations, result.event("early_stop"), {**best, "path": Path(best["path"]).name}
+    return (
+        evaluations,
+        unstamped(result.event("early_stop")),
+        {**best, "path": Path(best["path"]).name},
+    )
 
 
 @pytest.fixture(scope="module")

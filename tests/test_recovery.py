@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import itertools
+import platform
 from collections.abc import Iterator
 
 import pytest
@@ -50,6 +51,13 @@ def recovered_once(faults: Faults, result: Result) -> None:
     (fault,) = [event for event in result.events if event["event"] == "fault"]
     (recovered,) = [event for event in result.events if event["event"] == "recovered"]
     assert fault["generation"] == 1
+    if struck["how"] != "cut":  # who is cut off and who cuts off is a matter of view
+        assert (fault["stage"], fault["host"]) == (f"stage{struck['stage']}", platform.node())
+    groups = [event for event in result.events if event["event"] == "generation"]
+    assert [(group["generation"], group["step"]) for group in groups] == [
+        (1, 0),
+        (2, recovered["step"]),
+    ][-len(groups) :]  # a fault before the first group has begun leaves one
     assert recovered["generation"] == 2
     assert fault["step"] - recovered["step"] <= 1  # at most one step that was told is done again
 

@@ -282,12 +282,14 @@ class Training:
         if self._untold is None:
             return
         event, self._untold = self._untold, None
-        rates = [stage.learning_rate for stage in stages.values()]
+        labels = [worker.label for worker in self._config.workers if worker.label in stages]
+        told = {label: stages[label] for label in labels}
+        event["busy_seconds"] = {label: dict(of.busy_seconds) for label, of in told.items()}
         event["busy"] = {
-            name: sum(stages[name].busy_seconds.values()) / event["step_s"]
-            for name in (worker.label for worker in self._config.workers)
-            if name in stages
+            label: sum(of.busy_seconds.values()) / event["step_s"] for label, of in told.items()
         }
+        event["learning_rates"] = {label: of.learning_rate for label, of in told.items()}
+        rates = [stage.learning_rate for stage in stages.values()]
         event["learning_rate"] = next((rate for rate in rates if rate is not None), None)
         self._report(event)
 
@@ -363,5 +365,7 @@ def _event(step: _Step, loss: float, seconds: float) -> Message:
         "step_s": seconds,
         "data_share": step.data_seconds / seconds,
         "busy": {},
+        "busy_seconds": {},
         "learning_rate": None,
+        "learning_rates": {},
     }

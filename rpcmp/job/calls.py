@@ -40,7 +40,7 @@ async def all_of(awaitables: Iterable[Awaitable[Result]]) -> list[Result]:
     """Run all together; let all end, then raise the first error, or all unreachable ones."""
     results = await asyncio.gather(*awaitables, return_exceptions=True)
     errors = [result for result in results if isinstance(result, BaseException)]
-    if errors and all(isinstance(error, UnreachableError) for error in errors):
+    if len(errors) > 1 and all(isinstance(error, UnreachableError) for error in errors):
         raise UnreachableError("; ".join(map(str, errors)))
     for error in errors:
         raise error

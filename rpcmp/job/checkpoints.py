@@ -80,6 +80,7 @@ class Checkpoints:
         self.run = fleet.job_id
         self.saved = 0
         self._saved_at = time.monotonic()
+        self._began: dict[int, float] = {}
         self.remove_elsewhere: Callable[[Path], Awaitable[None]] = _nowhere
 
     def note_assignments(self, assignments: Sequence[str]) -> None:
@@ -91,12 +92,15 @@ class Checkpoints:
     def forget_parts(self) -> None:
         """What was under way is not any more: the generation has ended."""
         self._parts.clear()
+        self._began.clear()
 
     async def note_progress(self, progress: Message) -> int | None:
         """Hear what the driver was right after a step; a step whose checkpoint ends by it."""
         step = progress["step"]
         if step == self._settled:
             progress = {**progress, "awaits_save": False}
+        if progress["awaits_save"]:
+            self._began.setdefault(step, time.monotonic())
         self._progress[step] = progress
         # Two steps are under way at most, and a lost host takes the last snapshot along.
         window = 3 * max(1, self._config.snapshot_every_steps) + 4
@@ -107,6 +111,7 @@ class Checkpoints:
 
     async def note_saved(self, stage: str, saved: pb.Saved) -> int | None:
         """Hear what became of a stage's part; the step, if its checkpoint ends by it."""
+        self._began.setdefault(saved.step, time.monotonic())
         self._parts.setdefault(saved.step, {})[stage] = saved
         return await self._end(saved.step)
 
@@ -147,6 +152,7 @@ class Checkpoints:
         found = newest_common(self._config.workers, holdings, self.known())
         if found is None or found.step <= self.saved:
             return
+        self._began[found.step] = time.monotonic()
         firsts = [worker for worker in self._config.workers if worker.replica == 0]
         answers = await asyncio.gather(*(self._save(worker, found) for worker in firsts))
         for worker, saved in zip(firsts, answers, strict=True):
@@ -157,6 +163,7 @@ class Checkpoints:
         if progress is None or set(parts) != set(self._config.stage_names):
             return None
         del self._parts[step]
+        began = self._began.pop(step, time.monotonic())
         self._progress[step] = {**progress, "awaits_save": False}
         self._settled = step
         failed = {stage: part.error for stage, part in parts.items() if part.error}
@@ -170,8 +177,15 @@ class Checkpoints:
             self._report({"event": "warning", "text": text})
             return step
         self.saved, self._saved_at = step, time.monotonic()
-        path = self._folder.path_of(step)
-        self._report({"event": "checkpoint", "step": step, "path": str(path)})
+        self._report(
+            {
+                "event": "checkpoint",
+                "step": step,
+                "path": str(self._folder.path_of(step)),
+                "seconds": self._saved_at - began,
+                "bytes": sum(part.size for part in parts.values()),
+            }
+        )
         self.best.tell(manifest)
         return step
 

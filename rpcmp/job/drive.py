@@ -10,7 +10,6 @@ from pathlib import Path
 
 from rpcmp.config import Config
 from rpcmp.errors import InterruptedJobError
-from rpcmp.job.dialing import warnings
 from rpcmp.job.fleet import forks_for
 from rpcmp.job.run import Run
 from rpcmp.process.channel import Message
@@ -35,9 +34,10 @@ async def drive(
 
     Args:
         config: the job.
-        report: told of every event: plan (of a balance that was measured), start, step, eval,
-            early_stop, report, checkpoint, best, fault, recovered, waiting, replaced, warning,
-            summary.
+        report: told of every event, with the `time` and the `generation` in which it was
+            reported: run (first of all), plan (of a balance that was measured), shares, generation,
+            start, step, eval, early_stop, report, checkpoint, best, fault, recovered, waiting,
+            replaced, resumed, warning, summary.
         connect: addresses of running stage servers; see Fleet.
         evaluate: evaluate and write the report as well.
         save_state: where to save the final parameters and buffers, as safetensors.
@@ -52,7 +52,7 @@ async def drive(
         RpcmpError: why the job did not come to its end; InterruptedJobError for a signal.
     """
     own = forks_for(config, connect) if forks is None else contextlib.nullcontext(forks)
-    async with own as processes, warnings(config, report):
+    async with own as processes:
         run = Run(config, connect, report, resume, processes)
         task = asyncio.ensure_future(run.train(_order(evaluate, save_state, trace)))
         with _signals(lambda signum: run.interrupt(signum, task)):

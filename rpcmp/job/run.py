@@ -24,11 +24,15 @@ from rpcmp.errors import DrainingError, InterruptedJobError, RpcmpError
 from rpcmp.job.balancing import balanced
 from rpcmp.job.begin import Beginning
 from rpcmp.job.checkpoints import Checkpoints
+from rpcmp.job.dialing import warnings
 from rpcmp.job.fleet import Fleet
 from rpcmp.job.log import EventLog
+from rpcmp.job.opening import opening
 from rpcmp.job.recovery import History, decide
 from rpcmp.job.session import Session
 from rpcmp.job.sharing import shares_of_before
+from rpcmp.job.stamp import Stamp
+from rpcmp.members import DRIVER
 from rpcmp.process.channel import Message
 from rpcmp.process.forking import Forks
 
@@ -56,8 +60,8 @@ class Run:
         forks: Forks,
     ) -> None:
         self._config, self._connect = config, connect
-        self._report = report
-        self._log = EventLog(report)
+        self._report = Stamp(report, self._generation_now)
+        self._log = EventLog(self._report)
         self._resume = resume
         self._forks = forks
         self._fleet: Fleet | None = None
@@ -68,6 +72,7 @@ class Run:
         self._history = History()
         self._steps_at_fault = 0
         self._lost_at: float | None = None
+        self._hosts: dict[str, str] = {}
         self._removing: asyncio.Task[None] | None = None
         self.signals: list[int] = []
 
@@ -88,6 +93,12 @@ class Run:
         if self._config.takes_snapshots and not self._resume:
             CheckpointFolder(self._config.checkpoint_folder).require_run(None)
         given = shares_of_before(self._config) if self._resume else self._config
+        fleet = self._fleet = Fleet(given, self._connect, self._report, self._forks)
+        self._report(opening(given, fleet.job_id, fleet.addresses))
+        async with warnings(given, self._report):
+            return await self._train(given, fleet, order)
+
+    async def _train(self, given: Config, fleet: Fleet, order: Message) -> Message:
         config, prediction = await balanced(given, self._connect, self._forks)
         for text in config.warnings:
             self._report({"event": "warning", "text": text})
@@ -95,7 +106,6 @@ class Run:
             self._report({"event": "plan", **asdict(prediction)})
         if config.balance_replicas:
             self._report({"event": "shares", "shares": config.shares})
-        fleet = self._fleet = Fleet(config, self._connect, self._report, self._forks)
         checkpoints = self._checkpoints = Checkpoints(config, fleet, self._report)
         beginning = Beginning(config, fleet, checkpoints, self._report, self._resume)
         await fleet.open()
@@ -139,17 +149,23 @@ class Run:
         if self._fleet is not None and self._checkpoints is not None:
             await self._fleet.free(self._checkpoints.generation)
 
+    def _generation_now(self) -> int:
+        return 1 if self._checkpoints is None else self._checkpoints.generation
+
     async def _generation(
         self, session: Session, checkpoints: Checkpoints, order: Message
     ) -> Message:
         """One generation to the end of the run; its summary."""
         await session.start()
-        step = session.begin.step
+        step, places = session.begin.step, session.places
+        self._hosts = {label: place["host"] for label, place in places.items()}
+        workers = {label: place for label, place in places.items() if label != DRIVER}
+        group = {"step": step, "workers": workers, "driver": places[DRIVER]}
+        self._report({"event": "generation", **group})
         if self._lost_at is not None:
             self._report(
                 {
                     "event": "recovered",
-                    "generation": session.generation,
                     "step": step,
                     "seconds": time.monotonic() - self._lost_at,
                 }
@@ -227,10 +243,11 @@ class Run:
             self._report(
                 {
                     "event": "fault",
-                    "generation": checkpoints.generation,
                     "step": self.step,
                     "error": str(error),
                     "kind": type(error).__name__,
+                    "stage": error.stage,
+                    "host": self._hosts.get(error.stage, ""),
                 }
             )
             session.let_go()

@@ -15,6 +15,7 @@ too, so the first error ends the generation.
 from __future__ import annotations
 
 import asyncio
+import platform
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,6 +35,7 @@ from rpcmp.job.fleet import Fleet
 from rpcmp.job.restore import Holdings
 from rpcmp.job.stages import Identity, Stages
 from rpcmp.job.watchdog import Watchdog
+from rpcmp.members import DRIVER
 from rpcmp.process.channel import Message
 from rpcmp.process.child import Child
 from rpcmp.process.environment import compute_environment
@@ -162,6 +164,12 @@ class Session:
         assignments: list[str] = planned["assignments"]
         return assignments
 
+    @property
+    def places(self) -> dict[str, Message]:
+        """Where every process of the group is, by its label, once it has started."""
+        pid = 0 if self._driver is None else self._driver.pid
+        return {**self._stages.places, DRIVER: {"host": platform.node(), "pid": pid}}
+
     def send(self, message: Message) -> None:
         """Send a message to the driver process."""
         if self._driver is not None:
@@ -274,12 +282,14 @@ class Session:
             self._events.put_nowait(message)
         code = await driver.wait()
         died = f"the driver process (pid {driver.pid}) ended with code {code}"
-        raise WorkerDiedError("\n".join(filter(None, [died, driver.stacks.read()])))
+        error = WorkerDiedError("\n".join(filter(None, [died, driver.stacks.read()])))
+        error.stage = DRIVER
+        raise error
 
     async def _end_driver_if_silent(self, driver: Child) -> None:
         self._pulse.beat()
         seconds = await self._pulse.lost()
-        raise await driver.hung("driver", seconds)
+        raise await driver.hung(DRIVER, seconds)
 
     async def _expect(self, event: str) -> Message:
         while (message := await self._events.get())["event"] != event:

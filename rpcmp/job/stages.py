@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from rpcmp.config import Config
 from rpcmp.control.client import StageClient
 from rpcmp.control.options import machine, versions
-from rpcmp.errors import DrainingError, from_wire
+from rpcmp.errors import DrainingError, RpcmpError, from_wire
 from rpcmp.job.calls import all_of
 from rpcmp.job.failure import FirstFailure
 from rpcmp.job.fleet import holdings_of
@@ -21,6 +21,8 @@ from rpcmp.process.channel import Message
 from rpcmp.v1 import control_pb2 as pb
 from rpcmp.wire.dialer import Dialer
 from rpcmp.wire.relay import Peer
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -79,14 +81,28 @@ class Stages:
         Raises:
             UnavailableError, VersionError, ConfigError: a server cannot be had.
         """
-        await all_of(client.connect() for client in self._clients)
-        self._claims = await all_of(self._claim(index, code) for index in range(len(self._clients)))
+        await all_of(_named(client, client.connect()) for client in self._clients)
+        self._claims = await all_of(
+            _named(client, self._claim(index, code)) for index, client in enumerate(self._clients)
+        )
 
     @property
     def holdings(self) -> dict[str, Holdings]:
         """Which snapshots every worker's server holds, before it is told to go on."""
         pairs = zip(self._clients, self._claims, strict=True)
         return {client.name: holdings_of(claim.holdings) for client, claim in pairs}
+
+    @property
+    def places(self) -> dict[str, dict[str, Any]]:
+        """Where every worker's process is, by its label."""
+        return {
+            client.name: {
+                "address": client.address,
+                "host": claim.host,
+                "pid": claim.worker_pid,
+            }
+            for client, claim in zip(self._clients, self._claims, strict=True)
+        }
 
     @property
     def rendezvous(self) -> str:
@@ -262,7 +278,7 @@ class Stages:
                 checkpoint_folder=str(self._config.checkpoint_folder),
             )
         )
-        self._failure.follow(self._watch(client, worker))
+        self._failure.follow(_named(client, self._watch(client, worker)))
         return claimed
 
     async def _watch(self, client: StageClient, worker: Member) -> None:
@@ -289,3 +305,12 @@ class Stages:
         """Free a server that is being stopped as soon as nothing runs there any more."""
         await self._ended.wait()
         await client.close()
+
+
+async def _named(client: StageClient, work: Awaitable[Result]) -> Result:
+    """What `work` gives; what it raises says of which stage it is."""
+    try:
+        return await work
+    except RpcmpError as error:
+        error.stage = error.stage or client.name
+        raise

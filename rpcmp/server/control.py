@@ -76,6 +76,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
             snapshot_inodes=[os.fstat(fd).st_ino for fd in vault.slots.fds],
             network=network.name,
             exposed=network.reason,
+            host=platform.node(),
         )
 
     @answers_errors

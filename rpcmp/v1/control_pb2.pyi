@@ -271,6 +271,7 @@ class PrepareResponse(_message.Message):
     SNAPSHOT_INODES_FIELD_NUMBER: _builtins.int
     NETWORK_FIELD_NUMBER: _builtins.int
     EXPOSED_FIELD_NUMBER: _builtins.int
+    HOST_FIELD_NUMBER: _builtins.int
     generation: _builtins.int
     worker_pid: _builtins.int
     machine: _builtins.str
@@ -279,6 +280,8 @@ class PrepareResponse(_message.Message):
     """equal for workers that reach each other by loopback"""
     exposed: _builtins.str
     """why other users of the host could reach it; empty: they cannot"""
+    host: _builtins.str
+    """the host's name"""
     @_builtins.property
     def holdings(self) -> _containers.RepeatedCompositeFieldContainer[Global___Holding]: ...
     @_builtins.property
@@ -299,10 +302,11 @@ class PrepareResponse(_message.Message):
         snapshot_inodes: _abc.Iterable[_builtins.int] | None = ...,
         network: _builtins.str = ...,
         exposed: _builtins.str = ...,
+        host: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["exposed", b"exposed", "generation", b"generation", "holdings", b"holdings", "machine", b"machine", "network", b"network", "snapshot_fds", b"snapshot_fds", "snapshot_inodes", b"snapshot_inodes", "supervisor_pid", b"supervisor_pid", "worker_pid", b"worker_pid"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["exposed", b"exposed", "generation", b"generation", "holdings", b"holdings", "host", b"host", "machine", b"machine", "network", b"network", "snapshot_fds", b"snapshot_fds", "snapshot_inodes", b"snapshot_inodes", "supervisor_pid", b"supervisor_pid", "worker_pid", b"worker_pid"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
