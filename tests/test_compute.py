@@ -186,6 +186,62 @@ def test_an_evaluation_has_no_backwards() -> None:
     stage.expect("F0 F1 F2 end")
 
 
+# What is kept.
+
+
+def test_micro_batches_are_in_flight_until_their_backward_is_done() -> None:
+    stage = Stage("1f1b")
+    stage.begin(1, 3)
+    stage.submit("F0", "F1")
+    stage.expect("F0 F1")
+    assert stage.compute.in_flight == 2
+    stage.submit("B0")
+    stage.expect("F0 F1 B0")
+    assert stage.compute.in_flight == 1
+    stage.submit("B1", "F2", "B2")
+    stage.expect("F0 F1 B0 B1 F2 B2 end")
+    assert stage.compute.in_flight == 0
+
+
+def test_where_backwards_are_split_they_are_in_flight_until_the_weight_gradient() -> None:
+    stage = Stage("zero-bubble", Limits(1, 2, True, 0))
+    seen: dict[str, int] = {}
+
+    def weight() -> None:
+        seen["while W0 runs"] = stage.compute.in_flight
+        stage.note("W0")
+
+    def backward() -> None:
+        stage.note("B0")
+        stage.compute.submit(1, W, 0, Task([weight], 0))
+
+    stage.begin(1, 1)
+    stage.submit("F0")
+    stage.compute.submit(1, B, 0, Task([backward], 0))
+    stage.expect("F0 B0 W0 end")
+    assert seen == {"while W0 runs": 1}
+    assert stage.compute.in_flight == 0
+
+
+def test_an_evaluation_keeps_nothing_and_an_abort_forgets() -> None:
+    stage = Stage("gpipe")
+    stage.begin(1, 2, training=False)
+    stage.submit("F0")
+    stage.expect("F0")
+    assert stage.compute.in_flight == 0
+    stage.submit("F1")
+    stage.expect("F0 F1 end")
+    stage.begin(2, 2)
+    stage.submit("F0", number=2)
+    stage.expect("F0 F1 end F0@2")
+    assert stage.compute.in_flight == 1
+    stage.compute.abort(2, 2)
+    stage.begin(3, 2)
+    stage.submit("F0", number=3)
+    stage.expect("F0 F1 end F0@2 F0@3")
+    assert stage.compute.in_flight == 1
+
+
 # Rounds.
 
 

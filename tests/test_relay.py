@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from typing import cast
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from rpcmp.errors import JobError, SecurityError, WorkerDiedError
 from rpcmp.process.forking import Forks, NetworkOf
 from rpcmp.wire.dialer import Dialer
+from rpcmp.wire.end import End
 from rpcmp.wire.relay import Peer, Relay
 from rpcmp.wire.security import Security
 
@@ -39,3 +41,16 @@ def test_a_peer_that_others_could_reach_is_refused(listens: str) -> None:
 def test_a_port_that_is_taken_is_no_end_but_a_reason_for_fresh_processes() -> None:
     with pytest.raises(WorkerDiedError, match=r"127\.0\.0\.1:40001.* fresh processes"):
         opened(Peer("127.0.0.1:40001", "host-b:50052", 1))
+
+
+def test_the_round_trip_is_that_to_the_other_host() -> None:
+    relay = Relay("job", 1, cast("Forks", OnTheHostsLoopback()), Dialer(Security()))
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        there = End(socket.create_connection(listener.getsockname()))
+        assert relay.round_trips == {}
+        relay._carried[there] = "127.77.0.2:40001"
+        (found,) = relay.round_trips.items()
+        assert found[0] == "127.77.0.2:40001"
+        assert 0 < found[1] < 10
+        there.close()
+        assert relay.round_trips == {}

@@ -216,7 +216,7 @@ def test_a_trace_has_all_spans_on_one_clock(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stages = Recording()
-    monkeypatch.setattr("rpcmp.driver.tracer.time.perf_counter_ns", lambda: stages.now)
+    monkeypatch.setattr("rpcmp.driver.clocks.time.perf_counter_ns", lambda: stages.now)
     tracer = Tracer(job(), cast(Group, stages))
     for step in range(1, 101):
         stages.now += 10**6

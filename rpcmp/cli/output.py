@@ -18,6 +18,7 @@ from rpcmp import sizes
 from rpcmp.cli import bestlines, faultlines
 from rpcmp.cli.aside import Report
 from rpcmp.config import Config
+from rpcmp.observers.watch import PASSING
 from rpcmp.process.channel import Message
 
 PLAIN_SECONDS = 2.0
@@ -28,7 +29,7 @@ PLAIN_SECONDS = 2.0
 def printer(config: Config, as_json: bool, verbose: bool, quiet: bool) -> Iterator[Report]:
     """What shows the events of a run."""
     if as_json:
-        yield lambda event: click.echo(json.dumps(_finite(event)))
+        yield _show_json
         return
     console = Console(highlight=False)
     if console.is_terminal and not quiet and not verbose:
@@ -36,6 +37,12 @@ def printer(config: Config, as_json: bool, verbose: bool, quiet: bool) -> Iterat
             yield _Terminal(config, console, progress).show
         return
     yield _Plain(config, every=0.0 if verbose else PLAIN_SECONDS, quiet=quiet).show
+
+
+def _show_json(event: Message) -> None:
+    """One line; what is told again and again, whatever happens, is for pages and metrics."""
+    if event["event"] not in PASSING:
+        click.echo(json.dumps(_finite(event)))
 
 
 def _finite(value: Any) -> Any:

@@ -307,6 +307,20 @@ class Group:
         """What each stage has recorded since this was last asked."""
         return self._everywhere(Stage.take_spans)
 
+    def follow(self) -> dict[str, str]:
+        """Let all stages keep what they did in their last steps; the names of their hosts."""
+        return self._everywhere(Stage.follow)
+
+    def ask_recent(self, step: int) -> Callable[[], dict[str, list[Span]]]:
+        """Ask what each stage did in `step` and in the two before; waits for the answers."""
+        asked = [(w.label, self._workers.on(w, Stage.recent, step)) for w in self._workers]
+
+        def answers() -> dict[str, list[Span]]:
+            found = transport.results(asked)
+            return {label: spans for (label, _), spans in zip(asked, found, strict=True)}
+
+        return answers
+
     def clock(self, worker: Member) -> int:
         """A worker's `time.perf_counter_ns`, now."""
         now: int = transport.result(self._workers.on(worker, Stage.clock), worker.label)

@@ -17,12 +17,14 @@ import signal
 import sys
 import threading
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 
 from rpcmp import factory, inflight, plan, transport, unpickling
 from rpcmp.config import Config
 from rpcmp.driver import calls
 from rpcmp.driver.datasets import Datasets
+from rpcmp.driver.follower import Follower
 from rpcmp.driver.group import Group
 from rpcmp.driver.metrics import Metrics
 from rpcmp.driver.progress import Progress
@@ -118,14 +120,18 @@ class DriverProcess:
 
     def _train(self, config: Config, group: Group, order: Message) -> None:
         tracer = Tracer(config, group) if order["trace"] else None
+        follower = Follower(config, group, self._channel.send) if order["timeline"] else None
+        tracers = [each for each in (tracer, follower) if each is not None]
         begin = Progress.from_message(order["progress"]) if order["progress"] else None
         if begin is not None and begin.scaler is not None:
             group.optimizer.load_scaler(begin.scaler)
-        training = self._training = self._make_training(config, group, tracer, begin)
+        training = self._training = self._make_training(config, group, tracers, begin)
         self._channel.send({"event": "start", "steps": training.total_steps()})
         training.run(evaluate=order["evaluate"])
         if self._saves_at_end or config.checkpoint is not None:
             training.save()
+        if follower is not None:
+            follower.close()
         if tracer is not None:
             tracer.write(Path(order["trace"]))
         self._activity.end()
@@ -166,7 +172,7 @@ class DriverProcess:
         self,
         config: Config,
         group: Group,
-        tracer: Tracer | None = None,
+        tracers: Sequence[Tracer | Follower] = (),
         begin: Progress | None = None,
     ) -> Training:
         if self._datasets is None:
@@ -180,7 +186,7 @@ class DriverProcess:
             self._stop,
             begin,
             self._activity,
-            tracer,
+            tracers,
             self._metrics,
         )
 

@@ -11,7 +11,7 @@ import itertools
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import NamedTuple
 
@@ -22,6 +22,7 @@ from rpcmp.driver.best import Best
 from rpcmp.driver.datasets import Datasets, total_steps
 from rpcmp.driver.earlystopping import EarlyStopping
 from rpcmp.driver.evaluator import Evaluator
+from rpcmp.driver.follower import Follower
 from rpcmp.driver.group import Batch, Group, Round
 from rpcmp.driver.metrics import Metrics
 from rpcmp.driver.progress import Progress
@@ -72,7 +73,7 @@ class Training:
         stop: set by somebody else, ends the run after the steps that are under way.
         begin: how far the run has come already.
         activity: told what the driver does.
-        tracer: told of every step.
+        tracers: told of every step.
         metrics: those that the driver computes.
 
     Attributes:
@@ -89,7 +90,7 @@ class Training:
         stop: threading.Event,
         begin: Progress | None = None,
         activity: Activity | None = None,
-        tracer: Tracer | None = None,
+        tracers: Sequence[Tracer | Follower] = (),
         metrics: Metrics | None = None,
     ) -> None:
         self._config = config
@@ -101,7 +102,7 @@ class Training:
         self.saves = Saves(config, self.total_steps(), saved, self.progress.since_saved)
         self._activity = activity or Activity()
         self._stop = stop
-        self._tracer = tracer
+        self._tracers = tracers
         self._evaluator = Evaluator(
             config, datasets.test, group, metrics or Metrics({}), stop, self._activity
         )
@@ -255,8 +256,8 @@ class Training:
         if self._config.holds_steps:
             self._tell(reports)
         self._segment.append(trained.loss)
-        if self._tracer is not None:
-            self._tracer.after_step(step.number)
+        for tracer in self._tracers:
+            tracer.after_step(step.number)
 
     def _scaling(self, step: int) -> Message:
         """What is told of a step whose loss was scaled.

@@ -26,6 +26,7 @@ async def drive(
     save_state: Path | None = None,
     trace: Path | None = None,
     resume: bool = False,
+    timeline: bool = False,
     forks: Forks | None = None,
 ) -> Message:
     """Train `config` to its end, whatever is lost on the way.
@@ -37,12 +38,13 @@ async def drive(
         report: told of every event, with the `time` and the `generation` in which it was
             reported: run (first of all), plan (of a balance that was measured), shares, generation,
             start, step, eval, early_stop, report, checkpoint, best, fault, recovered, waiting,
-            replaced, resumed, warning, summary.
+            replaced, resumed, warning, summary; and about once a second vitals.
         connect: addresses of running stage servers; see Fleet.
         evaluate: evaluate and write the report as well.
         save_state: where to save the final parameters and buffers, as safetensors.
         trace: where to write a trace of the run.
         resume: go on from the newest checkpoint, where there is one.
+        timeline: whether to report every other second what a step looks like: event `timeline`.
         forks: where processes come from; None: one for this run alone.
 
     Returns:
@@ -54,7 +56,7 @@ async def drive(
     own = forks_for(config, connect) if forks is None else contextlib.nullcontext(forks)
     async with own as processes:
         run = Run(config, connect, report, resume, processes)
-        task = asyncio.ensure_future(run.train(_order(evaluate, save_state, trace)))
+        task = asyncio.ensure_future(run.train(_order(evaluate, save_state, trace, timeline)))
         with _signals(lambda signum: run.interrupt(signum, task)):
             try:
                 return await task
@@ -70,11 +72,11 @@ async def drive(
                 await run.close()
 
 
-def _order(evaluate: bool, save_state: Path | None, trace: Path | None) -> Message:
+def _order(evaluate: bool, save_state: Path | None, trace: Path | None, timeline: bool) -> Message:
     """What the driver's process is told; paths as seen from this process."""
     files = {"save_state": save_state, "trace": trace}
     paths = {key: str(path.absolute()) if path else "" for key, path in files.items()}
-    return {"op": "train", "evaluate": evaluate, **paths}
+    return {"op": "train", "evaluate": evaluate, "timeline": timeline, **paths}
 
 
 @contextlib.contextmanager

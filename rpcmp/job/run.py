@@ -32,6 +32,7 @@ from rpcmp.job.recovery import History, decide
 from rpcmp.job.session import Session
 from rpcmp.job.sharing import shares_of_before
 from rpcmp.job.stamp import Stamp
+from rpcmp.job.vitals import VITALS_SECONDS, Vitals
 from rpcmp.members import DRIVER
 from rpcmp.process.channel import Message
 from rpcmp.process.forking import Forks
@@ -73,6 +74,7 @@ class Run:
         self._steps_at_fault = 0
         self._lost_at: float | None = None
         self._hosts: dict[str, str] = {}
+        self._vitals = Vitals()
         self._removing: asyncio.Task[None] | None = None
         self.signals: list[int] = []
 
@@ -95,8 +97,13 @@ class Run:
         given = shares_of_before(self._config) if self._resume else self._config
         fleet = self._fleet = Fleet(given, self._connect, self._report, self._forks)
         self._report(opening(given, fleet.job_id, fleet.addresses))
-        async with warnings(given, self._report):
-            return await self._train(given, fleet, order)
+        telling = asyncio.create_task(self._tell_vitals())
+        try:
+            async with warnings(given, self._report):
+                return await self._train(given, fleet, order)
+        finally:
+            telling.cancel()
+            await asyncio.gather(telling, return_exceptions=True)
 
     async def _train(self, given: Config, fleet: Fleet, order: Message) -> Message:
         config, prediction = await balanced(given, self._connect, self._forks)
@@ -110,7 +117,12 @@ class Run:
         beginning = Beginning(config, fleet, checkpoints, self._report, self._resume)
         await fleet.open()
         while True:
-            session = Session(config, fleet, checkpoints.generation, choose=beginning.choose)
+            self._vitals.begin()
+            session = Session(
+                *(config, fleet, checkpoints.generation),
+                choose=beginning.choose,
+                vitals=self._vitals,
+            )
             self._session = session
             try:
                 summary = await self._generation(session, checkpoints, order)
@@ -148,6 +160,13 @@ class Run:
             await self._session.close()
         if self._fleet is not None and self._checkpoints is not None:
             await self._fleet.free(self._checkpoints.generation)
+
+    async def _tell_vitals(self) -> None:
+        """Say how all processes are, whatever the training does."""
+        await self._vitals.wait()
+        while True:
+            self._report(self._vitals.event(self.step))
+            await asyncio.sleep(VITALS_SECONDS)
 
     def _generation_now(self) -> int:
         return 1 if self._checkpoints is None else self._checkpoints.generation
@@ -250,6 +269,8 @@ class Run:
                     "host": self._hosts.get(error.stage, ""),
                 }
             )
+            self._vitals.lose(error.stage)
+            self._report(self._vitals.event(self.step))
             session.let_go()
             await asyncio.sleep(decision.pause)
             await fleet.wait_until_ready()

@@ -34,6 +34,7 @@ from rpcmp.job.failure import FirstFailure, both
 from rpcmp.job.fleet import Fleet
 from rpcmp.job.restore import Holdings
 from rpcmp.job.stages import Identity, Stages
+from rpcmp.job.vitals import Vitals
 from rpcmp.job.watchdog import Watchdog
 from rpcmp.members import DRIVER
 from rpcmp.process.channel import Message
@@ -87,6 +88,7 @@ class Session:
         fds: given to the driver process.
         settings: what the job may change to on the way.
         choose: where to begin.
+        vitals: told how its processes are.
 
     Attributes:
         generation: as given.
@@ -103,6 +105,7 @@ class Session:
         fds: Sequence[int] = (),
         settings: Sequence[Setting] = (),
         choose: Choose = afresh,
+        vitals: Vitals | None = None,
     ) -> None:
         self._config = config
         self.generation = generation
@@ -117,6 +120,7 @@ class Session:
         self._choose = choose
         self._events: asyncio.Queue[Message] = asyncio.Queue()
         self._failure = FirstFailure()
+        self._vitals = vitals or Vitals()
         self._stages = Stages(
             config,
             self._identity,
@@ -124,6 +128,7 @@ class Session:
             fleet.dialer,
             self._failure,
             self._note,
+            self._vitals,
         )
         self._driver: Child | None = None
         self._listening: asyncio.Task[None] | None = None
@@ -246,6 +251,7 @@ class Session:
         self._exchange = Exchange(rendezvous, **vars(self._identity), tell=self.send)
         self.send({"op": "join", **self._stages.place(rank=len(assignments))})
         joined = await self._expect("joined")
+        self._vitals.joined(joined["address"])
         await self._stages.wait_until_running()
         await self._link(joined["address"])
 
@@ -267,7 +273,7 @@ class Session:
             self._pulse.beat()
             match message["event"]:
                 case "beat":
-                    self._watchdog.note(driver.activity.read())
+                    self._heard_beat(driver, message)
                     continue
                 case "store" if self._exchange is not None:
                     self._exchange.heard(message)
@@ -285,6 +291,11 @@ class Session:
         error = WorkerDiedError("\n".join(filter(None, [died, driver.stacks.read()])))
         error.stage = DRIVER
         raise error
+
+    def _heard_beat(self, driver: Child, beat: Message) -> None:
+        doing, carried = driver.activity.read(), self._relay.round_trips
+        self._watchdog.note(doing)
+        self._vitals.hear_driver(driver.pid, doing, beat["ways"], carried)
 
     async def _end_driver_if_silent(self, driver: Child) -> None:
         self._pulse.beat()

@@ -16,6 +16,7 @@ from rpcmp.job.calls import all_of
 from rpcmp.job.failure import FirstFailure
 from rpcmp.job.fleet import holdings_of
 from rpcmp.job.restore import Holdings, neighbours
+from rpcmp.job.vitals import Vitals
 from rpcmp.members import Member, members
 from rpcmp.process.channel import Message
 from rpcmp.v1 import control_pb2 as pb
@@ -48,6 +49,7 @@ class Stages:
         dialer: how they are talked to.
         failure: told what goes wrong at a stage.
         report: told when a server is being stopped ("draining") and when one has saved ("saved").
+        vitals: told how the workers are.
     """
 
     def __init__(
@@ -58,12 +60,14 @@ class Stages:
         dialer: Dialer,
         failure: FirstFailure,
         report: Callable[[Message], None],
+        vitals: Vitals,
     ) -> None:
         self._config = config
         self._identity: dict[str, Any] = vars(identity)
         self._addresses = list(addresses)
         self._failure = failure
         self._report = report
+        self._vitals = vitals
         self._clients = [
             StageClient(worker.label, address, dialer, worker.stage_index)
             for worker, address in zip(config.workers, addresses, strict=True)
@@ -284,6 +288,7 @@ class Stages:
     async def _watch(self, client: StageClient, worker: Member) -> None:
         saved, stops = 0, False
         async for change in client.watch(pb.WatchRequest(**self._identity)):
+            self._vitals.hear(client.name, change)
             if change.error:
                 raise from_wire(change.error)
             if change.draining and not stops:

@@ -34,12 +34,17 @@ class Links:
     def __init__(self) -> None:
         self._known: set[tuple[str, int]] = set()
 
-    def watch(self) -> None:
-        """Have the kernel ask on all connections that are new; call it now and then."""
+    def watch(self) -> list[tuple[str, int]]:
+        """Have the kernel ask on all connections that are new; call it now and then.
+
+        Returns:
+            all sockets of this process: their identities in the kernel, and their descriptors.
+        """
         present = set(_sockets())
         for _, fd in present - self._known:
             keep_alive(fd)
         self._known = present
+        return list(present)
 
 
 def _sockets() -> list[tuple[str, int]]:

@@ -23,6 +23,8 @@ from rpcmp import scratch
 from rpcmp.control.client import StageClient
 from rpcmp.control.exchange import Exchange
 from rpcmp.errors import WorkerDiedError, one_line, to_wire
+from rpcmp.members import DRIVER
+from rpcmp.process import usage
 from rpcmp.process.activity import NO_MICROBATCH, Doing
 from rpcmp.process.channel import Message
 from rpcmp.process.child import Child
@@ -56,6 +58,8 @@ class Claim:
 
     Attributes:
         relay: carries the worker's connections to other networks.
+        busy_seconds: that the worker has computed, by kind of action ("F", "B", "W", "O").
+        servers: of the members on other hosts, by where their agents listen.
     """
 
     def __init__(
@@ -81,6 +85,10 @@ class Claim:
         self.saved: deque[pb.Saved] = deque(maxlen=SAVED_KEPT)
         self._vault = vault
         self.listens = ""
+        self.busy_seconds: dict[str, float] = {}
+        self.servers: dict[str, str] = {}
+        self._in_flight = 0
+        self._ways: list[pb.Way] = []
         self._forks = forks
         self._dialer = dialer
         self._allowed = list(allowed)
@@ -159,6 +167,7 @@ class Claim:
             Peer(peer.listens, peer.server, peer.stage_index if peer.server else None)
             for peer in request.peers
         ]
+        self.servers = {peer.listens: peer.server or DRIVER for peer in peers}
         await self.relay.open(self.listens, peers)
 
     async def network(self) -> NetworkOf:
@@ -189,6 +198,27 @@ class Claim:
             num_parameters=self.num_parameters,
             saved=self.saved,
             listens=self.listens,
+        )
+
+    def vitals(self) -> pb.Vitals:
+        """How the worker is at this moment; read from outside, whatever it does."""
+        pid, carried = self.worker_pid, self.relay.round_trips
+        return pb.Vitals(
+            host=platform.node(),
+            pid=pid,
+            doing=pb.Doing(**self.doing._asdict()),
+            memory=usage.resident_bytes(pid),
+            cpu_seconds=usage.cpu_seconds(pid),
+            in_flight=self._in_flight if pid else 0,
+            ways=[
+                pb.Way(
+                    peer=way.peer,
+                    sent=way.sent,
+                    received=way.received,
+                    round_trip_s=carried.get(way.peer, way.round_trip_s),
+                )
+                for way in self._ways
+            ],
         )
 
     async def stacks(self) -> str:
@@ -233,6 +263,7 @@ class Claim:
                 await self._become(State.SERVER_STATE_RUNNING)
             case "beat":
                 self.step = max(self.step, self.doing.step)
+                self._note(message)
             case "snapshot":
                 await self._snapshot_taken(message["step"])
             case "failed":
@@ -240,6 +271,15 @@ class Claim:
                 await self.notify()
             case "left":
                 await self._become(State.SERVER_STATE_ENDED)
+
+    def _note(self, beat: Message) -> None:
+        """Keep what a sign of life says of the worker."""
+        self._in_flight = beat.get("in_flight", 0)
+        self.busy_seconds = beat.get("busy", {})
+        self._ways = [
+            pb.Way(peer=peer, sent=sent, received=received, round_trip_s=seconds)
+            for peer, sent, received, seconds in beat["ways"]
+        ]
 
     def _start_if_ready(self) -> None:
         if self._ready and self._start is not None and self._child is not None:

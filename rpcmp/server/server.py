@@ -12,6 +12,7 @@ from rpcmp.control.options import differences, machine, versions
 from rpcmp.errors import BusyError, ConfigError, DrainingError, VersionError
 from rpcmp.examination.facts import Order
 from rpcmp.examination.host import examine
+from rpcmp.process import usage
 from rpcmp.process.forking import WORKERS, Forks
 from rpcmp.server import codefolder, doors, profiling
 from rpcmp.server.claim import Claim, State
@@ -28,6 +29,9 @@ UNWATCHED_SECONDS = 5.0
 
 KEEP_SECONDS = 3600.0
 """How long a driver that was lost, or that waits for another host, may take to come back."""
+
+VITALS_SECONDS = 1.0
+"""Between two words to a watcher of how the worker is."""
 
 DRAIN_SECONDS = 30.0
 """How long a server that drains waits for the job to end after its current step."""
@@ -207,21 +211,28 @@ class StageServer:
         return claim
 
     async def watch(self, claim: Claim) -> AsyncIterator[pb.WatchResponse]:
-        """Every change of the claim; the claim ends when the watcher does."""
+        """Every change of the claim, and how its worker is; the claim ends with its watcher."""
         if claim.watched:
             raise BusyError("somebody else watches this job already")
         claim.watched = True
         try:
-            last = None
+            last, due = None, float("-inf")
+            clock = asyncio.get_running_loop().time
             while self.claim is claim:
                 now = claim.snapshot()
                 now.draining = self.draining
-                if now != last:
+                is_due = clock() >= due
+                if now != last or is_due:
+                    last = pb.WatchResponse()
+                    last.CopyFrom(now)
+                    if is_due:
+                        due = clock() + VITALS_SECONDS
+                        now.vitals.CopyFrom(claim.vitals())
                     yield now
-                    last = now
                     continue  # something may have changed while the stream was busy
-                async with claim.changed:
-                    await claim.changed.wait()
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout_at(due), claim.changed:
+                        await claim.changed.wait()
         finally:
             await asyncio.shield(self.release(claim))
 
@@ -248,7 +259,7 @@ class StageServer:
             answer.stage_name, answer.step = claim.stage_name, claim.step
             answer.num_parameters = claim.num_parameters
             answer.worker_pid = claim.worker_pid
-            answer.worker_memory = _resident_bytes(claim.worker_pid)
+            answer.worker_memory = usage.resident_bytes(claim.worker_pid)
         return answer
 
     def _check(self, request: pb.PrepareRequest) -> None:
@@ -281,12 +292,3 @@ class StageServer:
     def _release_unwatched(self, claim: Claim) -> None:
         if not claim.watched and claim is self.claim:
             self._releasing = asyncio.ensure_future(self.release(claim))
-
-
-def _resident_bytes(pid: int) -> int:
-    """Memory of a process, from /proc; 0 where that is not to be had."""
-    try:
-        with open(f"/proc/{pid}/statm") as file:
-            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except (OSError, ValueError, IndexError):
-        return 0

@@ -636,6 +636,7 @@ class WatchResponse(_message.Message):
     NUM_PARAMETERS_FIELD_NUMBER: _builtins.int
     SAVED_FIELD_NUMBER: _builtins.int
     LISTENS_FIELD_NUMBER: _builtins.int
+    VITALS_FIELD_NUMBER: _builtins.int
     generation: _builtins.int
     state: Global___ServerState.ValueType
     draining: _builtins.bool
@@ -650,6 +651,10 @@ class WatchResponse(_message.Message):
     def saved(self) -> _containers.RepeatedCompositeFieldContainer[Global___Saved]:
         """the last few, oldest first"""
 
+    @_builtins.property
+    def vitals(self) -> Global___Vitals:
+        """about once a second, whatever else has changed"""
+
     def __init__(
         self,
         *,
@@ -661,14 +666,92 @@ class WatchResponse(_message.Message):
         num_parameters: _builtins.int = ...,
         saved: _abc.Iterable[Global___Saved] | None = ...,
         listens: _builtins.str = ...,
+        vitals: Global___Vitals | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["vitals", b"vitals"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "error", b"error", "exit_code", b"exit_code", "generation", b"generation", "listens", b"listens", "num_parameters", b"num_parameters", "saved", b"saved", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "error", b"error", "exit_code", b"exit_code", "generation", b"generation", "listens", b"listens", "num_parameters", b"num_parameters", "saved", b"saved", "state", b"state", "vitals", b"vitals"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WatchResponse: _TypeAlias = WatchResponse  # noqa: Y015
+
+@_typing.final
+class Vitals(_message.Message):
+    """How a worker is at this moment."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HOST_FIELD_NUMBER: _builtins.int
+    PID_FIELD_NUMBER: _builtins.int
+    DOING_FIELD_NUMBER: _builtins.int
+    MEMORY_FIELD_NUMBER: _builtins.int
+    CPU_SECONDS_FIELD_NUMBER: _builtins.int
+    IN_FLIGHT_FIELD_NUMBER: _builtins.int
+    WAYS_FIELD_NUMBER: _builtins.int
+    host: _builtins.str
+    pid: _builtins.int
+    """0: there is none"""
+    memory: _builtins.int
+    """resident bytes"""
+    cpu_seconds: _builtins.float
+    in_flight: _builtins.int
+    """micro-batches whose activations it keeps"""
+    @_builtins.property
+    def doing(self) -> Global___Doing: ...
+    @_builtins.property
+    def ways(self) -> _containers.RepeatedCompositeFieldContainer[Global___Way]: ...
+    def __init__(
+        self,
+        *,
+        host: _builtins.str = ...,
+        pid: _builtins.int = ...,
+        doing: Global___Doing | None = ...,
+        memory: _builtins.int = ...,
+        cpu_seconds: _builtins.float = ...,
+        in_flight: _builtins.int = ...,
+        ways: _abc.Iterable[Global___Way] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["doing", b"doing"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cpu_seconds", b"cpu_seconds", "doing", b"doing", "host", b"host", "in_flight", b"in_flight", "memory", b"memory", "pid", b"pid", "ways", b"ways"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Vitals: _TypeAlias = Vitals  # noqa: Y015
+
+@_typing.final
+class Way(_message.Message):
+    """What has gone over the connections that a process has opened to another member's agent."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PEER_FIELD_NUMBER: _builtins.int
+    SENT_FIELD_NUMBER: _builtins.int
+    RECEIVED_FIELD_NUMBER: _builtins.int
+    ROUND_TRIP_S_FIELD_NUMBER: _builtins.int
+    peer: _builtins.str
+    """HOST:PORT where that agent listens; empty: those that others opened"""
+    sent: _builtins.int
+    """bytes"""
+    received: _builtins.int
+    round_trip_s: _builtins.float
+    """between the hosts, where they are carried; 0: unknown"""
+    def __init__(
+        self,
+        *,
+        peer: _builtins.str = ...,
+        sent: _builtins.int = ...,
+        received: _builtins.int = ...,
+        round_trip_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["peer", b"peer", "received", b"received", "round_trip_s", b"round_trip_s", "sent", b"sent"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Way: _TypeAlias = Way  # noqa: Y015
 
 @_typing.final
 class Saved(_message.Message):

@@ -26,6 +26,7 @@ from typing import Any
 
 from rpcmp.addresses import parse
 from rpcmp.errors import JobError, RelayError, RpcmpError, SecurityError, WorkerDiedError
+from rpcmp.process import tcp
 from rpcmp.process.forking import Forks
 from rpcmp.wire.accept import connections
 from rpcmp.wire.credentials import RELAY
@@ -79,6 +80,16 @@ class Relay:
         self._is_closed = False
         self._listeners: list[socket.socket] = []
         self._tasks: set[asyncio.Future[None]] = set()
+        self._carried: dict[End, str] = {}
+
+    @property
+    def round_trips(self) -> dict[str, float]:
+        """Seconds to each peer's host and back, by where its agent listens; of those in use."""
+        found: dict[str, float] = {}
+        for end, peer in self._carried.items():
+            if (seen := tcp.info(end.socket.fileno())) is not None:
+                found[peer] = min(seen.round_trip_s, found.get(peer, seen.round_trip_s))
+        return found
 
     async def open(self, own: str, peers: Sequence[Peer]) -> None:
         """Carry from now on.
@@ -190,7 +201,11 @@ class Relay:
         except BaseException:
             here.abort()
             raise
-        await _carry(here, there)
+        self._carried[there] = peer.listens
+        try:
+            await _carry(here, there)
+        finally:
+            del self._carried[there]
 
     async def _reach(self, peer: Peer) -> End:
         while not peer.server:

@@ -39,6 +39,7 @@ class ComputeThread:
         policy: as given; may change between two rounds.
         activity: as given.
         recorder: told of every action.
+        in_flight: micro-batches whose activations are kept for their backward; anybody may read it.
     """
 
     def __init__(self, policy: Policy, activity: Activity | None = None) -> None:
@@ -48,6 +49,7 @@ class ComputeThread:
         self._rounds = Rounds()
         self._calls: deque[Callable[[], None]] = deque()
         self.recorder = Recorder()
+        self.in_flight = 0
         self._thread = threading.Thread(target=self._loop, name="rpcmp-compute", daemon=True)
         self._thread.start()
 
@@ -125,15 +127,21 @@ class ComputeThread:
         task = current.take(action)
         if action is Action.BACKWARD and not current.limits.splits:
             current.done[Action.WEIGHT] += 1
+        frees = Action.WEIGHT if current.limits.splits else Action.BACKWARD
 
         def run() -> None:
             if is_first:
+                self.in_flight = 0
                 current.start()
+            if current.training and action is Action.FORWARD:
+                self.in_flight += len(task.parts)
             for microbatch, part in enumerate(task.parts, task.first):
                 self.activity.begin(action.name.lower(), current.step, microbatch)
                 started = time.perf_counter_ns()
                 part()
                 self.recorder.add(action, current.step, microbatch, task.ready_ns, started)
+            if action is frees:
+                self.in_flight -= len(task.parts)
             self.activity.end()
 
         return run

@@ -65,6 +65,7 @@ class WorkerProcess:
         self._slots = Slots(bond.fds)
         self._start = start
         self._snapshots: StageSnapshots | None = None
+        self._stage: Stage | None = None
         self._store = ChannelStore(self._channel.send)
 
     def run(self) -> None:
@@ -81,9 +82,9 @@ class WorkerProcess:
         if any(limits.splits for limits in assignment.all_limits):
             split.install()
         threading.Thread(target=self._listen, daemon=True).start()
-        heartbeat.begin(self._channel)
+        heartbeat.begin(self._channel, self._vitals)
         with self._activity.doing("build"):
-            stage = self._build(assignment, loaders)
+            stage = self._stage = self._build(assignment, loaders)
             if (begin := self._start["restore"]) is not None:
                 self._restore(stage, begin["step"], begin["files"])
         with self._activity.doing("join"):
@@ -97,6 +98,9 @@ class WorkerProcess:
         transport.leave(LEAVE_SECONDS)
         self._channel.send({"event": "left"})
         os._exit(0)  # no destructors: RPC threads may still be about
+
+    def _vitals(self) -> Message:
+        return {} if self._stage is None else self._stage.vitals()
 
     def _restore(self, stage: Stage, step: int, files: list[str]) -> None:
         """Make the stage what it was after `step`; without files, from a snapshot in memory."""

@@ -1,10 +1,14 @@
-"""What a compute thread did, and when: sums always, every action while somebody traces."""
+"""What a compute thread did, and when: sums always, every action while somebody wants to know."""
 
 from __future__ import annotations
 
 import time
+from collections import deque
 
 from rpcmp.trace.spans import Kind, Span
+
+STEPS_KEPT = 3
+"""Steps before the newest whose actions are kept while somebody follows the run."""
 
 
 class Recorder:
@@ -12,19 +16,33 @@ class Recorder:
 
     Attributes:
         traces: whether every action is kept.
+        follows: whether those of the last steps are kept.
+        total: nanoseconds by kind of action, since the process began; anybody may read it.
     """
 
     def __init__(self) -> None:
         self.traces = False
+        self.total: dict[str, int] = dict.fromkeys(Kind, 0)
         self._busy: dict[str, int] = dict.fromkeys(Kind, 0)
         self._spans: list[Span] = []
+        self.follows = False
+        self._recent: deque[Span] = deque()
 
     def add(self, kind: str, step: int, microbatch: int, ready: int, start: int) -> None:
         """Note an action that has just ended; times are those of `time.perf_counter_ns`."""
         end = time.perf_counter_ns()
         self._busy[kind] += end - start
+        self.total[kind] += end - start
+        if self.traces or self.follows:
+            self._keep(Span(Kind(kind), step, microbatch, min(ready, start), start, end))
+
+    def _keep(self, span: Span) -> None:
         if self.traces:
-            self._spans.append(Span(Kind(kind), step, microbatch, min(ready, start), start, end))
+            self._spans.append(span)
+        if self.follows:
+            self._recent.append(span)
+            while self._recent[0].step < span.step - STEPS_KEPT:
+                self._recent.popleft()
 
     def take_busy(self) -> dict[str, float]:
         """Seconds by kind of action since this was last asked."""
@@ -35,3 +53,7 @@ class Recorder:
         """The actions since this was last asked, in order; none unless `traces` is set."""
         spans, self._spans = self._spans, []
         return spans
+
+    def recent(self, step: int) -> list[Span]:
+        """The actions of `step` and of the two before, in order; none unless `follows` is set."""
+        return [span for span in self._recent if step - 2 <= span.step <= step]

@@ -138,6 +138,14 @@ class Stage:
         self._missing: dict[tuple[int, int], dict[int, list[int]]] = {}
         self._meter = Meter(self.model.device)
 
+    def vitals(self) -> dict[str, Any]:
+        """How it is at this moment; asked by the heartbeat, which waits for nobody."""
+        busy = self._compute.recorder.total
+        return {
+            "in_flight": self._compute.in_flight,
+            "busy": {str(kind): nanoseconds / 1e9 for kind, nanoseconds in busy.items()},
+        }
+
     # What the other processes call.
 
     def forward(self, bundle: Bundle, port: int) -> Future[Any]:
@@ -307,6 +315,19 @@ class Stage:
     def take_spans(self) -> Future[Any]:
         """The actions that were recorded since this was last asked."""
         return self._compute.future(self._compute.recorder.take_spans)
+
+    def follow(self) -> Future[Any]:
+        """Keep the actions of the last steps from now on; answers with the name of this host."""
+
+        def switch() -> str:
+            self._compute.recorder.follows = True
+            return platform.node()
+
+        return self._compute.future(switch)
+
+    def recent(self, step: int) -> Future[Any]:
+        """The actions of `step` and of the two before."""
+        return self._compute.future(lambda: self._compute.recorder.recent(step))
 
     def clock(self) -> int:
         """This host's clock, that of the spans."""

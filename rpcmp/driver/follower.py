@@ -1,0 +1,86 @@
+"""Shows what a step looks like at this moment, now and then, while the run goes on.
+
+The stages keep what they did in their last steps; every other second they are asked for it. Nobody
+waits for the answers but a thread of their own: the next step is not held up by it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from rpcmp.config import Config
+from rpcmp.driver.clocks import Clocks
+from rpcmp.driver.group import Group
+from rpcmp.errors import RpcmpError
+from rpcmp.process.channel import Message
+from rpcmp.trace.clock import Clock, Estimate
+from rpcmp.trace.spans import Span, Trace, Track
+from rpcmp.trace.timeline import timeline
+
+SECONDS_BETWEEN = 2.0
+"""Between two steps that are shown."""
+
+CLOCK_SECONDS = 60.0
+"""After which the clocks are asked anew: they drift apart by some microseconds a second."""
+
+
+class Follower:
+    """Follows a run from its making until `close`.
+
+    Args:
+        config: the job.
+        group: its stages, between two steps.
+        report: told of the event `timeline`, on another thread.
+    """
+
+    def __init__(self, config: Config, group: Group, report: Callable[[Message], None]) -> None:
+        self._group, self._report = group, report
+        self._clocks = Clocks(config, group)
+        self._estimates = self._ask_clocks()
+        self._hosts = group.follow()
+        self._first: int | None = None
+        self._due = 0.0
+        self._showing: Future[None] | None = None
+        self._thread = ThreadPoolExecutor(1, "rpcmp-follower")
+
+    def after_step(self, step: int) -> None:
+        """Show the step before this one, whose last spans all stages have done, where it is due."""
+        if self._first is None:
+            self._first = step
+        is_free = self._showing is None or self._showing.done()
+        if step == self._first or not is_free or time.monotonic() < self._due:
+            return
+        self._due = time.monotonic() + SECONDS_BETWEEN
+        self._showing = self._thread.submit(self._show, self._group.ask_recent(step), step - 1)
+
+    def close(self) -> None:
+        """Wait until what was asked for has been shown."""
+        self._thread.shutdown()
+
+    def _show(self, answers: Callable[[], dict[str, list[Span]]], step: int) -> None:
+        with contextlib.suppress(RpcmpError):  # of a stage that is lost, its server will tell
+            spans = answers()
+            if time.monotonic() >= self._clocks_due:
+                self._estimates = self._ask_clocks()
+            event = timeline(self._trace(spans), step)
+            if event is not None:
+                self._report(event)
+
+    def _trace(self, spans: dict[str, list[Span]]) -> Trace:
+        tracks = (
+            Track(
+                label,
+                self._hosts[label],
+                tuple(spans[label]),
+                Clock(self._estimates[label].offset_ns),
+            )
+            for label in self._clocks.labels
+        )
+        return Trace(tuple(tracks), self._clocks.producers)
+
+    def _ask_clocks(self) -> dict[str, Estimate]:
+        self._clocks_due = time.monotonic() + CLOCK_SECONDS
+        return self._clocks.ask()

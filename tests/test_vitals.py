@@ -1,0 +1,164 @@
+"""How the processes of a run are, made of what the servers and the driver process say."""
+
+from __future__ import annotations
+
+import platform
+from typing import Any
+
+import pytest
+
+from rpcmp.job import vitals as vitals_module
+from rpcmp.job.vitals import Vitals
+from rpcmp.members import DRIVER
+from rpcmp.process.activity import Doing
+from rpcmp.process.traffic import Way
+from rpcmp.v1 import control_pb2 as pb
+
+A, B, D = "127.77.0.1:40001", "127.77.0.2:40002", "127.77.0.3:40003"
+
+
+class Clock:
+    """`time.monotonic`, set by the test."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(vitals_module.time, "monotonic", lambda: made.now)
+    return made
+
+
+def said(
+    *ways: Way,
+    state: pb.ServerState.ValueType = pb.SERVER_STATE_RUNNING,
+    listens: str = "",
+    pid: int = 7,
+) -> pb.WatchResponse:
+    """What a server says of its worker."""
+    return pb.WatchResponse(
+        state=state,
+        listens=listens,
+        vitals=pb.Vitals(
+            host="host-a",
+            pid=pid,
+            doing=pb.Doing(phase="forward", step=3, microbatch=2, seconds=0.5),
+            memory=1000,
+            cpu_seconds=1.5,
+            in_flight=2,
+            ways=[pb.Way(**way._asdict()) for way in ways],
+        ),
+    )
+
+
+def told(vitals: Vitals) -> dict[str, Any]:
+    return vitals.event(5)
+
+
+def links(vitals: Vitals) -> dict[tuple[str, str], dict[str, Any]]:
+    return {(link["from"], link["to"]): link for link in told(vitals)["links"]}
+
+
+def test_a_worker_is_what_its_server_says() -> None:
+    vitals = Vitals()
+    vitals.begin()
+    vitals.hear("a", said())
+    event = told(vitals)
+    assert (event["event"], event["step"], event["driver"]) == ("vitals", 5, {})
+    assert event["workers"] == {
+        "a": {
+            "state": "running",
+            "restarts": 0,
+            "host": "host-a",
+            "pid": 7,
+            "phase": "forward",
+            "microbatch": 2,
+            "seconds": 0.5,
+            "memory": 1000,
+            "cpu_seconds": 1.5,
+            "in_flight": 2,
+        }
+    }
+
+
+def test_a_change_without_vitals_changes_the_state_alone() -> None:
+    vitals = Vitals()
+    vitals.begin()
+    vitals.hear("a", pb.WatchResponse(state=pb.SERVER_STATE_CLAIMED))
+    assert told(vitals)["workers"] == {}  # nothing is known of it yet
+    vitals.hear("a", said(state=pb.SERVER_STATE_BUILDING))
+    vitals.hear("a", pb.WatchResponse(state=pb.SERVER_STATE_RUNNING))
+    worker = told(vitals)["workers"]["a"]
+    assert (worker["state"], worker["memory"]) == ("running", 1000)
+
+
+def test_links_add_up_what_both_ends_have_opened(clock: Clock) -> None:
+    vitals = Vitals()
+    vitals.begin()
+    vitals.hear("a", said(Way(B, 100, 10, 0.2), Way("127.0.0.1:80", 9, 9, 0.1), listens=A))
+    vitals.hear("b", said(Way(A, 1000, 1, 0.1), listens=B))
+    vitals.joined(D)
+    doing = Doing("step", 3, -1, 0.1)
+    vitals.hear_driver(9, doing, [[A, 5, 6, 0.3], ["", 70, 80, 0.0]], {A: 0.04})
+    clock.now = 2.0
+    found = links(vitals)
+    assert {pair: link["bytes"] for pair, link in found.items()} == {
+        ("a", "b"): 101,
+        ("b", "a"): 1010,
+        (DRIVER, "a"): 5,
+        ("a", DRIVER): 6,
+    }
+    assert found["a", "b"]["rtt_s"] == found["b", "a"]["rtt_s"] == 0.1
+    assert found[DRIVER, "a"]["rtt_s"] == 0.04  # between the hosts, not to the own supervisor
+
+
+def test_rates_are_of_the_time_since_they_were_last_told(clock: Clock) -> None:
+    vitals = Vitals()
+    vitals.begin()
+    vitals.hear("b", said(listens=B))
+    for now, count, rate in ((2.0, 100, 50.0), (4.0, 100, 0.0), (4.5, 300, 400.0)):
+        clock.now = now
+        vitals.hear("a", said(Way(B, count, 0, 0.1)))
+        assert links(vitals)["a", "b"]["bytes_per_s"] == pytest.approx(rate)
+
+
+def test_a_process_that_was_lost_is_so_until_the_next_one_is_there() -> None:
+    vitals = Vitals()
+    vitals.begin()
+    for label in ("a", "b"):
+        vitals.hear(label, said(Way(B, 1, 1, 0.1), listens=A if label == "a" else B))
+    vitals.lose("a")
+    lost, other = (told(vitals)["workers"][label] for label in ("a", "b"))
+    assert (lost["state"], lost["pid"], lost["memory"], lost["in_flight"]) == ("lost", 0, 0, 0)
+    assert (other["state"], other["pid"]) == ("running", 7)
+    vitals.begin()
+    assert told(vitals)["links"] == []  # they begin anew, with the processes
+    assert told(vitals)["workers"]["a"]["state"] == "lost"
+    vitals.hear("a", said(state=pb.SERVER_STATE_CLAIMED, pid=8))
+    fresh = told(vitals)["workers"]["a"]
+    assert (fresh["state"], fresh["pid"], fresh["restarts"]) == ("claimed", 8, 1)
+
+
+def test_a_loss_that_nobody_can_name_changes_nothing() -> None:
+    vitals = Vitals()
+    vitals.begin()
+    vitals.hear("a", said())
+    before = told(vitals)["workers"]
+    vitals.lose("")
+    assert told(vitals)["workers"] == before
+
+
+def test_the_driver_is_one_of_them() -> None:
+    vitals = Vitals()
+    vitals.begin()
+    vitals.hear_driver(9, Doing("plan", 0, -1, 0.1), [], {})
+    assert told(vitals)["driver"]["state"] == "building"
+    vitals.joined(D)
+    vitals.hear_driver(9, Doing("step", 3, -1, 0.1), [], {})
+    driver = told(vitals)["driver"]
+    assert (driver["state"], driver["phase"], driver["pid"]) == ("running", "step", 9)
+    assert driver["host"] == platform.node()
+    vitals.lose(DRIVER)
+    assert told(vitals)["driver"]["state"] == "lost"
