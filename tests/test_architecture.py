@@ -25,7 +25,7 @@ LAYERS = """
     sections source trace weights configrules
     config checkpoint
     configfile factory setting inflight
-    errand observers
+    errand observers openmetrics
     balance examination
     configdoc data layers
     plan

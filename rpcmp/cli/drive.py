@@ -3,12 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from rpcmp import configfile
-from rpcmp.cli.options import addresses_of, config_argument, connect_option, require_writable
+from rpcmp.cli.options import (
+    addresses_of,
+    config_argument,
+    connect_option,
+    metrics_option,
+    require_writable,
+)
+
+if TYPE_CHECKING:
+    from rpcmp.config import Config
+    from rpcmp.observers.observer import Observer
 
 
 @click.command()
@@ -21,6 +34,7 @@ from rpcmp.cli.options import addresses_of, config_argument, connect_option, req
     type=click.Path(path_type=Path, dir_okay=False),
     help="Write a trace for Perfetto, chrome://tracing and `rpcmp trace`; .gz compresses it.",
 )
+@metrics_option
 @click.option("--resume", is_flag=True, help="Go on from the newest checkpoint, if there is one.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object a line on standard output.")
 @click.option("-v", "--verbose", is_flag=True, help="Show every step.")
@@ -31,6 +45,7 @@ def drive(
     connect: str | None,
     steps: int | None,
     trace: Path | None,
+    metrics: str | None,
     resume: bool,
     as_json: bool,
     verbose: bool,
@@ -48,7 +63,6 @@ def drive(
     from rpcmp.cli.aside import aside
     from rpcmp.cli.output import printer
     from rpcmp.job.drive import drive as run
-    from rpcmp.observers.observer import Observer
     from rpcmp.observers.watch import watching
 
     if steps is not None:
@@ -60,7 +74,28 @@ def drive(
     observers: list[Observer] = []
     with (
         printer(job, as_json, verbose, quiet) as show,
+        metrics_of(job, metrics, observers),
         aside(show) as shown,
         watching(observers, shown) as report,
     ):
-        asyncio.run(run(job, report, servers, trace=trace, resume=resume))
+        wants_timeline = metrics is not None
+        task = run(job, report, servers, trace=trace, resume=resume, timeline=wants_timeline)
+        asyncio.run(task)
+
+
+@contextlib.contextmanager
+def metrics_of(job: Config, address: str | None, observers: list[Observer]) -> Iterator[None]:
+    """Serve the run's figures at `address`, if anywhere, and have them among the observers."""
+    if address is None:
+        yield
+        return
+    from rpcmp.openmetrics.door import serving
+    from rpcmp.openmetrics.run import RunMetrics
+    from rpcmp.wire.security import Security
+
+    found = RunMetrics()
+    security = Security(job.certs_folder, job.security.insecure)
+    with serving(found.store, address, security) as url:
+        click.echo(f"metrics at {url}", err=True)
+        observers.append(found)
+        yield

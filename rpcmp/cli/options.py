@@ -78,6 +78,16 @@ def certs_options(command: Command) -> Command:
     )(command)
 
 
+def metrics_option(command: Command) -> Command:
+    """`--metrics`."""
+    return click.option(
+        "--metrics",
+        metavar="HOST:PORT",
+        help="Serve figures there, as OpenMetrics for Prometheus; port 0 takes a free one. "
+        "Elsewhere than on loopback by TLS, with --certs.",
+    )(command)
+
+
 def addresses_of(connect: str | None, config: Config) -> list[str] | None:
     """The servers to use: `--connect`'s, or None for the config's or own ones."""
     if connect is None:

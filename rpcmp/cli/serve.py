@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import socket
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from rpcmp import addresses
-from rpcmp.cli.options import certs_options
+from rpcmp.cli.options import certs_options, metrics_option
 from rpcmp.process.channel import die_with_parent
+
+if TYPE_CHECKING:
+    from rpcmp.server.server import StageServer
+    from rpcmp.wire.security import Security
 
 
 @click.command()
@@ -36,6 +43,7 @@ from rpcmp.process.channel import die_with_parent
     help="Let jobs use callables of this module and those below it alone, and bring no files "
     "along. Repeatable.",
 )
+@metrics_option
 @click.option("--parent", type=int, hidden=True, help="End with this process.")
 @click.option("--forks", type=int, hidden=True, help="Descriptor of a line to its fork server.")
 def serve(
@@ -47,6 +55,7 @@ def serve(
     insecure: bool,
     no_code: bool,
     allowed: tuple[str, ...],
+    metrics: str | None,
     parent: int | None,
     forks: int | None,
 ) -> None:
@@ -91,6 +100,26 @@ def serve(
 
         line = None if forks is None else socket.socket(fileno=forks)
         server = StageServer(stage, replica, not no_code, Forks([WORKERS], line), security, allowed)
-        return await run_server(server, host, port, announce)
+        with served(server, metrics, security):
+            return await run_server(server, host, port, announce)
 
     sys.exit(asyncio.run(run()))
+
+
+@contextlib.contextmanager
+def served(server: StageServer, metrics: str | None, security: Security) -> Iterator[None]:
+    """Serve the server's figures at `metrics`, if anywhere; before it is announced itself."""
+    if metrics is None:
+        yield
+        return
+    from rpcmp.openmetrics.door import serving
+    from rpcmp.openmetrics.server import ServerMetrics
+
+    found = ServerMetrics(server)
+    with serving(found.store, metrics, security) as url:
+        click.echo(f"metrics at {url}", err=True)
+        looking = asyncio.ensure_future(found.run())
+        try:
+            yield
+        finally:
+            looking.cancel()

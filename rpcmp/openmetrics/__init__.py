@@ -1,0 +1,1 @@
+"""The figures of a run, and of a stage server, as OpenMetrics for Prometheus."""

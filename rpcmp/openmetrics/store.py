@@ -1,0 +1,93 @@
+"""What is served: families of metrics, declared before there is any value, and their values.
+
+Values are written where things happen and read when somebody scrapes, on another thread. What is
+not known yet is not there, rather than 0.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from typing import Literal, NamedTuple
+
+from prometheus_client.metrics_core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    InfoMetricFamily,
+    Metric,
+)
+from prometheus_client.registry import Collector
+
+Value = float | Callable[[], float]
+"""A number, or what gives it when it is asked for."""
+
+
+class Family(NamedTuple):
+    """Metrics with one name.
+
+    Attributes:
+        name: without the "_total" of a counter and the "_info" of an info.
+        kind: a counter only ever grows; an info is constant, and all in its labels.
+        help: what it is.
+        labels: their names.
+    """
+
+    name: str
+    kind: Literal["gauge", "counter", "info"]
+    help: str
+    labels: tuple[str, ...] = ()
+
+    @property
+    def sample(self) -> str:
+        """The name that its samples have, and queries use."""
+        return self.name + {"gauge": "", "counter": "_total", "info": "_info"}[self.kind]
+
+
+class Store(Collector):
+    """The values of some families; any thread may read and write them.
+
+    Args:
+        families: all that there can be.
+    """
+
+    def __init__(self, families: Iterable[Family]) -> None:
+        self._families = {family.name: family for family in families}
+        self._values: dict[str, dict[tuple[str, ...], Value]] = {n: {} for n in self._families}
+        self._lock = threading.Lock()
+
+    def set(self, name: str, value: Value, *labels: str) -> None:
+        """Let one metric have a value; of an info 1."""
+        if len(labels) != len(self._families[name].labels):
+            raise ValueError(f"{name} has the labels {self._families[name].labels}, not {labels}")
+        with self._lock:
+            self._values[name][labels] = value
+
+    def add(self, name: str, amount: float, *labels: str) -> None:
+        """Add to a counter, which begins at 0."""
+        known = self._values[name].get(labels, 0.0)
+        self.set(name, (known() if callable(known) else known) + amount, *labels)
+
+    def forget(self, name: str) -> None:
+        """Let a family have no values any more."""
+        with self._lock:
+            self._values[name].clear()
+
+    def collect(self) -> Iterator[Metric]:
+        """All families that have any values."""
+        with self._lock:
+            known = {name: dict(values) for name, values in self._values.items() if values}
+        for name, values in known.items():
+            yield _metric(self._families[name], values)
+
+
+def _metric(family: Family, values: dict[tuple[str, ...], Value]) -> Metric:
+    if family.kind == "info":
+        info = InfoMetricFamily(family.name, family.help)
+        for labels in values:
+            info.add_metric([], dict(zip(family.labels, labels, strict=True)))
+        return info
+    kinds = {"gauge": GaugeMetricFamily, "counter": CounterMetricFamily}
+    metric = kinds[family.kind](family.name, family.help, labels=family.labels)
+    for labels, value in values.items():
+        metric.add_metric(labels, value() if callable(value) else value)
+    return metric
