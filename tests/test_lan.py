@@ -12,10 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from rpcmp.examples import digits
 from tests.lan import Host, driving, issue, lan, serving
-from tests.processes import JobFolder, Result, Running, Server, rpcmp, running
+from tests.processes import JobFolder, Result, Running, Server, poll_for, rpcmp, running
+from tests.scraping import url_of
 
 EXAMPLE = Path(digits.__file__).with_suffix(".toml")
 
@@ -140,15 +142,37 @@ def rates(result: Result, where: str) -> list[float]:
 
 
 def test_nothing_but_the_one_port_of_each_server_answers(cluster: Cluster) -> None:
-    """While a job runs. The driver answers nowhere at all: it needs no port."""
-    with driving(EXAMPLE, cluster.certs, *cluster.connect, on=cluster.driver) as run:
+    """While a job runs. The driver answers nobody else: it needs no port, but for its figures."""
+    options = ("--steps", "10000", "--metrics", "127.0.0.1:0", *cluster.connect)
+    with driving(EXAMPLE, cluster.certs, *options, on=cluster.driver) as run:
         run.wait_for_line('"step": 5,')
+        url = url_of(run)
+        figures = ("127.0.0.1", int(re.findall(r":(\d+)/", url)[0]))
         for host in (cluster.driver, *cluster.hosts):
-            expected = set() if host is cluster.driver else {(host.address, PORT)}
-            assert listening(host) == expected
+            expected = figures if host is cluster.driver else (host.address, PORT)
+            assert listening(host) == {expected}
+        poll_for(lambda: carried(cluster.driver, url) >= LINKS, "all links to have carried bytes")
         prober, target = cluster.hosts[0], cluster.hosts[1].address
         assert answering(prober, target) == [PORT]
         assert answering(prober, cluster.driver.address) == []
+
+
+LINKS = {("stage0", "stage1"), ("stage2", "stage1"), ("driver", "stage2"), ("stage0", "driver")}
+"""Some of those that a pipeline of three has."""
+
+SCRAPE = "import sys, urllib.request as u; print(u.urlopen(sys.argv[1]).read().decode())"
+
+
+def carried(host: Host, url: str) -> set[tuple[str, str]]:
+    """From whom to whom bytes went, of links whose round trip is known."""
+    text = host.run("python3", "-c", SCRAPE, url).stdout
+    found = [s for family in text_string_to_metric_families(text) for s in family.samples]
+
+    def positive(name: str) -> set[tuple[str, str]]:
+        of_name = (sample for sample in found if sample.name == name and sample.value > 0)
+        return {(sample.labels["source"], sample.labels["target"]) for sample in of_name}
+
+    return positive("rpcmp_link_bytes_total") & positive("rpcmp_link_round_trip_seconds")
 
 
 def listening(host: Host) -> set[tuple[str, int]]:

@@ -49,6 +49,8 @@ def _finite(value: Any) -> Any:
     """JSON has no NaN: a metric that is one becomes null."""
     if isinstance(value, dict):
         return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

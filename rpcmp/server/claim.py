@@ -238,7 +238,8 @@ class Claim:
         try:
             async for message in child.messages():
                 await self._heard(message)
-        except (ValueError, KeyError) as error:  # no message of ours: the worker's memory is broken
+        except (ValueError, KeyError, TypeError) as error:
+            # It is no message of ours: the worker's memory is broken.
             self.error = to_wire(WorkerDiedError(f"the worker speaks nonsense: {one_line(error)}"))
             await child.kill()
         self.exit_code = await child.wait() or 0
