@@ -229,6 +229,7 @@ def test_an_evaluation_keeps_nothing_and_an_abort_forgets() -> None:
     stage.submit("F0")
     stage.expect("F0")
     assert stage.compute.in_flight == 0
+    assert stage.compute.recorder.total["F"] == 0
     stage.submit("F1")
     stage.expect("F0 F1 end")
     stage.begin(2, 2)

@@ -38,7 +38,7 @@ class ComputeThread:
     Attributes:
         policy: as given; may change between two rounds.
         activity: as given.
-        recorder: told of every action.
+        recorder: told of every action of a step.
         in_flight: micro-batches whose activations are kept for their backward; anybody may read it.
     """
 
@@ -139,7 +139,8 @@ class ComputeThread:
                 self.activity.begin(action.name.lower(), current.step, microbatch)
                 started = time.perf_counter_ns()
                 part()
-                self.recorder.add(action, current.step, microbatch, task.ready_ns, started)
+                if current.training:  # an evaluation is no part of a step
+                    self.recorder.add(action, current.step, microbatch, task.ready_ns, started)
             if action is frees:
                 self.in_flight -= len(task.parts)
             self.activity.end()
