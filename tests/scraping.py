@@ -25,7 +25,7 @@ def scrape(url: str, context: ssl.SSLContext | None = None) -> Samples:
         text = answer.read().decode()
     return {
         (sample.name, frozenset(sample.labels.items())): sample.value
-        for family in text_string_to_metric_families(text)
+        for family in text_string_to_metric_families(text)  # type: ignore[no-untyped-call]
         for sample in family.samples
     }
 

@@ -198,7 +198,9 @@ def test_micro_batches_are_in_flight_until_their_backward_is_done() -> None:
     stage.submit("B0")
     stage.expect("F0 F1 B0")
     assert stage.compute.in_flight == 1
-    stage.submit("B1", "F2", "B2")
+    stage.submit("B1", "F2")
+    stage.expect("F0 F1 B0 B1 F2")
+    stage.submit("B2")
     stage.expect("F0 F1 B0 B1 F2 B2 end")
     assert stage.compute.in_flight == 0
 

@@ -29,7 +29,8 @@ TOWERS = {
 @pytest.fixture
 def told() -> dict[str, Any]:
     addresses = ["a:1", "b:2", "c:3", "d:4"]
-    return json.loads(json.dumps(opening(parse(TOWERS), "4711", addresses)))
+    found: dict[str, Any] = json.loads(json.dumps(opening(parse(TOWERS), "4711", addresses)))
+    return found
 
 
 def test_a_run_says_what_it_is(told: dict[str, Any]) -> None:

@@ -160,7 +160,7 @@ def test_a_checkpoint_ages(monkeypatch: pytest.MonkeyPatch) -> None:
     assert value(told(metrics), "rpcmp_checkpoint_age_seconds") is None  # there is none
     metrics.tell(event("checkpoint", step=3, seconds=0.5, bytes=4096, path="somewhere"))
     for now, age in ((1007.0, 7.0), (1030.0, 30.0), (990.0, 0.0)):  # clocks are set back
-        monkeypatch.setattr(run_module.time, "time", lambda now=now: now)
+        monkeypatch.setattr("rpcmp.openmetrics.run.time.time", lambda now=now: now)
         assert value(told(metrics), "rpcmp_checkpoint_age_seconds") == age
     assert value(told(metrics), "rpcmp_checkpoint_duration_seconds") == 0.5
     assert value(told(metrics), "rpcmp_checkpoints_total") == 1

@@ -8,7 +8,6 @@ from typing import Any, cast
 
 import pytest
 
-from rpcmp.driver import follower as follower_module
 from rpcmp.driver.follower import Follower
 from rpcmp.driver.group import Group
 from rpcmp.errors import JobError
@@ -147,7 +146,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> type[Clock]:
     monkeypatch.setattr(Clock, "now", 100.0)
-    monkeypatch.setattr(follower_module.time, "monotonic", lambda: Clock.now)
+    monkeypatch.setattr("rpcmp.driver.follower.time.monotonic", lambda: Clock.now)
     monkeypatch.setattr("rpcmp.driver.clocks.time.perf_counter_ns", lambda: 0)
     return Clock
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from rpcmp.job import vitals as vitals_module
 from rpcmp.job.vitals import Vitals
 from rpcmp.members import DRIVER
 from rpcmp.process.activity import Doing
@@ -27,7 +26,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
-    monkeypatch.setattr(vitals_module.time, "monotonic", lambda: made.now)
+    monkeypatch.setattr("rpcmp.job.vitals.time.monotonic", lambda: made.now)
     return made
 
 

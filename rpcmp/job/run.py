@@ -177,7 +177,6 @@ class Run:
         """One generation to the end of the run; its summary."""
         await session.start()
         step, places = session.begin.step, session.places
-        self._hosts = {label: place["host"] for label, place in places.items()}
         workers = {label: place for label, place in places.items() if label != DRIVER}
         group = {"step": step, "workers": workers, "driver": places[DRIVER]}
         self._report({"event": "generation", **group})
@@ -259,6 +258,7 @@ class Run:
             if self.signals or not recovery.enabled or decision.error is not None:
                 raise decision.error or error
             self._lost_at = time.monotonic() if self._lost_at is None else self._lost_at
+            self._hosts |= {label: place["host"] for label, place in session.places.items()}
             self._report(
                 {
                     "event": "fault",

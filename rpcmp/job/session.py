@@ -171,7 +171,7 @@ class Session:
 
     @property
     def places(self) -> dict[str, Message]:
-        """Where every process of the group is, by its label, once it has started."""
+        """Where every process of the group is, by its label, once its servers are claimed."""
         pid = 0 if self._driver is None else self._driver.pid
         return {**self._stages.places, DRIVER: {"host": platform.node(), "pid": pid}}
 

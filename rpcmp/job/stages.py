@@ -98,14 +98,14 @@ class Stages:
 
     @property
     def places(self) -> dict[str, dict[str, Any]]:
-        """Where every worker's process is, by its label."""
+        """Where every worker's process is, by its label; nothing before `claim`."""
         return {
             client.name: {
                 "address": client.address,
                 "host": claim.host,
                 "pid": claim.worker_pid,
             }
-            for client, claim in zip(self._clients, self._claims, strict=True)
+            for client, claim in zip(self._clients, self._claims, strict=False)
         }
 
     @property

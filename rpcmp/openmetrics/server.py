@@ -131,7 +131,7 @@ class ServerMetrics:
         self.store.set("rpcmp_server_step", claim.step, stage)
         self.store.set("rpcmp_server_worker_memory_bytes", vitals.memory, stage)
         self.store.set("rpcmp_server_worker_in_flight_microbatches", vitals.in_flight, stage)
-        counts = {
+        counts: dict[tuple[str, ...], float] = {
             ("rpcmp_server_worker_cpu_seconds", stage): vitals.cpu_seconds,
             ("rpcmp_server_sent_bytes", stage): sum(way.sent for way in vitals.ways),
             ("rpcmp_server_received_bytes", stage): sum(way.received for way in vitals.ways),

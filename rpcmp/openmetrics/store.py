@@ -86,8 +86,9 @@ def _metric(family: Family, values: dict[tuple[str, ...], Value]) -> Metric:
         for labels in values:
             info.add_metric([], dict(zip(family.labels, labels, strict=True)))
         return info
-    kinds = {"gauge": GaugeMetricFamily, "counter": CounterMetricFamily}
-    metric = kinds[family.kind](family.name, family.help, labels=family.labels)
+    kind = CounterMetricFamily if family.kind == "counter" else GaugeMetricFamily
+    metric: CounterMetricFamily | GaugeMetricFamily
+    metric = kind(family.name, family.help, labels=family.labels)
     for labels, value in values.items():
         metric.add_metric(labels, value() if callable(value) else value)
     return metric
