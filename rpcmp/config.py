@@ -21,6 +21,7 @@ from rpcmp.sections import (
     CheckpointConfig,
     DataConfig,
     EarlyStoppingConfig,
+    LogConfig,
     LossScalingConfig,
     ModelConfig,
     RecoveryConfig,
@@ -123,6 +124,9 @@ class Config(Strict):
     )
     recovery: RecoveryConfig = Field(
         default_factory=RecoveryConfig, description="what happens when something is lost"
+    )
+    log: LogConfig = Field(
+        default_factory=LogConfig, description="what is kept of each run, and who else is told"
     )
 
     _folder: Path = PrivateAttr(default_factory=Path.cwd)
@@ -276,6 +280,17 @@ class Config(Strict):
         """Where checkpoints lie; without a section for them, those of a run that had to end."""
         given = self.checkpoint.dir if self.checkpoint is not None else f"rpcmp-{self.name}"
         return (self.folder / given).absolute()
+
+    @property
+    def log_folder(self) -> Path | None:
+        """Where each run keeps a folder of its own; None: nowhere."""
+        return (self.folder / self.log.folder).absolute() if self.log.folder else None
+
+    @property
+    def tensorboard_folder(self) -> Path | None:
+        """Where each run keeps a folder for TensorBoard; None: nowhere."""
+        given = self.log.tensorboard
+        return None if given is None else (self.folder / given).absolute()
 
     @property
     def certs_folder(self) -> Path | None:

@@ -335,3 +335,23 @@ class RecoveryConfig(Strict):
             except ConfigError as error:
                 raise ValueError(str(error)) from error
         return spares
+
+
+class LogConfig(Strict):
+    """What is kept of a run, and who else is told of it."""
+
+    folder: str = Field(
+        default="runs",
+        description='each run keeps a folder of its own here, such as NAME-20261122-101500; "": '
+        "none is kept",
+    )
+    tensorboard: str | None = Field(
+        default=None,
+        min_length=1,
+        description="folder for TensorBoard; each run has its own in it",
+    )
+    loggers: list[FactoryOrName] = Field(
+        default_factory=list,
+        description="called with the config on the driver; each returns a function that is told of "
+        "every event",
+    )

@@ -132,6 +132,8 @@ def running(
     Args:
         under: a program and its arguments that runs it.
     """
+    if command[0] == "drive" and EXAMPLES in Path(command[1]).parents:
+        command = (*command, "--set", "log.folder=")  # nothing is kept in the repository
     with _line("drive" if command[0] in SHARING and not under else "") as fds:
         shared = ["-P", sharedforks.__file__, *map(str, fds)]
         program = shared if fds else ["-m", "rpcmp"]

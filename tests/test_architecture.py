@@ -15,6 +15,7 @@ PACKAGE = Path(__file__).parent.parent / "rpcmp"
 PROTOS = PACKAGE.parent / "protos"
 
 LAYERS = """
+    jsonlines tablekeys
     __init__ errors members seeds metrics direction tree tensorfile digest v1 host examples devices
     starter suggestion
     pythonfiles
@@ -25,7 +26,8 @@ LAYERS = """
     sections source trace weights configrules
     config checkpoint
     configfile factory setting inflight
-    errand observers openmetrics
+    errand runfolder
+    observers openmetrics
     balance examination
     configdoc data layers
     plan
@@ -161,7 +163,7 @@ def test_supervisors_and_the_command_line_do_not_import_torch() -> None:
     code = """
 import importlib, sys
 import rpcmp.cli, rpcmp.config, rpcmp.job.drive, rpcmp.job.session, rpcmp.job.status
-import rpcmp.observers.watch
+import rpcmp.observers.loggers, rpcmp.observers.tensorboard, rpcmp.observers.watch
 import rpcmp.server.serve, rpcmp.server.server, rpcmp.control.probe
 for command in rpcmp.cli.COMMANDS:
     importlib.import_module(f"rpcmp.cli.{command}")

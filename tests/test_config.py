@@ -21,6 +21,7 @@ from rpcmp.sections import (
     CheckpointConfig,
     DataConfig,
     EarlyStoppingConfig,
+    LogConfig,
     LossScalingConfig,
     ModelConfig,
     RecoveryConfig,
@@ -61,6 +62,7 @@ SECTIONS: list[type[BaseModel]] = [
     EarlyStoppingConfig,
     RecoveryConfig,
     SecurityConfig,
+    LogConfig,
     Factory,
 ]
 
@@ -98,6 +100,7 @@ def test_the_defaults_are_as_documented() -> None:
         "checkpoint": None,
         "security": {"certs": None, "insecure": False},
         "recovery": RecoveryConfig().model_dump(),
+        "log": {"folder": "runs", "tensorboard": None, "loggers": []},
     }
 
 

@@ -96,10 +96,11 @@ def test_plain_lines_where_there_is_no_terminal(job: JobFolder) -> None:
     assert any(line.startswith("evaluation after step 2: loss") for line in lines)
     assert any(line.startswith("evaluation after step 4: loss") for line in lines)
     assert "the report says (7, 1)" in result.out
-    memory, parameters = lines[-2:]
+    memory, parameters, kept = lines[-3:]
     assert re.fullmatch(r"peak memory(,? stage\d [\d,]+ MiB \(idle [\d,]+\)){2}", memory)
     assert parameters.startswith("parameters sha256 ")
-    assert re.match(r"done: \d+ steps, loss \d+\.\d{4} -> \d+\.\d{4}", lines[-3])
+    assert re.match(r"done: \d+ steps, loss \d+\.\d{4} -> \d+\.\d{4}", lines[-4])
+    assert re.fullmatch(rf"kept in {job.folder}/runs/job-\d{{8}}-\d{{6}}", kept)
     assert result.err == ""
 
 

@@ -39,6 +39,7 @@ def test_the_settings_that_are_off_are_ones(tmp_path: Path) -> None:
     config = configfile.load(path)
     assert config.addresses == ["host-a:50051", "host-b:50052"]
     assert config.checkpoint is not None
+    assert config.tensorboard_folder == tmp_path / "curves"
     assert (config.steps, config.schedule, config.num_stages) == (200, "zero-bubble", 2)
 
 

@@ -16,6 +16,8 @@ from safetensors.torch import load_file, save_file
 
 import rpcmp as library
 from rpcmp.checkpoint.folder import CheckpointFolder
+from rpcmp.runfolder.compare import compare
+from rpcmp.runfolder.reader import read
 from tests.faults import committed
 from tests.processes import JobFolder, Result, rpcmp, running, unstamped
 
@@ -128,6 +130,14 @@ def test_resuming_a_run_that_was_killed(whole: tuple[JobFolder, Result], job: Jo
     begin = result.event("resumed")["step"]
     assert begin >= 6
     assert after(result, 0) == after(whole[1], begin)
+    killed, resumed = map(read, sorted((job.folder / "runs").glob("job-*")))
+    assert (killed.info.outcome, resumed.info.outcome) == ("running", "done")
+    assert (killed.info.continues, resumed.info.continues) == (None, killed.name)
+    assert [event["step"] for event in resumed.all("step")] == list(range(begin + 1, STEPS + 1))
+    (first,) = (whole[0].folder / "runs").glob("job-*")
+    for later in (killed, resumed):  # each line is whole
+        found = compare([read(first), later])
+        assert (found.shared, found.first_difference) == (len(later.all("step")), None)
 
 
 @pytest.mark.parametrize("section", [pytest.param(True, marks=pytest.mark.long), False])

@@ -130,7 +130,7 @@ class Slurm:
     @contextlib.contextmanager
     def running(self, *options: str) -> Iterator[subprocess.Popen[bytes]]:
         """The script."""
-        where = ["--set", f"checkpoint.dir={self.folder / 'saved'}"]
+        where = ["--set", f"checkpoint.dir={self.folder / 'saved'}", "--set", "log.folder="]
         shown = ["--set", "checkpoint.shared=true", "-v"]
         config = EXAMPLES / "digits.toml"
         command: list[str | Path] = ["bash", SCRIPT, config, *where, *shown, *options]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -12,6 +13,7 @@ from rpcmp.driver.follower import Follower
 from rpcmp.driver.group import Group
 from rpcmp.errors import JobError
 from rpcmp.members import Member
+from rpcmp.trace import chrome
 from rpcmp.trace.spans import Kind, Span
 from rpcmp.trace.timeline import timeline
 from rpcmp.worker.recorder import STEPS_KEPT, Recorder
@@ -87,14 +89,14 @@ def test_a_stage_keeps_what_it_did_in_its_last_steps() -> None:
     recorder = Recorder()
     recorder.add("F", 1, 0, 0, 0)
     recorder.follows = True
-    for step in range(2, 20):
+    for step in range(2, 70):
         for kind in ("F", "B", "O"):
             recorder.add(kind, step, 0, 0, 0)
     assert recorder.take_spans() == []  # nobody traces
-    assert [span.step for span in recorder.recent(19)] == [17] * 3 + [18] * 3 + [19] * 3
-    assert [span.step for span in recorder.recent(18)] == [16] * 3 + [17] * 3 + [18] * 3
-    assert len(recorder.recent(18)) == 9
-    assert min(span.step for span in recorder._recent) == 19 - STEPS_KEPT
+    assert [span.step for span in recorder.recent(69, 3)] == [67] * 3 + [68] * 3 + [69] * 3
+    assert [span.step for span in recorder.recent(68, 2)] == [67] * 3 + [68] * 3
+    kept = {span.step for span in recorder.recent(69, 1000)}
+    assert kept == set(range(69 - STEPS_KEPT, 70))
 
 
 class Stages:
@@ -114,7 +116,7 @@ class Stages:
     def clock(self, worker: Member) -> int:
         return self.AHEAD if worker.stage == STAGES[1] else 0
 
-    def ask_recent(self, step: int) -> Callable[[], dict[str, list[Span]]]:
+    def ask_recent(self, step: int, count: int) -> Callable[[], dict[str, list[Span]]]:
         self.asked.append(step)
 
         def answers() -> dict[str, list[Span]]:
@@ -190,3 +192,22 @@ def test_a_stage_that_is_lost_is_the_training_s_business(clock: type[Clock]) -> 
     assert events == []
     assert follower._showing is not None
     assert follower._showing.exception() is None
+
+
+def test_the_last_steps_are_written_as_a_trace(tmp_path: Path) -> None:
+    events = list[dict[str, Any]]()
+    follower = Follower(job(), cast(Group, Stages()), events.append)
+    follower.write(tmp_path / "trace.json.gz")
+    assert list(tmp_path.iterdir()) == []  # there has been no step
+    for step in range(1, 5):
+        follower.after_step(step)
+    follower.close()
+    follower.write(tmp_path / "trace.json.gz")
+    trace = chrome.read(tmp_path / "trace.json.gz")
+    assert [track.stage for track in trace.tracks] == list(STAGES)
+    for track in trace.tracks:
+        assert [span.step for span in track.spans] == [2, 2, 3, 3, 4, 4]
+    assert [path.name for path in tmp_path.iterdir()] == ["trace.json.gz"]
+    follower.write(tmp_path / "nowhere" / "trace.json.gz")
+    (text,) = [event["text"] for event in events if event["event"] == "warning"]
+    assert text.startswith("no trace of the last steps: cannot write the trace")

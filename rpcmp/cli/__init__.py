@@ -24,6 +24,7 @@ COMMANDS = (
     "export",
     "health",
     "new",
+    "report",
     "serve",
     "status",
     "trace",

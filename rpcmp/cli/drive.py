@@ -61,9 +61,11 @@ def drive(
       rpcmp drive config.toml --steps 100 --set data.batch_size=64
     """
     from rpcmp.cli.aside import aside
+    from rpcmp.cli.observing import observers, path_of, saying_where
     from rpcmp.cli.output import printer
     from rpcmp.job.drive import drive as run
     from rpcmp.observers.watch import watching
+    from rpcmp.runfolder.layout import TRACE
 
     if steps is not None:
         overrides = (*overrides, f"steps={steps}")
@@ -71,16 +73,23 @@ def drive(
         require_writable(trace)
     job = configfile.load(config, overrides)
     servers = addresses_of(connect, job)
-    observers: list[Observer] = []
+    found: list[Observer] = []
     with (
         printer(job, as_json, verbose, quiet) as show,
-        metrics_of(job, metrics, observers),
+        metrics_of(job, metrics, found),
         aside(show) as shown,
-        watching(observers, shown) as report,
+        watching(found := [*found, *observers(job)], shown) as told,
+        saying_where(found, told) as report,
     ):
-        wants_timeline = metrics is not None
-        task = run(job, report, servers, trace=trace, resume=resume, timeline=wants_timeline)
-        asyncio.run(task)
+        folder = path_of(found)
+        training = run(
+            *(job, report, servers),
+            trace=trace,
+            resume=resume,
+            timeline=bool(found),
+            last_steps=None if folder is None else folder / TRACE,
+        )
+        asyncio.run(training)
 
 
 @contextlib.contextmanager

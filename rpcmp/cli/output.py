@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import json
-import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import click
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from rpcmp import sizes
+from rpcmp import jsonlines, sizes
 from rpcmp.cli import bestlines, faultlines
 from rpcmp.cli.aside import Report
 from rpcmp.config import Config
@@ -36,22 +35,18 @@ def printer(config: Config, as_json: bool, verbose: bool, quiet: bool) -> Iterat
         with _bar(console) as progress:
             yield _Terminal(config, console, progress).show
         return
-    yield _Plain(config, every=0.0 if verbose else PLAIN_SECONDS, quiet=quiet).show
+    yield _Plain(config, click.echo, every=0.0 if verbose else PLAIN_SECONDS, quiet=quiet).show
 
 
 def _show_json(event: Message) -> None:
     """One line; what is told again and again, whatever happens, is for pages and metrics."""
     if event["event"] not in PASSING:
-        click.echo(json.dumps(_finite(event)))
+        click.echo(jsonlines.dumps(event))
 
 
-def _finite(value: Any) -> Any:
-    """JSON has no NaN: a metric that is one becomes null."""
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+def plain(config: Config, write: Callable[[str], None]) -> Report:
+    """What gives plain lines of the events of a run to `write`."""
+    return _Plain(config, write, PLAIN_SECONDS, quiet=False).show
 
 
 @dataclass
@@ -78,8 +73,11 @@ class _Run:
 class _Plain:
     """A line for the first and the last step, and for one every few seconds."""
 
-    def __init__(self, config: Config, every: float, quiet: bool) -> None:
+    def __init__(
+        self, config: Config, write: Callable[[str], None], every: float, quiet: bool
+    ) -> None:
         self._run = _Run(config)
+        self._write = write
         self._every = every
         self._quiet = quiet
         self._shown = float("-inf")
@@ -93,7 +91,7 @@ class _Plain:
             self._shown = time.monotonic()
         if not self._quiet or event["event"] == "summary":
             for line in _lines(event, self._run):
-                click.echo(line)
+                self._write(line)
 
 
 class _Terminal:
@@ -165,6 +163,8 @@ def _lines(event: Message, run: _Run) -> Iterator[str]:
             yield event["text"]
         case "fault" | "recovered" | "waiting" | "replaced" | "resumed" | "checkpoint" | "warning":
             yield faultlines.line(event)
+        case "kept":
+            yield f"kept in {_near(event['path'])}"
         case "summary":
             yield (
                 f"done: {event['steps']} steps{_skipped(event)}, "
@@ -223,6 +223,12 @@ def _compared(plan: dict[str, Any]) -> str:
 
 def _ms(seconds: float) -> str:
     return f"{seconds * 1e3:,.1f} ms"
+
+
+def _near(path: str) -> str:
+    """A path as one would type it here."""
+    here = Path.cwd()
+    return str(Path(path).relative_to(here)) if Path(path).is_relative_to(here) else path
 
 
 def _numbers(values: dict[str, Any], prefix: str = "") -> str:

@@ -10,15 +10,18 @@ import contextlib
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 
 from rpcmp.config import Config
 from rpcmp.driver.clocks import Clocks
 from rpcmp.driver.group import Group
 from rpcmp.errors import RpcmpError
 from rpcmp.process.channel import Message
+from rpcmp.trace import chrome
 from rpcmp.trace.clock import Clock, Estimate
 from rpcmp.trace.spans import Span, Trace, Track
 from rpcmp.trace.timeline import timeline
+from rpcmp.worker.recorder import STEPS_KEPT
 
 SECONDS_BETWEEN = 2.0
 """Between two steps that are shown."""
@@ -42,23 +45,41 @@ class Follower:
         self._estimates = self._ask_clocks()
         self._hosts = group.follow()
         self._first: int | None = None
+        self._last: int | None = None
         self._due = 0.0
         self._showing: Future[None] | None = None
         self._thread = ThreadPoolExecutor(1, "rpcmp-follower")
 
     def after_step(self, step: int) -> None:
         """Show the step before this one, whose last spans all stages have done, where it is due."""
-        if self._first is None:
-            self._first = step
+        self._first, self._last = self._first or step, step
         is_free = self._showing is None or self._showing.done()
         if step == self._first or not is_free or time.monotonic() < self._due:
             return
         self._due = time.monotonic() + SECONDS_BETWEEN
-        self._showing = self._thread.submit(self._show, self._group.ask_recent(step), step - 1)
+        self._showing = self._thread.submit(self._show, self._group.ask_recent(step, 3), step - 1)
 
     def close(self) -> None:
         """Wait until what was asked for has been shown."""
         self._thread.shutdown()
+
+    def write(self, path: Path) -> None:
+        """Write a trace of the last steps, between two steps: whole or not at all.
+
+        Where that cannot be done a warning says so: the run has come to its end, and its results
+        matter more.
+        """
+        if self._last is None:
+            return
+        spans = self._group.ask_recent(self._last, STEPS_KEPT)()
+        self._estimates = self._ask_clocks()
+        new = path.with_name(f"new-{path.name}")
+        try:
+            chrome.write(self._trace(spans), new)
+            new.replace(path)
+        except (RpcmpError, OSError) as error:
+            new.unlink(missing_ok=True)
+            self._report({"event": "warning", "text": f"no trace of the last steps: {error}"})
 
     def _show(self, answers: Callable[[], dict[str, list[Span]]], step: int) -> None:
         with contextlib.suppress(RpcmpError):  # of a stage that is lost, its server will tell

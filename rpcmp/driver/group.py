@@ -311,9 +311,10 @@ class Group:
         """Let all stages keep what they did in their last steps; the names of their hosts."""
         return self._everywhere(Stage.follow)
 
-    def ask_recent(self, step: int) -> Callable[[], dict[str, list[Span]]]:
-        """Ask what each stage did in `step` and in the two before; waits for the answers."""
-        asked = [(w.label, self._workers.on(w, Stage.recent, step)) for w in self._workers]
+    def ask_recent(self, step: int, count: int) -> Callable[[], dict[str, list[Span]]]:
+        """Ask what each stage did in the last `count` steps up to `step`; what is returned waits
+        for the answers."""
+        asked = [(w.label, self._workers.on(w, Stage.recent, step, count)) for w in self._workers]
 
         def answers() -> dict[str, list[Span]]:
             found = transport.results(asked)

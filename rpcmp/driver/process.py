@@ -132,6 +132,8 @@ class DriverProcess:
             training.save()
         if follower is not None:
             follower.close()
+            if order["last_steps"]:
+                follower.write(Path(order["last_steps"]))
         if tracer is not None:
             tracer.write(Path(order["trace"]))
         self._activity.end()

@@ -71,7 +71,8 @@ class Beginning:
         begin, manifest = found
         changed = self._checkpoints.take_over(manifest)
         if run is None:
-            self._report({"event": "resumed", "step": begin.step, "changed": changed})
+            told = {"step": begin.step, "run": manifest.run, "changed": changed}
+            self._report({"event": "resumed", **told})
         return begin
 
 

@@ -138,9 +138,7 @@ class Checkpoints:
         self.generation = max(self.generation, manifest.generation + 1)
         own = {**manifest.driver, **self.best.known_to(manifest)}
         self._progress[manifest.step] = {**own, "told": None, "awaits_save": False}
-        return differences(
-            redacted(manifest.config), redacted(self._config.model_dump(mode="json"))
-        )
+        return differences(redacted(manifest.config), _told_of(self._config))
 
     async def leave(self) -> None:
         """Make a checkpoint of what the servers still hold.
@@ -208,7 +206,7 @@ class Checkpoints:
             best=mark_of(progress),
             rng={"seed": self._config.seed, **RNG},
             versions=self._software,
-            config=redacted(self._config.model_dump(mode="json")),
+            config=_told_of(self._config),
             written=datetime.now(UTC).isoformat(timespec="seconds"),
             stages=[
                 StageFile(
@@ -261,6 +259,11 @@ def _software() -> dict[str, str]:
 
 async def _nowhere(folder: Path) -> None:
     pass
+
+
+def _told_of(config: Config) -> Any:
+    """What a manifest tells of a config; where a run is logged to is not what it computes."""
+    return redacted(config.model_dump(mode="json", exclude={"log"}))
 
 
 def differences(before: Any, now: Any, place: str = "") -> list[str]:

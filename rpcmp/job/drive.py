@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from rpcmp.config import Config
@@ -27,6 +27,7 @@ async def drive(
     trace: Path | None = None,
     resume: bool = False,
     timeline: bool = False,
+    last_steps: Path | None = None,
     forks: Forks | None = None,
 ) -> Message:
     """Train `config` to its end, whatever is lost on the way.
@@ -45,6 +46,8 @@ async def drive(
         trace: where to write a trace of the run.
         resume: go on from the newest checkpoint, where there is one.
         timeline: whether to report every other second what a step looks like: event `timeline`.
+        last_steps: where to write a trace of the last steps at the end of the run; needs
+            `timeline`.
         forks: where processes come from; None: one for this run alone.
 
     Returns:
@@ -56,7 +59,8 @@ async def drive(
     own = forks_for(config, connect) if forks is None else contextlib.nullcontext(forks)
     async with own as processes:
         run = Run(config, connect, report, resume, processes)
-        task = asyncio.ensure_future(run.train(_order(evaluate, save_state, trace, timeline)))
+        files = {"save_state": save_state, "trace": trace, "last_steps": last_steps}
+        task = asyncio.ensure_future(run.train(_order(evaluate, timeline, files)))
         with _signals(lambda signum: run.interrupt(signum, task)):
             try:
                 return await task
@@ -72,9 +76,8 @@ async def drive(
                 await run.close()
 
 
-def _order(evaluate: bool, save_state: Path | None, trace: Path | None, timeline: bool) -> Message:
+def _order(evaluate: bool, timeline: bool, files: Mapping[str, Path | None]) -> Message:
     """What the driver's process is told; paths as seen from this process."""
-    files = {"save_state": save_state, "trace": trace}
     paths = {key: str(path.absolute()) if path else "" for key, path in files.items()}
     return {"op": "train", "evaluate": evaluate, "timeline": timeline, **paths}
 

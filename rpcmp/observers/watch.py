@@ -97,10 +97,11 @@ class _Watch:
             post.tell(event)
 
     def _drop_those_who_failed(self) -> None:
-        failed = [post.failure for post in self._posts if post.failure is not None]
-        self._posts = [post for post in self._posts if post.failure is None]
-        for text in failed:
-            self._tell(self._stamped({"event": "warning", "text": text}))
+        found = [(post, post.failure) for post in self._posts]  # another may fail meanwhile
+        self._posts = [post for post, failure in found if failure is None]
+        for _, failure in found:
+            if failure is not None:
+                self._tell(self._stamped({"event": "warning", "text": failure}))
 
     def _stamped(self, event: Message) -> Message:
         return {**event, "time": time.time(), "generation": self._generation}

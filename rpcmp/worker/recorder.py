@@ -7,7 +7,7 @@ from collections import deque
 
 from rpcmp.trace.spans import Kind, Span
 
-STEPS_KEPT = 3
+STEPS_KEPT = 24
 """Steps before the newest whose actions are kept while somebody follows the run."""
 
 
@@ -54,6 +54,7 @@ class Recorder:
         spans, self._spans = self._spans, []
         return spans
 
-    def recent(self, step: int) -> list[Span]:
-        """The actions of `step` and of the two before, in order; none unless `follows` is set."""
-        return [span for span in self._recent if step - 2 <= span.step <= step]
+    def recent(self, step: int, count: int) -> list[Span]:
+        """The actions of the last `count` steps up to `step`, in order, as far as they are kept;
+        none unless `follows` is set."""
+        return [span for span in self._recent if step - count < span.step <= step]

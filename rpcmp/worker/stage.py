@@ -325,9 +325,9 @@ class Stage:
 
         return self._compute.future(switch)
 
-    def recent(self, step: int) -> Future[Any]:
-        """The actions of `step` and of the two before."""
-        return self._compute.future(lambda: self._compute.recorder.recent(step))
+    def recent(self, step: int, count: int) -> Future[Any]:
+        """The actions of the last `count` steps up to `step`."""
+        return self._compute.future(lambda: self._compute.recorder.recent(step, count))
 
     def clock(self) -> int:
         """This host's clock, that of the spans."""

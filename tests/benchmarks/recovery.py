@@ -96,7 +96,8 @@ def _step_seconds(settings: list[str], steps: int) -> float:
 
 
 def _drive(example: str, settings: list[str], steps: int) -> subprocess.Popen[str]:
-    options = itertools.chain.from_iterable(("--set", setting) for setting in settings)
+    every = [*settings, "log.folder="]
+    options = itertools.chain.from_iterable(("--set", setting) for setting in every)
     command = ["drive", str(EXAMPLES / f"{example}.toml"), "--json", "--steps", str(steps)]
     return subprocess.Popen(
         [sys.executable, "-m", "rpcmp", *command, *options], stdout=subprocess.PIPE, text=True

@@ -1,0 +1,83 @@
+"""Who looks at a run of `rpcmp drive`, by its config."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from rpcmp.cli.aside import Report
+from rpcmp.cli.output import plain
+from rpcmp.config import Config
+from rpcmp.errors import ConfigError
+from rpcmp.observers.loggers import loggers
+from rpcmp.observers.observer import Observer
+from rpcmp.observers.tensorboard import TensorBoard
+from rpcmp.process.channel import Message
+from rpcmp.runfolder.writer import BEGINNINGS, RunFolder
+
+
+def observers(config: Config) -> list[Observer]:
+    """Those of `[log]`: all that can be known to fail fails here, before anything starts.
+
+    Raises:
+        ConfigError: a folder cannot be written, or a logger cannot be had.
+    """
+    found: list[Observer] = []
+    try:
+        if config.log_folder is not None:
+            found.append(run_folder(config))
+        if config.log.tensorboard is not None:
+            found.append(TensorBoard(config))
+        found += loggers(config)
+    except BaseException:
+        for observer in found:
+            observer.close()
+        raise
+    return found
+
+
+@contextlib.contextmanager
+def saying_where(found: Sequence[Observer], report: Report) -> Iterator[Report]:
+    """Report the event `kept` at the end of a run that has begun: where its folder is."""
+    begun, last = False, 0
+
+    def noting(event: Message) -> None:
+        nonlocal begun, last
+        begun |= event["event"] in BEGINNINGS
+        last = event.get("generation", last)
+        report(event)
+
+    try:
+        yield noting
+    finally:
+        path = path_of(found)
+        if begun and path is not None:
+            told = {"path": str(path), "time": time.time(), "generation": last}
+            report({"event": "kept", **told})
+
+
+def path_of(found: Sequence[Observer]) -> Path | None:
+    """The run's folder, where there is one."""
+    paths = (observer.path for observer in found if isinstance(observer, RunFolder))
+    return next(paths, None)
+
+
+def run_folder(config: Config) -> RunFolder:
+    """The run's own folder. Where nobody has asked for one, it is no reason not to train.
+
+    Raises:
+        ConfigError: the config's folder cannot be written.
+    """
+    folder = RunFolder(config, lambda write: plain(config, write))
+    try:
+        folder.make()
+    except OSError as error:
+        if "folder" in config.log.model_fields_set:
+            folder.close()
+            raise ConfigError(
+                f"log.folder: cannot write {config.log_folder}: {error.strerror}; give another "
+                'folder, or log.folder = "" for none'
+            ) from error
+    return folder

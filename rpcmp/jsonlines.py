@@ -1,0 +1,68 @@
+"""Files of JSON objects, one a line, that only grow: who writes one may be killed at any time."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+
+def dumps(value: Any) -> str:
+    """`value` as JSON on one line; a number that is not finite, which JSON has not, as null."""
+    try:
+        return json.dumps(value, allow_nan=False)
+    except ValueError:
+        return json.dumps(_finite(value))
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+class Writer:
+    """Appends lines; each is with the system when `append` returns.
+
+    Args:
+        path: the file; made where it is missing.
+
+    Raises:
+        OSError: it cannot be written; so does `append`.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("ab", buffering=0)
+
+    def append(self, value: Any) -> None:
+        """Write a line, in one piece: a kill leaves it whole, or it is the last and cut off."""
+        line = f"{dumps(value)}\n".encode()
+        written = self._file.write(line)
+        if written < len(line):  # the disk is full: the rest says so
+            self._file.write(line[written:])
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """The objects of a file; without its last line, where that was cut off.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: another line is no JSON object; says which.
+    """
+    found = []
+    *lines, _cut_off = path.read_bytes().split(b"\n")
+    for number, line in enumerate(lines, start=1):
+        try:
+            value = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"line {number} is not JSON: {error}") from error
+        if not isinstance(value, dict):
+            raise ValueError(f"line {number} is not a JSON object")
+        found.append(value)
+    return found

@@ -1,0 +1,115 @@
+"""Events of made-up runs, for tests of what looks at runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rpcmp import configfile
+from rpcmp.config import Config
+from rpcmp.process.channel import Message
+from rpcmp.runfolder.writer import RunFolder
+
+STAGES = ("lift", "head")
+LOST = {"bubble": 0.2, "network": 0.05, "overhead": 0.0}
+BEGIN = 1_800_000_000.0
+"""When they begin; a step takes a second."""
+
+
+def config(folder: Path, **more: Any) -> Config:
+    """Of a run whose config lies in `folder`."""
+    data = {
+        "name": "job",
+        "loss": "torch.nn:MSELoss",
+        "optimizer": {"callable": "torch.optim:SGD", "kwargs": {"lr": 0.1, "note": "a secret"}},
+        "model": {"layers": "zoo:mlp", "balance": [2, 2]},
+        "data": {"train": "zoo:regression", "test": "zoo:regression"},
+        **more,
+    }
+    return configfile.parse(data).with_folder(folder)
+
+
+def run(of: Config) -> Message:
+    """The first event."""
+    stages = [
+        {
+            "name": name,
+            "index": index,
+            "inputs": ["input"] if not index else ["lift", "lift.skip", "target"],
+            "replicas": 1,
+            "device": "cpu",
+            "schedule_row": index,
+        }
+        for index, name in enumerate(STAGES)
+    ]
+    return {
+        "event": "run",
+        "name": of.name,
+        "config": of.model_dump(mode="json"),
+        "versions": {"rpcmp": "0.1.0", "torch": "2.13.0", "python": "3.11.2"},
+        "driver": "here",
+        "pid": 1,
+        "job_id": "abc",
+        "graph": {"stages": stages},
+        "workers": [],
+        "time": BEGIN,
+        "generation": 1,
+    }
+
+
+def step(number: int, loss: float) -> Message:
+    """One step's event."""
+    return {
+        "event": "step",
+        "step": number,
+        "epoch": 1,
+        "loss": loss,
+        "samples_per_s": 100.0 + number,
+        "step_s": 0.5 if number > 1 else 4.0,
+        "data_share": 0.25,
+        "busy": dict.fromkeys(STAGES, 0.75),
+        "busy_seconds": {label: {"F": 0.1, "B": 0.2} for label in STAGES},
+        "learning_rate": 0.1,
+        "learning_rates": dict.fromkeys(STAGES, 0.1),
+        "time": BEGIN + number,
+        "generation": 1,
+    }
+
+
+def events(of: Config, losses: Sequence[float]) -> list[Message]:
+    """A whole run with these losses, one evaluation and one fault."""
+    ended = BEGIN + len(losses) + 1
+    told = {"time": ended, "generation": 1}
+    metrics = {"loss": 0.5, "accuracy": 0.9}
+    stages = [{"label": label, "host": "here", "spans": [], "lost": LOST} for label in STAGES]
+    memory = {label: {"idle": 2**20, "peak": 3 * 2**20} for label in STAGES}
+    return [
+        run(of),
+        {"event": "start", "steps": len(losses), "time": BEGIN, "generation": 1},
+        *(step(number, loss) for number, loss in enumerate(losses, start=1)),
+        {"event": "timeline", "step": 1, "seconds": 0.5, "stages": stages, **told},
+        {"event": "fault", "step": 1, "error": "it was killed", "stage": "head", **told},
+        {"event": "eval", "step": len(losses), "epoch": 1, **metrics, **told},
+        {
+            "event": "summary",
+            "steps": len(losses),
+            "loss": losses[-1],
+            "metrics": metrics,
+            "memory": memory,
+            "parameters_sha256": "0" * 64,
+            **told,
+        },
+        {"event": "end", "outcome": "done", "error": "", **told},
+    ]
+
+
+def kept(of: Config, told: Sequence[Message]) -> Path:
+    """The folder that a run with these events leaves behind."""
+    folder = RunFolder(of, lambda write: lambda event: write(event["event"]))
+    folder.make()
+    for event in told:
+        folder.tell(event)
+    folder.close()
+    assert folder.path is not None
+    return folder.path
