@@ -27,7 +27,7 @@ LAYERS = """
     config checkpoint
     configfile factory setting inflight
     errand runfolder
-    observers openmetrics
+    observers openmetrics page
     balance examination
     configdoc data layers
     plan
@@ -164,6 +164,7 @@ def test_supervisors_and_the_command_line_do_not_import_torch() -> None:
 import importlib, sys
 import rpcmp.cli, rpcmp.config, rpcmp.job.drive, rpcmp.job.session, rpcmp.job.status
 import rpcmp.observers.loggers, rpcmp.observers.tensorboard, rpcmp.observers.watch
+import rpcmp.page.report, rpcmp.page.server
 import rpcmp.server.serve, rpcmp.server.server, rpcmp.control.probe
 for command in rpcmp.cli.COMMANDS:
     importlib.import_module(f"rpcmp.cli.{command}")

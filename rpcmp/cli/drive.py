@@ -18,6 +18,7 @@ from rpcmp.cli.options import (
     metrics_option,
     require_writable,
 )
+from rpcmp.cli.ui import page_of, ui_option
 
 if TYPE_CHECKING:
     from rpcmp.config import Config
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     type=click.Path(path_type=Path, dir_okay=False),
     help="Write a trace for Perfetto, chrome://tracing and `rpcmp trace`; .gz compresses it.",
 )
+@ui_option
 @metrics_option
 @click.option("--resume", is_flag=True, help="Go on from the newest checkpoint, if there is one.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object a line on standard output.")
@@ -45,6 +47,7 @@ def drive(
     connect: str | None,
     steps: int | None,
     trace: Path | None,
+    ui: str | None,
     metrics: str | None,
     resume: bool,
     as_json: bool,
@@ -78,6 +81,7 @@ def drive(
         printer(job, as_json, verbose, quiet) as show,
         metrics_of(job, metrics, found),
         aside(show) as shown,
+        page_of(job, ui, found, shown),
         watching(found := [*found, *observers(job)], shown) as told,
         saying_where(found, told) as report,
     ):

@@ -89,7 +89,7 @@ class _Plain:
             return
         if event["event"] == "step":
             self._shown = time.monotonic()
-        if not self._quiet or event["event"] == "summary":
+        if not self._quiet or event["event"] in ("summary", "ui"):
             for line in _lines(event, self._run):
                 self._write(line)
 
@@ -139,6 +139,8 @@ def _bar(console: Console) -> Progress:
 
 def _lines(event: Message, run: _Run) -> Iterator[str]:
     match event["event"]:
+        case "ui":
+            yield f"page: {event['url']}"
         case "plan":
             yield from _plan(event)
         case "shares":

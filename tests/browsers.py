@@ -1,0 +1,74 @@
+"""A headless Chromium, the system's, and what it has to complain about."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from playwright.sync_api import Browser, ConsoleMessage, Page, Request, sync_playwright
+
+
+@dataclass
+class Seen:
+    """What a page did that nobody sees: errors, and addresses that it has asked for."""
+
+    errors: list[str] = field(default_factory=list)
+    requests: list[str] = field(default_factory=list)
+
+    def watch(self, page: Page) -> None:
+        """Note it from now on."""
+        page.on("console", self._note_console)
+        page.on("pageerror", lambda error: self.errors.append(str(error)))
+        page.on("request", self._note_request)
+
+    def _note_console(self, message: ConsoleMessage) -> None:
+        if message.type in ("error", "warning"):
+            self.errors.append(message.text)
+
+    def _note_request(self, request: Request) -> None:
+        self.requests.append(request.url)
+
+
+@contextlib.contextmanager
+def chromium() -> Iterator[Browser]:
+    """The browser; its profile is gone afterwards."""
+    program = shutil.which("chromium")
+    assert program is not None, "these tests need Chromium: apt-get install chromium"
+    sandbox = os.geteuid() != 0  # it refuses to have one as root
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=program, chromium_sandbox=sandbox)
+        try:
+            yield browser
+        finally:
+            browser.close()
+
+
+@contextlib.contextmanager
+def opened(
+    browser: Browser, url: str, phone: bool = False, dark: bool = False, still: bool = False
+) -> Iterator[tuple[Page, Seen]]:
+    """A page in a window of its own, and what it does.
+
+    Args:
+        phone: 360 pixels wide, with touch.
+        dark: the system's colours.
+        still: the system's wish for less motion.
+    """
+    context = browser.new_context(
+        viewport={"width": 360, "height": 740} if phone else {"width": 1280, "height": 900},
+        has_touch=phone,
+        color_scheme="dark" if dark else "light",
+        reduced_motion="reduce" if still else "no-preference",
+        ignore_https_errors=True,
+    )
+    seen = Seen()
+    try:
+        page = context.new_page()
+        seen.watch(page)
+        page.goto(url)
+        yield page, seen
+    finally:
+        context.close()
