@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
+import signal
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -20,7 +22,7 @@ from rpcmp.wire import authority, role
 from tests import pageevents
 from tests.browsers import chromium, opened
 from tests.pageevents import Event
-from tests.processes import poll_for
+from tests.processes import JobFolder, Server, connect, describe, poll_for, running
 
 expect.set_options(timeout=30_000)  # this machine may be busy
 
@@ -63,6 +65,89 @@ def picture(tab: Tab, chart: str) -> str:
 def is_too_wide(tab: Tab) -> bool:
     found: bool = tab.evaluate("document.documentElement.scrollWidth > innerWidth")
     return found
+
+
+WATCH_STATES = """name => {
+    const node = document.querySelector(`.node[data-key="${name}"]`);
+    window.states = [node.dataset.state];
+    new MutationObserver(() => window.states.push(node.dataset.state))
+        .observe(node, { attributes: true, attributeFilter: ["data-state"] });
+}"""
+
+
+def test_a_run_that_trains_loses_a_stage_comes_back_and_ends(
+    browser: Browser, job: JobFolder, servers: list[Server]
+) -> None:
+    config = job.config("""
+        steps = 100000
+        evaluate_every_steps = 10
+        [model]
+        layers = "zoo:lopsided"
+        kwargs = { milliseconds = 4.0 }
+        balance = [2, 3]
+        [data]
+        train = "zoo:regression"
+        test = { callable = "zoo:regression", kwargs = { samples = 7 } }
+        batch_size = 20
+    """)
+    command = ("drive", config, "--json", "--ui", "127.0.0.1:0", "--connect", connect(servers))
+    with running(*command) as run:
+        url = run.wait_for_line(r'"event": "ui", "url": "(http://127\.0\.0\.1:\d+/)"')[1]
+        with opened(browser, url) as (tab, seen):
+            _sees_it_train(tab)
+            _sees_a_stage_come_back(tab, servers[1])
+            run.process.send_signal(signal.SIGINT)
+            result = run.wait()
+            _keeps_what_it_has(tab)
+            assert seen.errors == []
+            assert {address.startswith(url) for address in seen.requests} == {True}
+    assert result.code == 128 + signal.SIGINT
+    assert "Traceback" not in result.err
+    assert "Exception" not in result.err
+
+
+def _sees_it_train(tab: Tab) -> None:
+    expect(tab.locator("#status")).to_have_text("training")
+    for name in ("stage0", "stage1"):
+        expect(node(tab, name)).to_have_attribute("data-state", "running")
+        expect(node(tab, name).locator(".facts")).to_contain_text("MiB")
+    expect(tab.locator("#loss-reading")).to_have_text(re.compile(r"step [\d,]+: [\d.]"))
+    for chart in ("#loss", "#rate"):
+        _moves(tab, chart)
+    expect(tab.locator("#timeline canvas")).to_be_visible()
+    expect(tab.locator("#bottleneck")).to_contain_text("Bottleneck: stage1 computes")
+    expect(tab.locator("#shares tbody tr")).to_have_count(2)
+    expect(tab.locator(".rate").last).to_contain_text(re.compile("iB/s"))
+    expect(tab.locator(".event.evaluation").first).to_contain_text("loss")
+
+
+def _moves(tab: Tab, chart: str) -> None:
+    before = picture(tab, chart)
+    poll_for(lambda: picture(tab, chart) != before, f"{chart} to move")
+
+
+def _sees_a_stage_come_back(tab: Tab, server: Server) -> None:
+    tab.evaluate(WATCH_STATES, "stage1")
+    killed = describe(server).worker_pid
+    os.kill(killed, signal.SIGKILL)
+    poll_for(lambda: "lost" in tab.evaluate("states"), "the stage to be lost")
+    poll_for(lambda: tab.evaluate("states")[-1] == "running", "the stage to come back")
+    expect(tab.locator("#status")).to_have_text("training")
+    expect(tab.locator(".event.fault").first).to_contain_text("stage1")
+    expect(tab.locator(".event.generation").first).to_contain_text("2")
+    assert describe(server).worker_pid not in (0, killed)
+    step = tab.locator("#steps").inner_text()
+    expect(tab.locator("#steps")).not_to_have_text(step)
+
+
+def _keeps_what_it_has(tab: Tab) -> None:
+    expect(tab.locator("#connection")).to_have_text("The run has ended")
+    expect(tab.locator("#status")).to_have_text("interrupted")
+    expect(tab.locator("#notice")).to_contain_text("The run was interrupted")
+    expect(node(tab, "stage1")).to_have_attribute("data-state", "ended")
+    expect(tab.locator("#loss-reading")).to_have_text(re.compile(r"step [\d,]+: [\d.]"))
+    tab.locator("#log").check()  # what it has can still be looked at
+    expect(tab.locator("#loss canvas")).to_be_visible()
 
 
 def test_a_lost_stage_is_red_has_a_sign_and_says_so(browser: Browser) -> None:

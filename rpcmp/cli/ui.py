@@ -42,9 +42,7 @@ def _checked(ctx: click.Context, parameter: click.Parameter, ui: str | None) -> 
 
 
 @contextlib.contextmanager
-def page_of(
-    job: Config, ui: str | None, observers: list[Observer], show: Report
-) -> Iterator[None]:
+def page_of(job: Config, ui: str | None, observers: list[Observer], show: Report) -> Iterator[None]:
     """Serve the run's page, if it has one: show where, and have it among the observers.
 
     Raises:
