@@ -37,8 +37,15 @@ class Logger:
         self._tell: Callable[[Message], Any] = found
 
     def tell(self, event: Message) -> None:
-        """See Observer; user code may do with an event what it likes."""
-        self._tell(copy.deepcopy(event))
+        """See Observer; user code may do with an event what it likes.
+
+        Raises:
+            FactoryError: it has raised; says where.
+        """
+        try:
+            self._tell(copy.deepcopy(event))
+        except (Exception, SystemExit) as error:
+            raise FactoryError(factory.explain(error)) from error
 
     def close(self) -> None:
         """See Observer. The event `end` was its last."""

@@ -158,11 +158,18 @@ class _Post:
             while (event := self._events.get()) is not None:
                 self._observer.tell(event)
         except (Exception, SystemExit) as error:
-            self._fail(f"failed: {factory.explain(error)}")
+            self._fail(f"failed: {_reason(error)}")
         try:
             self._observer.close()
         except (Exception, SystemExit) as error:
-            self._fail(f"failed: {factory.explain(error)}")
+            self._fail(f"failed: {_reason(error)}")
+
+
+def _reason(error: BaseException) -> str:
+    """Where in the code a disk was full helps nobody."""
+    if isinstance(error, RpcmpError):
+        return str(error)
+    return one_line(error) if isinstance(error, OSError) else factory.explain(error)
 
 
 def _outcome(error: BaseException) -> tuple[str, str]:
