@@ -32,7 +32,7 @@ ZOO = Path(__file__).parent / "zoo"
 EXAMPLES = Path(__file__).parent.parent / "rpcmp" / "examples"
 
 
-SHARING = ("drive", "verify")
+SHARING = ("drive", "explain", "verify")
 """Commands that may fork by a line of FORKS."""
 
 

@@ -34,9 +34,10 @@ LAYERS = """
     worker server reference
     profile
     driver job
-    pipeline verify doctor
+    pipeline verify doctor inventory
     bench
     tune
+    explain
     cli
     __main__
 """

@@ -58,8 +58,7 @@ def build(source: Path, out: Path, *kinds: str, **environment: str) -> dict[str,
 def copy(to: Path, age: int, mode: int) -> Path:
     """A copy of this repository, with files of that age, and permissions of that umask."""
     unwanted = (".git", "certs", ".*_cache", ".venv", "dist", "build", "*.egg-info", ".hypothesis")
-    unwanted += LEFT_BY_RUNS
-    shutil.copytree(ROOT, to, ignore=shutil.ignore_patterns(*unwanted))
+    shutil.copytree(ROOT, to, ignore=shutil.ignore_patterns(*unwanted, *LEFT_BY_RUNS))
     for path in to.rglob("*"):
         path.chmod(stat.S_IMODE(path.stat().st_mode) & ~mode)
         os.utime(path, (age, age))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
@@ -58,8 +58,7 @@ def predict(config: Config, hosts: Sequence[StageHost], balance: list[int]) -> P
         hosts: in the order of the stages.
         balance: layers of each stage.
     """
-    ends = list(accumulate(balance))
-    parts = list(zip(hosts, [0, *ends], ends, strict=False))
+    parts = _parts(hosts, balance)
     step = _step_seconds(config, parts)
     stages = {
         host.stage: StagePrediction(
@@ -75,18 +74,18 @@ def predict(config: Config, hosts: Sequence[StageHost], balance: list[int]) -> P
     return Prediction(balance, step, bubble, stages)
 
 
-def _step_seconds(config: Config, parts: Sequence[tuple[StageHost, int, int]]) -> float:
-    """From one step's begin to the next one's.
+def times_of(hosts: Sequence[StageHost], balance: Sequence[int]) -> dict[str, Times]:
+    """Seconds of one micro-batch at each stage, by its name."""
+    return {host.stage: _times(host, start, end) for host, start, end in _parts(hosts, balance)}
 
-    A step can follow the one before at a distance at which no stage is asked for its first forward
-    before it has stepped its optimizer; where the driver has to look at all stages first, only when
-    all of them have ended.
+
+def simulate(config: Config, times: Mapping[str, Times]) -> Simulation:
+    """One step by itself. A stage's replicas count as one that is as fast as all of them.
+
+    Args:
+        config: the job.
+        times: of one micro-batch at each stage; what is simulated are bundles of them.
     """
-    times = {host.stage: _times(host, start, end) for host, start, end in parts}
-    updates = {
-        host.stage: sum(layer.update_s for layer in host.profile.layers[start:end])
-        for host, start, end in parts
-    }
     kept = {
         worker.stage: _times_over(each, worker.num_replicas)
         for worker in config.workers
@@ -96,13 +95,33 @@ def _step_seconds(config: Config, parts: Sequence[tuple[StageHost, int, int]]) -
     a_bundle = {
         stage: each.scaled(config.num_microbatches / bundles) for stage, each in times.items()
     }
-    run = Simulation(
+    return Simulation(
         config.graph(),
         policy(config.schedule),
         bundles,
         simulation.fixed(a_bundle, kept),
         kept,
     )
+
+
+def _parts(hosts: Sequence[StageHost], balance: Sequence[int]) -> list[tuple[StageHost, int, int]]:
+    """Each stage with its first layer and the one after its last."""
+    ends = list(accumulate(balance))
+    return list(zip(hosts, [0, *ends], ends, strict=False))
+
+
+def _step_seconds(config: Config, parts: Sequence[tuple[StageHost, int, int]]) -> float:
+    """From one step's begin to the next one's.
+
+    A step can follow the one before at a distance at which no stage is asked for its first forward
+    before it has stepped its optimizer; where the driver has to look at all stages first, only when
+    all of them have ended.
+    """
+    run = simulate(config, {host.stage: _times(host, start, end) for host, start, end in parts})
+    updates = {
+        host.stage: sum(layer.update_s for layer in host.profile.layers[start:end])
+        for host, start, end in parts
+    }
     if config.holds_steps:
         return run.makespan + max(updates.values())
     return max(

@@ -21,6 +21,7 @@ COMMANDS = (
     "doctor",
     "drain",
     "drive",
+    "explain",
     "export",
     "health",
     "new",

@@ -42,12 +42,13 @@ def bench(
     overrides: tuple[str, ...],
     as_json: bool,
 ) -> None:
-    """Measure CASE: sleep, overhead, transformer, activations, or your own config.toml.
+    """Compare a step of CASE with that of its peers.
 
-    Trains the same job with rpcmp, with torch.distributed.pipelining and in one process, each in
-    turn, and says how long a step takes, how the times compare, and how short a step could be at
-    best. Nine pairs are the fewest whose 95 % interval leaves out the extremes. All contestants
-    stay in memory; keep the machine quiet.
+    CASE is sleep, overhead, transformer, activations, or your own config.toml. Trains the same job
+    with rpcmp, with torch.distributed.pipelining and in one process, each in turn, and says how
+    long a step takes, how the times compare, and how short a step could be at best. Nine pairs are
+    the fewest whose 95 % interval leaves out the extremes. All contestants stay in memory; keep the
+    machine quiet.
 
     \b
     Example:

@@ -15,7 +15,7 @@ from rpcmp.cli.options import certs_options
 @certs_options
 @click.option("--wait/--no-wait", default=True, help="Return when the server has ended.")
 def drain(address: str, certs: Path | None, insecure: bool, wait: bool) -> None:
-    """Stop the stage server at ADDRESS once its job's running step is done and saved.
+    """Stop a stage server once its job's running step is saved.
 
     It takes no new job from now on. A job that runs goes on when the server, or a spare, is there.
 

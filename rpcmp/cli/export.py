@@ -12,7 +12,7 @@ import click
 @click.argument("file", type=click.Path(path_type=Path))
 @click.option("--best", is_flag=True, help="Take the best checkpoint, by `checkpoint.best`.")
 def export(folder: Path, file: Path, best: bool) -> None:
-    """Write the model of a checkpoint to one safetensors FILE, which plain torch loads.
+    """Write a checkpoint's model to one FILE that plain torch loads.
 
     DIR is a checkpoint folder, of which the newest whole checkpoint is taken, or one step folder in
     it. The files of stages that ran on other hosts must have been copied there. Everything is

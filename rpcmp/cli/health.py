@@ -35,11 +35,11 @@ NOT_SERVING = 1
 def health(
     address: str, certs: Path | None, insecure: bool, server_name: str | None, seconds: float
 ) -> None:
-    """Ask the stage server at ADDRESS how it is, by the standard gRPC health service.
+    """Ask a stage server whether it serves, for probes.
 
-    Exits 0 if it is SERVING, 1 if it drains, 75 if it does not answer, and 2 if it is not who it
-    should be. ADDRESS is HOST:PORT, or one of both; without it 127.0.0.1:50051. A stage's own
-    certificate does, and a driver's.
+    By the standard gRPC health service. Exits 0 if it is SERVING, 1 if it drains, 75 if it does not
+    answer, and 2 if it is not who it should be. ADDRESS is HOST:PORT, or one of both; without it
+    127.0.0.1:50051. A stage's own certificate does, and a driver's.
 
     \b
     Examples:

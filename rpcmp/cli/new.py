@@ -11,9 +11,9 @@ import click
 @click.argument("name")
 @click.option("--like", metavar="EXAMPLE", help="Begin as one of the examples, such as resnet50.")
 def new(name: str, like: str | None) -> None:
-    """Write NAME.py, a model and its data, and NAME.toml, its config, into the current folder.
+    """Write NAME.py, a model, and NAME.toml, its config, ready to run.
 
-    Both have comments and run as they are. Nothing is overwritten. The examples are those of the
+    Into the current folder, with comments. Nothing is overwritten. The examples are those of the
     README; what they need besides their own file they take from the package.
 
     \b

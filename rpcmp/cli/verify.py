@@ -15,7 +15,7 @@ from rpcmp.cli.options import addresses_of, config_argument, connect_option
 @connect_option
 @click.option("--steps", type=click.IntRange(min=1), default=5, show_default=True)
 def verify(config: Path, overrides: tuple[str, ...], connect: str | None, steps: int) -> None:
-    """Train CONFIG across stage servers and again in one process, and compare every bit.
+    """Train CONFIG on stages and in one process, and compare bits.
 
     Compares each step's loss and every final parameter and buffer. Exits 1 and names the first
     difference where there is one.

@@ -25,7 +25,7 @@ from rpcmp.job import code
 from rpcmp.job.calls import require_one_each
 from rpcmp.job.dialing import dialer_of
 from rpcmp.job.fleet import forks_for
-from rpcmp.job.restore import neighbours
+from rpcmp.job.restore import holders
 from rpcmp.job.visit import visiting
 from rpcmp.members import DRIVER, Member
 from rpcmp.process.forking import Forks
@@ -102,17 +102,13 @@ class Checkup:
     async def try_links(self, everybody: Sequence[Seen]) -> list[SeenLink]:
         """The ways between those who are there, one after the other."""
         facts = {seen.name: seen.facts for seen in everybody if seen.facts}
-        workers, recovery = self._config.workers, self._config.recovery
+        workers = self._config.workers
         labels = [worker.label for worker in workers]
         machines = [facts[label].machine if label in facts else label for label in labels]
-        mirrors = recovery.enabled and recovery.mirror_every_steps > 0
-        stages = [worker.stage_index for worker in workers]
-        section = self._config.checkpoint
-        has_files = section is not None and not section.shared
-        holders = neighbours(machines, stages, has_files) if mirrors else [None] * len(workers)
         data = self._config.data
         sends_batches = data is None or data.at == "driver"
-        used = links(self._config.graph(), workers, holders, sends_batches)
+        held_by = holders(self._config, machines)
+        used = links(self._config.graph(), workers, held_by, sends_batches)
         there = [link for link in used if link.one in facts and link.other in facts]
         return [await self._try(link, facts) for link in there]
 

@@ -37,6 +37,7 @@ def links(
     workers: Sequence[Member],
     holders: Sequence[int | None],
     sends_batches: bool = True,
+    tied: Sequence[Sequence[str]] = (),
 ) -> list[Link]:
     """Every link of a job, each once.
 
@@ -45,6 +46,7 @@ def links(
         workers: in the config's order.
         holders: the index of the worker whose server holds each worker's snapshots as well.
         sends_batches: whether the driver loads the samples.
+        tied: stages that have a parameter in common, its owner first.
     """
     found: dict[tuple[str, str], list[str]] = {}
 
@@ -65,6 +67,11 @@ def links(
     for replicas in of_stage.values():
         for one, other in itertools.combinations(replicas, 2):
             add(one, other, "gradients")
+    for owner, *others in tied:  # for its stage the first replica speaks
+        for stage in others:
+            for one, other in itertools.product(of_stage[owner], of_stage[stage]):
+                if one == of_stage[owner][0] or other == of_stage[stage][0]:
+                    add(one, other, "gradients")
     for label, holder in zip(labels, holders, strict=True):
         if holder is not None:
             add(label, labels[holder], "snapshots")

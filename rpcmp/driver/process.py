@@ -20,13 +20,14 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
-from rpcmp import factory, inflight, plan, transport, unpickling
+from rpcmp import inflight, transport, unpickling
 from rpcmp.config import Config
 from rpcmp.driver import calls
 from rpcmp.driver.datasets import Datasets
 from rpcmp.driver.follower import Follower
 from rpcmp.driver.group import Group
 from rpcmp.driver.metrics import Metrics
+from rpcmp.driver.planning import plan_job
 from rpcmp.driver.progress import Progress
 from rpcmp.driver.tracer import Tracer
 from rpcmp.driver.training import Training
@@ -106,15 +107,10 @@ class DriverProcess:
         settings = [Setting(**setting) for setting in message["settings"]]
         configs = [config, *(setting.on(config) for setting in settings)]
         transport.reserve_threads(max(map(inflight.in_flight, configs)))
-        self._metrics = Metrics.load(config)
-        at_stages = config.data is not None and config.data.at == "stage"
-        self._loads_at_stages = message["load_data"] and at_stages
-        assigned = plan.assign(config, settings, self._metrics.names, self._loads_at_stages)
-        assignments = [part.model_dump_json() for part in assigned]
-        if message["load_data"] and not at_stages:
-            self._datasets = Datasets.load(config)
-        if config.report is not None:
-            factory.resolve(config.report.callable, "report")
+        planned = plan_job(config, settings, message["load_data"])
+        self._metrics, self._datasets = planned.metrics, planned.datasets
+        self._loads_at_stages = planned.loads_at_stages
+        assignments = [part.model_dump_json() for part in planned.assignments]
         self._channel.send({"event": "planned", "assignments": assignments})
         return config
 

@@ -61,6 +61,25 @@ async def balanced(config: Config, connect: Sequence[str] | None, forks: Forks) 
 
 
 async def _with_balance(config: Config, connect: Sequence[str] | None, forks: Forks) -> Balanced:
+    hosts = await stage_hosts(config, connect, forks)
+    balance = choose(hosts)
+    return Balanced(config.with_balance(balance), predict(config, hosts, balance))
+
+
+async def stage_hosts(
+    config: Config, connect: Sequence[str] | None, forks: Forks
+) -> list[StageHost]:
+    """What any part of the model would cost at each stage, measured at its hosts.
+
+    Args:
+        config: the job; where it has no list of layers, each stage is one layer.
+        connect: addresses of running stage servers; see Session.
+        forks: where processes come from.
+
+    Raises:
+        ConfigError: more stages than layers, or there is no data.
+        RpcmpError: a layer or a host fails.
+    """
     held = inflight.held(config)
     addresses = config.addresses if connect is None else connect
     require_one_each(config, addresses)
@@ -69,7 +88,7 @@ async def _with_balance(config: Config, connect: Sequence[str] | None, forks: Fo
         name: [rank for rank, worker in enumerate(config.workers) if worker.stage == name]
         for name in config.stage_names
     }
-    hosts = [
+    return [
         StageHost(
             stage=name,
             profile=together([measured[rank].profile for rank in ranks[name]]),
@@ -83,8 +102,6 @@ async def _with_balance(config: Config, connect: Sequence[str] | None, forks: Fo
         )
         for index, name in enumerate(config.stage_names)
     ]
-    balance = choose(hosts)
-    return Balanced(config.with_balance(balance), predict(config, hosts, balance))
 
 
 async def _sample(config: Config, forks: Forks) -> bytes:

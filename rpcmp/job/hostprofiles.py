@@ -23,6 +23,9 @@ from rpcmp.job.visit import visiting
 from rpcmp.process.forking import Forks
 from rpcmp.v1 import control_pb2 as pb
 
+MODULE = ("name", "module", "kwargs", "inputs")
+"""The keys of `[[stages]]` that say what a stage is; the others place it and tune it."""
+
 
 @dataclass(frozen=True)
 class Measured:
@@ -96,20 +99,42 @@ def _request(
 
 
 def _order(config: Config, index: int) -> Order:
-    """The job as one stage with the settings of stage `index`: equal for equal stages."""
+    """All layers with the settings of stage `index`, as one stage: equal for equal stages.
+
+    Where stages are modules of their own they stay, all with these settings.
+    """
     settings = config.stage(index)
-    before = (config.stage(i).frozen for i in range(index))
-    nowhere: dict[str, Any] = {
-        "name": None,
-        "addresses": [],
-        "memory": None,
-        "replicas": None,
-        "shares": None,
-    }
-    unplaced = settings.model_copy(update=nowhere)
-    model = config.model and config.model.model_copy(update={"balance": None, "num_stages": 1})
-    alone = config.model_copy(update={"model": model, "stages": [unplaced], "schedule": "1f1b"})
-    return Order(
-        config=alone.model_copy(update={"max_in_flight": None}),
-        differentiates=settings.frozen and not all(before),
+    unplaced = settings.model_copy(
+        update={"addresses": [], "memory": None, "replicas": None, "shares": None}
     )
+    if config.model is not None:
+        model = config.model.model_copy(update={"balance": None, "num_stages": 1})
+        stages = [unplaced.model_copy(update={"name": None})]
+    else:
+        model = None
+        stages = [
+            unplaced.model_copy(update={key: getattr(stage, key) for key in MODULE})
+            for stage in config.stages
+        ]
+    everywhere: dict[str, Any] = {
+        "schedule": "1f1b",
+        "max_in_flight": None,
+        "balance_replicas": False,  # there are none here
+    }
+    return Order(
+        config=config.model_copy(update={"model": model, "stages": stages, **everywhere}),
+        differentiates=settings.frozen and _trains_before(config, index),
+    )
+
+
+def _trains_before(config: Config, index: int) -> bool:
+    """Whether anything that a stage reads, directly or not, is trained."""
+    graph, names = config.graph(), config.stage_names
+
+    def trains(name: str) -> bool:
+        return not config.stage(names.index(name)).frozen or any(map(trains, reads(name)))
+
+    def reads(name: str) -> list[str]:
+        return [ref.producer for ref in graph.inputs[name] if not ref.from_batch]
+
+    return any(map(trains, reads(names[index])))

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from rpcmp.config import Config
 from rpcmp.members import Member
 
 
@@ -91,6 +92,19 @@ def neighbours(
 
     shift = min(range(1, count), key=together)
     return [None if has_twin(i) else (i + shift) % count for i in range(count)]
+
+
+def holders(config: Config, machines: Sequence[str]) -> list[int | None]:
+    """Which worker's server holds the snapshots of each worker as well, in a job; see `neighbours`.
+
+    Args:
+        machines: of each worker's server.
+    """
+    recovery, section = config.recovery, config.checkpoint
+    if not recovery.enabled or recovery.mirror_every_steps == 0:
+        return [None] * len(machines)
+    has_files = section is not None and not section.shared
+    return neighbours(machines, [worker.stage_index for worker in config.workers], has_files)
 
 
 def _places(

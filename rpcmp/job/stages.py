@@ -15,7 +15,7 @@ from rpcmp.errors import DrainingError, RpcmpError, from_wire
 from rpcmp.job.calls import all_of
 from rpcmp.job.failure import FirstFailure
 from rpcmp.job.fleet import holdings_of
-from rpcmp.job.restore import Holdings, neighbours
+from rpcmp.job.restore import Holdings, holders
 from rpcmp.job.vitals import Vitals
 from rpcmp.members import Member, members
 from rpcmp.process.channel import Message
@@ -235,13 +235,7 @@ class Stages:
 
     def _holders(self) -> list[int | None]:
         """Which worker's server holds each worker's snapshots as well."""
-        recovery = self._config.recovery
-        if not recovery.enabled or recovery.mirror_every_steps == 0:
-            return [None] * len(self._clients)
-        machines = [claim.machine for claim in self._claims]
-        section = self._config.checkpoint
-        has_files = section is not None and not section.shared
-        return neighbours(machines, [worker.stage_index for worker in self._workers], has_files)
+        return holders(self._config, [claim.machine for claim in self._claims])
 
     def _is_copied(self) -> list[bool]:
         """Whether each stage's snapshots travel to another machine, which it has to wait for."""

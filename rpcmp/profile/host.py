@@ -1,4 +1,7 @@
-"""All layers of a model on this host, one after the other: only the largest has to fit."""
+"""All layers of a model on this host, one after the other: only the largest has to fit.
+
+Where stages are modules of their own, each of them is one layer.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from torch import Tensor, nn
 from rpcmp import devices, factory, layers, tree
 from rpcmp.balance.profile import HostProfile, LayerProfile, Order
 from rpcmp.errors import JobError, RpcmpError
+from rpcmp.graph import SOURCES, Reference
 from rpcmp.profile.layer import Layer
 
 
@@ -27,13 +31,38 @@ def measure(order: Order, inputs: Any, targets: Any) -> HostProfile:
     device = devices.resolve(order.config.stage(0).device)
     _load_lazily_loaded(order)
     base, available = devices.base_bytes(device), devices.available_bytes(device)
+    one_by_one = _measure_graph if order.config.model is None else _measure_chain
+    found = one_by_one(order, inputs, targets)
+    return HostProfile(layers=found, base_bytes=base, available_bytes=available)
+
+
+def _measure_chain(order: Order, inputs: Any, targets: Any) -> list[LayerProfile]:
     names = list(layers.chain_layers(order.config))
     found = []
     for name in names:
-        profile, outputs = _measure_layer(order, name, inputs, targets, name == names[-1])
-        inputs = tree.map_tensors(lambda tensor: _received(tensor, order.differentiates), outputs)
+        wanted = targets if name == names[-1] else None
+        profile, inputs = _measure_layer(order, name, [inputs], wanted)
         found.append(profile)
-    return HostProfile(layers=found, base_bytes=base, available_bytes=available)
+    return found
+
+
+def _measure_graph(order: Order, inputs: Any, targets: Any) -> list[LayerProfile]:
+    """Each stage, fed with what it reads; in the config's order."""
+    config, graph = order.config, order.config.graph()
+    has: dict[str, Any] = dict(zip(SOURCES, (inputs, targets), strict=True))
+    found: dict[str, LayerProfile] = {}
+    for name in graph.stages:
+        given = [_part(name, reference, has) for reference in graph.inputs[name]]
+        wanted, index = targets if name == graph.sink else None, config.stage_names.index(name)
+        found[name], has[name] = _measure_layer(order, name, given, wanted, index)
+    return [found[name] for name in config.stage_names]
+
+
+def _part(stage: str, reference: Reference, has: dict[str, Any]) -> Any:
+    try:
+        return tree.select(has[reference.producer], reference.path)
+    except LookupError as error:
+        raise JobError(f"stage {stage!r} reads {str(reference)!r}: {error}") from error
 
 
 def _load_lazily_loaded(order: Order) -> None:
@@ -45,16 +74,22 @@ def _load_lazily_loaded(order: Order) -> None:
 
 
 def _measure_layer(
-    order: Order, name: str, inputs: Any, targets: Any, is_last: bool
+    order: Order, name: str, inputs: list[Any], targets: Any, stage_index: int = 0
 ) -> tuple[LayerProfile, Any]:
+    """What was measured, and what whoever reads the layer gets."""
     try:
-        layer = Layer(order.config, name, inputs, targets if is_last else None)
-        return layer.measure(), layer.outputs
+        layer = Layer(order.config, name, inputs, targets, stage_index)
+        found = layer.measure()
+        return found, tree.map_tensors(
+            lambda tensor: _received(tensor, order.differentiates), layer.outputs
+        )
     except RpcmpError:
         raise
     except BaseException as error:  # sys.exit() in a layer as well
         text = f"measuring the layer {name!r} failed: {factory.explain(error)}"
-        raise JobError(f"{text}\nit had received {tree.describe(inputs)}") from error
+        raise JobError(
+            f"{text}\nit had received {', '.join(map(tree.describe, inputs))}"
+        ) from error
 
 
 def _received(tensor: Tensor, differentiates: bool) -> Tensor:

@@ -40,9 +40,10 @@ class Layer:
     Args:
         config: the job, as one stage.
         name: the layer's.
-        inputs: what it receives: a tree of tensors (samples, ...), of which those get a gradient
-            that require one.
+        inputs: what it receives, one tree of tensors (samples, ...) for each of its inputs; those
+            get a gradient that require one.
         targets: for the last layer, whose times include the loss; None for the others.
+        stage_index: which stage of the config it belongs to.
 
     Attributes:
         outputs: what it returned, for the next layer; those that require grad did so here.
@@ -51,8 +52,11 @@ class Layer:
         FactoryError: it cannot be built.
     """
 
-    def __init__(self, config: Config, name: str, inputs: Any, targets: Any) -> None:
-        self._model = StageModel(Assignment(config=config, stage_index=0, layers=[name]))
+    def __init__(
+        self, config: Config, name: str, inputs: list[Any], targets: Any, stage_index: int = 0
+    ) -> None:
+        own = Assignment(config=config, stage_index=stage_index, layers=[name])
+        self._model = StageModel(own)
         self._inputs, self._targets = inputs, targets
         self._work = _work(inputs, config)
         self._splitter = Splitter()
@@ -61,7 +65,9 @@ class Layer:
         ]
         self._optimizer: torch.optim.Optimizer | None = None
         if self._trained:
-            self._optimizer = factory.create(config.optimizer_of(0), "optimizer", self._trained)
+            self._optimizer = factory.create(
+                config.optimizer_of(stage_index), "optimizer", self._trained
+            )
         self.outputs: Any = None
 
     def measure(self) -> LayerProfile:
@@ -133,8 +139,11 @@ class Layer:
 
     def _tape(self) -> LocalTape:
         """Fresh copies: a layer may change in place what it receives."""
-        copies = tree.map_tensors(lambda tensor: _detached(tensor.clone()), self._inputs)
-        return LocalTape([Outputs(copies)], self._model.device)
+        copies = [
+            tree.map_tensors(lambda tensor: _detached(tensor.clone()), each)
+            for each in self._inputs
+        ]
+        return LocalTape([Outputs(copy) for copy in copies], self._model.device)
 
     def _measure_update(self) -> float:
         """Seconds of the optimizer's second step: its first makes its state."""

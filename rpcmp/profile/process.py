@@ -33,17 +33,18 @@ def _sample(order: Message) -> Message:
     folder = Path(order["folder"])
     sys.path.insert(0, str(folder))
     config = Config.model_validate_json(order["config"]).with_folder(folder)
-    count = len(layers.chain_layers(config))
+    count = config.num_stages if config.model is None else len(layers.chain_layers(config))
     if config.data is None:
-        raise ConfigError('balance = "auto" needs [data]: layers are measured with its samples')
+        raise ConfigError("there is no [data], with whose samples layers are measured")
     batches = data.load(config.data.train, "data.train", config.data, config.seed, training=True)
     batch = next(batches.epoch(1))
     batches.close()
     sample = handoff.dumps(microbatch.split(batch, config.num_microbatches)[0])
     if len(sample) > MAX_SAMPLE:
         raise ConfigError(
-            f"a micro-batch of {sizes.show(len(sample))} is too large to measure with; balance = "
-            f'"auto" takes up to {sizes.show(MAX_SAMPLE)}: use more micro-batches, or give a list'
+            f"a micro-batch of {sizes.show(len(sample))} is too large to measure with, which takes "
+            f"up to {sizes.show(MAX_SAMPLE)}: use more micro-batches, or measure nothing (a list "
+            "as `balance`, `rpcmp explain --no-measure`)"
         )
     encoded = base64.b64encode(sample).decode()
     return {"event": "sampled", "num_layers": count, "sample": encoded}

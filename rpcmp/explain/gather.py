@@ -1,0 +1,200 @@
+"""Finding out what a run will do: the one function behind `rpcmp explain`.
+
+Everything comes from where a run would have it: a process beside the driver plans and loads as the
+driver's process does (`rpcmp.inventory`), hosts measure the layers as for `balance = "auto"`, and
+are looked at as by `rpcmp doctor`. So whatever a run would refuse is refused here, in its words.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Sequence
+
+from rpcmp.balance.cuts import StageHost, choose
+from rpcmp.balance.prediction import Prediction, predict, simulate, times_of
+from rpcmp.config import Config
+from rpcmp.control.options import machine
+from rpcmp.doctor.checkup import Checkup
+from rpcmp.errors import ConfigError
+from rpcmp.explain.explanation import Explanation
+from rpcmp.explain.files import files
+from rpcmp.explain.stage import stages
+from rpcmp.explain.ways import Whereabouts, listeners, ways
+from rpcmp.inventory.facts import Inventory
+from rpcmp.job.balancing import stage_hosts
+from rpcmp.job.calls import require_one_each
+from rpcmp.job.dialing import dialer_of
+from rpcmp.job.fleet import forks_for
+from rpcmp.job.visit import visiting
+from rpcmp.members import DRIVER
+from rpcmp.process.child import Child
+from rpcmp.process.environment import compute_environment
+from rpcmp.process.forking import Forks
+from rpcmp.simulation import Simulation, Times
+from rpcmp.wire.security import is_loopback
+
+UNIT = Times(1.0, 1.0, 1.0)
+"""Of every stage's micro-batch, where nothing was measured."""
+
+
+async def explain(
+    config: Config, connect: Sequence[str] | None = None, measures: bool = True
+) -> Explanation:
+    """What a run of `config` will do.
+
+    Args:
+        config: the job.
+        connect: addresses of running stage servers, one a worker; None uses the config's or, where
+            it has none, the run will start servers on this machine.
+        measures: whether layers are measured, on the hosts that the stages are on; else nobody is
+            asked for anything, and servers need not run.
+
+    Raises:
+        RpcmpError: why there will be no such run.
+    """
+    addresses = config.addresses if connect is None else list(connect)
+    require_one_each(config, addresses)
+    dialer_of(config, [*addresses, *config.recovery.spares])  # for what it refuses
+    if config.is_balanced_by_measurement and not measures:
+        raise ConfigError('balance = "auto" is measured: explain it without --no-measure')
+    async with forks_for(config, connect) as forks:
+        return await _Gatherer(config, addresses, connect, forks).gather(measures)
+
+
+class _Gatherer:
+    def __init__(
+        self,
+        config: Config,
+        addresses: Sequence[str],
+        connect: Sequence[str] | None,
+        forks: Forks,
+    ) -> None:
+        self._config = config
+        self._addresses, self._connect = addresses, connect
+        self._forks = forks
+        self._notes = list(config.warnings)
+
+    async def gather(self, measures: bool) -> Explanation:
+        hosts: list[StageHost] | None = None
+        if self._config.is_balanced_by_measurement:
+            hosts = await stage_hosts(self._config, self._connect, self._forks)
+            self._config = self._config.with_balance(choose(hosts))
+        inventory = await self._count()
+        config = self._config = self._with_full_microbatches()
+        if measures and hosts is None and not inventory.unknown:
+            hosts = await stage_hosts(config, self._connect, self._forks)
+        places = await (self._look() if measures and self._addresses else self._suppose())
+        balance = [len(stage.layers) for stage in inventory.stages]
+        step, prediction = self._predict(hosts, balance)
+        found = stages(config, inventory, hosts, self._addresses)
+        self._note(inventory)
+        data = config.data
+        return Explanation(
+            name=config.name,
+            steps=inventory.steps,
+            epochs=None if config.steps is not None else config.epochs or 1,
+            batches=inventory.batches,
+            batch_size=0 if data is None else data.batch_size,
+            num_microbatches=config.num_microbatches,
+            schedule=config.schedule,
+            microbatches_per_message=config.microbatches_per_message,
+            balance=balance if config.model is not None else [],
+            parameters=inventory.parameters,
+            stages=found,
+            step=step,
+            prediction=prediction,
+            listeners=listeners(config, places),
+            ways=ways(config, places, inventory.tied),
+            files=files(config),
+            notes=self._notes,
+        )
+
+    def _with_full_microbatches(self) -> Config:
+        """The job with as many micro-batches as a mini-batch has samples for."""
+        data, wanted = self._config.data, self._config.num_microbatches
+        if data is None or data.batch_size >= wanted:
+            return self._config
+        count = data.batch_size
+        self._notes.append(f"a mini-batch has {count} samples: {count} micro-batches, not {wanted}")
+        return self._config.model_copy(update={"num_microbatches": count})
+
+    async def _count(self) -> Inventory:
+        """What the job is made of, by a process that does what the driver's process would."""
+        child = await Child.spawn("rpcmp.inventory", compute_environment(1), forks=self._forks)
+        answer = await child.ask(
+            {
+                "op": "count",
+                "config": self._config.model_dump_json(),
+                "folder": str(self._config.folder),
+                "is_here": not self._addresses,
+            }
+        )
+        return Inventory.model_validate(answer["inventory"])
+
+    def _predict(
+        self, hosts: Sequence[StageHost] | None, balance: list[int]
+    ) -> tuple[Simulation, Prediction | None]:
+        if hosts is None:
+            times = dict.fromkeys(self._config.stage_names, UNIT)
+            return simulate(self._config, times), None
+        parts = balance if self._config.model is not None else [1] * len(balance)
+        return (
+            simulate(self._config, times_of(hosts, parts)),
+            predict(self._config, hosts, parts),
+        )
+
+    async def _look(self) -> dict[str, Whereabouts]:
+        """Where everybody is, as the hosts say it."""
+        config = self._config
+        dialer = dialer_of(config, [*self._addresses, *config.recovery.spares])
+        count = len(config.workers)
+        async with visiting(config, dialer, self._addresses, count, self._forks) as clients:
+            home, seen, _ = await Checkup(config, clients, dialer, self._forks).look()
+        places = {}
+        for one in (home, *seen):
+            if one.facts is None:
+                raise one.error or ConfigError(f"nobody knows anything of {one.name}")
+            facts = one.facts
+            places[one.name] = Whereabouts(
+                one.address, facts.host, facts.machine, facts.network, facts.exposed
+            )
+        return places
+
+    async def _suppose(self) -> dict[str, Whereabouts]:
+        """Where everybody is, as far as this host knows: all here, or at their addresses."""
+        here = platform.node()
+        network = await self._forks.network()
+        places = {DRIVER: Whereabouts("", here, machine(), network.name, network.reason)}
+        for index, worker in enumerate(self._config.workers):
+            if not self._addresses:
+                places[worker.label] = places[DRIVER]
+                continue
+            address = self._addresses[index]
+            host = address.rpartition(":")[0]
+            is_here = is_loopback(host.strip("[]"))
+            places[worker.label] = Whereabouts(
+                address,
+                here if is_here else host,
+                machine() if is_here else host,
+                f"of {worker.label}",
+                None,
+            )
+        return places
+
+    def _note(self, inventory: Inventory) -> None:
+        config = self._config
+        if inventory.unknown:
+            self._notes.append(f"nothing was measured: {inventory.unknown}")
+        if config.balance_replicas:
+            names = ", ".join(
+                name
+                for name, stage in zip(config.stage_names, config.stages, strict=True)
+                if stage.num_replicas > 1 and stage.shares is None
+            )
+            if names:
+                self._notes.append(f"the replicas of {names} are measured when the run begins")
+        for name, stage in zip(config.stage_names, inventory.stages, strict=True):
+            if stage.optimizer_bytes is None:
+                self._notes.append(
+                    f"the optimizer of {name} tells only by a real step what it keeps"
+                )

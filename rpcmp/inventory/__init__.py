@@ -1,0 +1,1 @@
+"""The process that counts what a job is made of, for `rpcmp explain`."""

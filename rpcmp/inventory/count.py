@@ -1,0 +1,87 @@
+"""Counting what a stage's modules are made of.
+
+They are built on the meta device, where tensors have shapes and no memory, so that a model larger
+than this host can be counted here; what cannot be built like that is built for real. So is the
+optimizer's state: one step on the meta device makes all of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from rpcmp import factory, layers, tree
+from rpcmp.errors import RpcmpError
+from rpcmp.inventory.facts import LayerFacts, StageFacts
+from rpcmp.plan import Assignment
+
+META = torch.device("meta")
+
+
+def count(assignment: Assignment) -> StageFacts:
+    """What one stage is made of.
+
+    Raises:
+        FactoryError, ConfigError: a layer cannot be built.
+    """
+    modules = _modules(assignment)
+    config = assignment.config
+    named: dict[str, nn.Parameter] = {}
+    for layer, module in modules.items():
+        if assignment.stage.frozen:
+            module.requires_grad_(False)
+        named |= {f"{layer}.{name}": value for name, value in module.named_parameters()}
+    trained = {name: value for name, value in named.items() if value.requires_grad}
+    own = {name: value for name, value in trained.items() if name not in config.tied_to}
+    foreign = {name: value for name, value in named.items() if name in config.tied_to}
+    buffers = [buffer for module in modules.values() for buffer in module.buffers()]
+    return StageFacts(
+        layers=[LayerFacts(name=n, parameters=_parameters(m)) for n, m in modules.items()],
+        parameters=sum(value.numel() for value in named.values()),
+        trained=sum(value.numel() for value in own.values()),
+        foreign=list(foreign),
+        foreign_parameters=sum(value.numel() for value in foreign.values()),
+        parameter_bytes=_bytes(named.values()),
+        buffer_bytes=_bytes(buffers),
+        foreign_bytes=_bytes(foreign.values()),
+        gradient_bytes=_bytes(trained.values()),
+        optimizer_bytes=_optimizer_bytes(assignment, list(own.values())),
+    )
+
+
+def _modules(assignment: Assignment) -> dict[str, nn.Module]:
+    config = assignment.config.model_copy(update={"init": None})  # weights change no sizes
+    what = (config, assignment.stage_index, assignment.layers)
+    try:
+        with META:
+            return layers.build(*what)
+    except Exception:  # it looks at numbers, which tensors have not there
+        return layers.build(*what)
+
+
+def _parameters(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def _optimizer_bytes(assignment: Assignment, parameters: list[nn.Parameter]) -> int | None:
+    """Of the state that the optimizer has after a step; None where it needs real numbers."""
+    if not parameters:
+        return 0
+    shapes = [nn.Parameter(torch.empty_like(value, device=META)) for value in parameters]
+    for shape in shapes:
+        shape.grad = torch.empty_like(shape)
+    source = assignment.config.optimizer_of(assignment.stage_index)
+    try:
+        optimizer = factory.create(source, "optimizer", shapes)
+        optimizer.step()
+        return _bytes(tree.tensors(optimizer.state_dict()))
+    except RpcmpError:  # it cannot be had at all
+        raise
+    except Exception:
+        return None
