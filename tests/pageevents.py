@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
+
+from rpcmp.runfolder.layout import RunInfo
+from rpcmp.runfolder.reader import Record
 
 Event = dict[str, Any]
 
@@ -58,6 +62,14 @@ def run(num_steps: int, lost_after: int | None = None, name: str = "unet") -> It
         **stamp,
     }
     yield {"event": "end", "outcome": "done", "error": ""} | stamp
+
+
+def record(name: str, events: Iterable[Event]) -> Record:
+    """What a run folder of that name holds that was told these events."""
+    found = tuple(events)
+    info = RunInfo(name=name, started=BEGAN, outcome="done")
+    config = next(event["config"] for event in found if event["event"] == "run")
+    return Record(Path(name), info, config, found)
 
 
 def fault(step: int, stage: str = "coarse") -> Event:

@@ -15,7 +15,7 @@ from playwright.sync_api import Page as Tab
 
 from rpcmp.page.entries import LIMIT as LINES
 from rpcmp.page.place import Place
-from rpcmp.page.report import RunData, html
+from rpcmp.page.report import html
 from rpcmp.page.series import LIMIT as ROWS
 from rpcmp.page.server import Page
 from rpcmp.wire import authority, role
@@ -380,7 +380,7 @@ def test_with_a_token_and_tls_the_page_works_and_hides_the_token(
 
 def test_a_report_is_a_file_that_needs_no_other(browser: Browser, tmp_path: Path) -> None:
     path = tmp_path / "report.html"
-    path.write_text(html([RunData("unet", pageevents.run(60, lost_after=30))]), encoding="utf-8")
+    path.write_text(html([pageevents.record("unet", pageevents.run(60, 30))]), encoding="utf-8")
     with opened(browser, path.as_uri()) as (tab, seen):
         expect(tab.locator("#connection")).to_have_text("Report")
         expect(tab.locator("#status")).to_have_text("done")
@@ -393,13 +393,15 @@ def test_a_report_is_a_file_that_needs_no_other(browser: Browser, tmp_path: Path
 
 def test_a_report_of_two_runs_lays_curves_over_each_other(browser: Browser, tmp_path: Path) -> None:
     path = tmp_path / "comparison.html"
-    runs = [RunData("first", pageevents.run(60)), RunData("second", pageevents.run(90, 30))]
+    told = {"first": pageevents.run(60), "second": pageevents.run(90, 30)}
+    runs = [pageevents.record(name, events) for name, events in told.items()]
     path.write_text(html(runs), encoding="utf-8")
     with opened(browser, path.as_uri()) as (tab, seen):
         expect(tab.locator("#curves-legend")).to_have_text(re.compile(r"first\s*second"))
         table = tab.locator("#comparison-table")
         expect(table.locator("tr", has_text="faults")).to_have_text(re.compile(r"faults\s*0\s*1"))
-        expect(table).to_contain_text("No differences.")  # of their configs
+        expect(table).to_contain_text(re.compile(r"Settings that differ\s*None\."))
+        expect(table).to_contain_text("The losses of all 60 steps in common are the same")
         expect(tab.locator(".event.fault")).to_have_count(0)
         tab.locator("#runs").select_option("second")
         expect(tab.locator(".event.fault")).to_have_count(1)

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rpcmp.page import compare, entries
-from rpcmp.page.report import RunData, html
+from rpcmp.page import entries
+from rpcmp.page.report import html
 from rpcmp.page.series import LIMIT, Row, Series
 from rpcmp.page.state import State
 from tests import pageevents
@@ -241,40 +241,14 @@ def test_times_of_a_diagram_are_from_its_begin() -> None:
     assert all(item[-2] >= 0 for stage in shown["stages"] for item in stage["spans"])
 
 
-def test_runs_are_compared_by_their_figures_and_by_what_differs_in_their_configs() -> None:
-    outcomes = [compare.Outcome(), compare.Outcome()]
-    for outcome, steps, lost in zip(outcomes, (20, 30), (None, 10), strict=True):
-        for event in pageevents.run(steps, lost):
-            if event["event"] == "run":
-                event["config"]["data"]["batch_size"] = steps
-            outcome.take(event)
-    found = compare.differences(outcomes)
-    assert found["config"] == [["data.batch_size", 20, 30]]
-    figures = {name: values for name, *values in found["figures"]}
-    assert figures["steps"] == [20, 30]
-    assert figures["faults"] == [0, 1]
-    assert figures["outcome"] == ["done", "done"]
-    assert figures["step, s, median"] == [0.25, 0.25]
-    assert figures["version of torch"] == ["2.13.0", "2.13.0"]
-
-
-def test_tables_in_lists_are_compared_key_by_key() -> None:
-    stages = {"stages": [{"name": "a"}, {"name": "b"}], "balance": [1, 2]}
-    assert dict(compare.flat(stages)) == {
-        "stages.0.name": "a",
-        "stages.1.name": "b",
-        "balance": [1, 2],
-    }
-
-
 def test_a_report_is_one_file_and_nothing_that_a_run_says_gets_out_of_its_data() -> None:
     hostile = "</script><script>alert(1)</script><!--"
     events = [*pageevents.run(20), {"event": "warning", "text": hostile}]
-    page = html([RunData(hostile, events)])
+    page = html([pageevents.record("<!--<script>", events)])
     assert "</script><script>alert" not in page
     data = page.split('<script type="application/json" id="data">')[1].split("</script>")[0]
     (run,) = json.loads(data)["runs"]
-    assert run["name"] == hostile
+    assert run["name"] == "<!--<script>"
     assert run["state"]["entries"][-1]["text"] == hostile
     for outside in ("src=", 'rel="stylesheet"', "import {", "export {", 'href="icon.svg'):
         assert outside not in page.replace("data.src", "")

@@ -7,8 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+from click.testing import CliRunner
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from rpcmp.cli import cli
 from rpcmp.runfolder import layout
 from rpcmp.runfolder.reader import read
 from rpcmp.trace import chrome
@@ -75,6 +77,9 @@ def test_all_that_looks_at_a_run(job: JobFolder) -> None:
     trace = chrome.read(path / layout.TRACE)
     for track in trace.tracks:
         assert {span.step for span in track.spans} == {1, 2, 3, 4}
+    made = CliRunner().invoke(cli, ["report", str(path)])
+    assert (made.exit_code, made.output) == (0, f"{path / 'report.html'}\n")
+    assert f'"name":"{path.name}"' in (path / "report.html").read_text()
 
 
 def test_a_bad_logger_fails_before_anything_starts(job: JobFolder) -> None:

@@ -3,44 +3,31 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 from rpcmp.page.assets import single_file
-from rpcmp.page.compare import Outcome, differences
 from rpcmp.page.state import State
-from rpcmp.process.channel import Message
+from rpcmp.runfolder.compare import compare
+from rpcmp.runfolder.reader import Record
+from rpcmp.runfolder.tables import tables
 
 
-@dataclass(frozen=True)
-class RunData:
-    """What is known of a run that is over, or of one that still goes on.
-
-    Attributes:
-        name: what the page calls it.
-        events: in order, as `rpcmp.job.drive` reports them; read once.
-    """
-
-    name: str
-    events: Iterable[Message]
-
-
-def html(runs: Sequence[RunData]) -> str:
+def html(runs: Sequence[Record]) -> str:
     """A page that shows `runs`; it works without network and without files beside it."""
-    states, outcomes = [], []
-    for run in runs:
-        state, outcome = State(), Outcome()
-        for event in run.events:
-            state.take(event)
-            outcome.take(event)
-        states.append(state.since(None))
-        outcomes.append(outcome)
-    data: dict[str, Any] = {
-        "runs": [
-            {"name": run.name, "state": state} for run, state in zip(runs, states, strict=True)
-        ]
-    }
+    data: dict[str, Any] = {"runs": [{"name": run.name, "state": _state(run)} for run in runs]}
     if len(runs) > 1:
-        data["differences"] = differences(outcomes)
+        found = compare(runs)
+        data["comparison"] = {
+            "tables": [asdict(table) for table in tables(found)],
+            "verdict": found.verdict,
+        }
     return single_file(json.dumps(data, allow_nan=False, separators=(",", ":")))
+
+
+def _state(run: Record) -> dict[str, Any] | None:
+    state = State()
+    for event in run.events:
+        state.take(event)
+    return state.since(None)

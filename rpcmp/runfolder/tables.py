@@ -23,11 +23,11 @@ class Table:
 
 def tables(found: Comparison) -> Iterator[Table]:
     """How the runs went; of several also which settings and losses differ."""
-    yield Table("figures", [_figure(row) for row in found.figures])
+    yield Table("Figures", [_figure(row) for row in found.figures])
     if len(found.names) > 1:
-        yield Table("settings that differ", [(name, _texts(each)) for name, each in found.settings])
+        yield Table("Settings that differ", [(name, _texts(each)) for name, each in found.settings])
         losses = [(f"step {step:,}", _losses(each)) for step, each in found.losses]
-        yield Table("loss", losses)
+        yield Table("Loss", losses)
 
 
 def _figure(row: Row) -> tuple[str, list[str]]:

@@ -63,7 +63,7 @@ function report() {
   say(hasEnded(current.model) ? "Report" : "Report of a run that has not ended", "ended");
   byId("hold-label").hidden = true;
   if (runs.length > 1) {
-    comparison(runs, data.differences);
+    comparison(runs, data.comparison);
     byId("runs").append(...runs.map((run, index) => h("option", { value: index }, run.name)));
     byId("chooser").hidden = false;
     byId("runs").addEventListener("change", (event) => {
