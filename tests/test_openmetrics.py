@@ -193,8 +193,8 @@ def assert_risen(before: Samples, after: Samples) -> None:
 
 
 def test_a_run_and_its_servers_are_scraped_while_one_is_lost(job: JobFolder) -> None:
-    text = "steps = 100000\n[checkpoint]\ndir = 'saved'\nevery_seconds = 0.5"
-    config = Faults(job).config("steps = 100000", stages=2, milliseconds=5.0, sections=text[15:])
+    saved = "[checkpoint]\ndir = 'saved'\nevery_seconds = 0.5"
+    config = Faults(job).config("steps = 100000", stages=2, milliseconds=5.0, sections=saved)
     anywhere = ("--metrics", f"{HERE}:0")
     with (
         running_servers(2, *anywhere) as servers,
@@ -223,12 +223,7 @@ def test_a_run_and_its_servers_are_scraped_while_one_is_lost(job: JobFolder) -> 
         assert value(before, "rpcmp_generation") == 1
         assert value(before, "rpcmp_worker_state", stage="stage1", state="running") == 1
 
-        [(_, pid)] = [
-            (event["workers"], event["workers"]["stage1"]["pid"])
-            for event in run.result().events
-            if event["event"] == "generation"
-        ]
-        os.kill(pid, signal.SIGKILL)
+        os.kill(run.result().event("generation")["workers"]["stage1"]["pid"], signal.SIGKILL)
 
         def recovered() -> Samples | None:
             found = scrape(url)

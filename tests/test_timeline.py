@@ -168,6 +168,22 @@ def test_a_step_is_shown_every_other_second_on_the_drivers_clock(clock: type[Clo
     assert first["spans"] == second["spans"] == [["F", 0, 0.0, 0.001], ["B", 0, 0.001, 0.002]]
 
 
+def test_steps_that_take_long_to_show_are_shown_less_often(
+    clock: type[Clock], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spent = iter(range(0, 1000, 3))  # hundredths of a second of a processor
+    monkeypatch.setattr("rpcmp.driver.follower.time.thread_time", lambda: next(spent) / 100)
+    stages = Stages()
+    follower = Follower(job(), cast(Group, stages), lambda event: None)
+    for step in range(1, 11):
+        follower.after_step(step)
+        while follower._showing is not None and not follower._showing.done():
+            pass
+        clock.now += 1.0
+    follower.close()
+    assert stages.asked == [2, 5, 8]
+
+
 def test_an_answer_that_takes_its_time_holds_nobody_up(clock: type[Clock]) -> None:
     stages, events = Stages(), list[dict[str, Any]]()
     stages.may_answer.clear()

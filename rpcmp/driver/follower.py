@@ -24,7 +24,10 @@ from rpcmp.trace.timeline import timeline
 from rpcmp.worker.recorder import STEPS_KEPT
 
 SECONDS_BETWEEN = 2.0
-"""Between two steps that are shown."""
+"""Between two steps that are shown, at least."""
+
+SHARE = 0.01
+"""The most that showing them takes of one processor, however many spans a step has."""
 
 CLOCK_SECONDS = 60.0
 """After which the clocks are asked anew: they drift apart by some microseconds a second."""
@@ -82,6 +85,7 @@ class Follower:
             self._report({"event": "warning", "text": f"no trace of the last steps: {error}"})
 
     def _show(self, answers: Callable[[], dict[str, list[Span]]], step: int) -> None:
+        spent = time.thread_time()
         with contextlib.suppress(RpcmpError):  # of a stage that is lost, its server will tell
             spans = answers()
             if time.monotonic() >= self._clocks_due:
@@ -89,6 +93,8 @@ class Follower:
             event = timeline(self._trace(spans), step)
             if event is not None:
                 self._report(event)
+        spent = time.thread_time() - spent
+        self._due = max(self._due, time.monotonic() + spent / SHARE)
 
     def _trace(self, spans: dict[str, list[Span]]) -> Trace:
         tracks = (
