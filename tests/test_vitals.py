@@ -93,7 +93,7 @@ def test_a_change_without_vitals_changes_the_state_alone() -> None:
     assert (worker["state"], worker["memory"]) == ("running", 1000)
 
 
-def test_links_add_up_what_both_ends_have_opened(clock: Clock) -> None:
+def test_links_add_up_what_both_ends_have_opened() -> None:
     vitals = Vitals()
     vitals.begin()
     vitals.hear("a", said(Way(B, 100, 10, 0.2), Way("127.0.0.1:80", 9, 9, 0.1), listens=A))
@@ -101,7 +101,6 @@ def test_links_add_up_what_both_ends_have_opened(clock: Clock) -> None:
     vitals.joined(D)
     doing = Doing("step", 3, -1, 0.1)
     vitals.hear_driver(9, doing, [[A, 5, 6, 0.3], ["", 70, 80, 0.0]], {A: 0.04})
-    clock.now = 2.0
     found = links(vitals)
     assert {pair: link["bytes"] for pair, link in found.items()} == {
         ("a", "b"): 101,
@@ -113,14 +112,25 @@ def test_links_add_up_what_both_ends_have_opened(clock: Clock) -> None:
     assert found[DRIVER, "a"]["rtt_s"] == 0.04  # between the hosts, not to the own supervisor
 
 
-def test_rates_are_of_the_time_since_they_were_last_told(clock: Clock) -> None:
+def test_rates_are_of_the_time_between_two_counts_whenever_they_are_heard(clock: Clock) -> None:
     vitals = Vitals()
     vitals.begin()
     vitals.hear("b", said(listens=B))
-    for now, count, rate in ((2.0, 100, 50.0), (4.0, 100, 0.0), (4.5, 300, 400.0)):
-        clock.now = now
-        vitals.hear("a", said(Way(B, count, 0, 0.1)))
-        assert links(vitals)["a", "b"]["bytes_per_s"] == pytest.approx(rate)
+    for counted, heard, count, rate in (
+        (10.0, 10.4, 1000, 0.0),  # of the first nobody knows since when
+        (12.0, 12.1, 1100, 50.0),
+        (12.0, 12.9, 1100, 50.0),  # the same once more
+        (14.0, 14.2, 1100, 0.0),
+        (14.5, 14.5, 1300, 400.0),
+    ):
+        clock.now = heard
+        change = said(Way(B, count, 2 * count, 0.1))
+        change.vitals.counted_s_ago = heard - counted
+        vitals.hear("a", change)
+        found = links(vitals)
+        assert found["a", "b"]["bytes_per_s"] == pytest.approx(rate)
+        assert found["b", "a"]["bytes_per_s"] == pytest.approx(2 * rate)
+        assert found["a", "b"]["bytes"] == count
 
 
 def test_a_process_that_was_lost_is_so_until_the_next_one_is_there() -> None:

@@ -9,9 +9,8 @@ from __future__ import annotations
 import asyncio
 import platform
 import time
-from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from rpcmp.members import DRIVER
 from rpcmp.process import usage
@@ -33,8 +32,38 @@ _STATES = {
     pb.SERVER_STATE_ENDED: "ended",
 }
 
+SHORTEST_SECONDS = 0.1
+"""Between two counts that a rate can be made of: they come every half second."""
+
 Pair = tuple[str, str]
 """From whom, to whom; labels."""
+
+
+class _Count(NamedTuple):
+    """What one process has counted.
+
+    Attributes:
+        at: when.
+        ways: so far.
+        rates: bytes a second since the count before, sent and received, by peer.
+    """
+
+    at: float
+    ways: list[Way]
+    rates: dict[str, tuple[float, float]]
+
+    def next(self, at: float, ways: list[Way]) -> _Count:
+        """The count that follows this one."""
+        seconds = at - self.at
+        if seconds < SHORTEST_SECONDS:
+            return self
+        before = {way.peer: way for way in self.ways}
+        rates = {
+            way.peer: ((way.sent - last.sent) / seconds, (way.received - last.received) / seconds)
+            for way in ways
+            if (last := before.get(way.peer)) is not None
+        }
+        return _Count(at, ways, rates)
 
 
 class Vitals:
@@ -45,17 +74,15 @@ class Vitals:
         self._driver: Message = {}
         self._restarts = -1
         self._listens: dict[str, str] = {}
-        self._ways: dict[str, list[Way]] = {}
-        self._before: dict[Pair, int] = {}
-        self._told_at = time.monotonic()
+        self._counts: dict[str, _Count] = {}
         self._heard = asyncio.Event()
 
     def begin(self) -> None:
         """Hear that the next group is being formed, of fresh processes."""
         self._restarts += 1
         self._driver = {}
-        for known in (self._listens, self._ways, self._before):
-            known.clear()
+        self._listens.clear()
+        self._counts.clear()
 
     def hear(self, label: str, change: pb.WatchResponse) -> None:
         """Take what a server says of its worker."""
@@ -66,10 +93,11 @@ class Vitals:
             self._listens[change.listens] = label
         if change.HasField("vitals"):
             worker.update(_told(change.vitals))
-            self._ways[label] = [
+            ways = [
                 Way(way.peer, way.sent, way.received, way.round_trip_s)
                 for way in change.vitals.ways
             ]
+            self._count(label, time.monotonic() - change.vitals.counted_s_ago, ways)
             self._heard.set()
 
     def hear_driver(
@@ -83,9 +111,10 @@ class Vitals:
             carried: seconds to other hosts and back, see rpcmp.wire.relay.
         """
         found = [Way(*way) for way in ways]
-        self._ways[DRIVER] = [
+        found = [
             way._replace(round_trip_s=carried.get(way.peer, way.round_trip_s)) for way in found
         ]
+        self._count(DRIVER, time.monotonic(), found)
         self._driver = {
             "state": "running" if DRIVER in self._listens.values() else "building",
             "restarts": self._restarts,
@@ -127,38 +156,30 @@ class Vitals:
             "links": self._links(),
         }
 
-    def _links(self) -> list[Message]:
-        now = time.monotonic()
-        seconds, self._told_at = now - self._told_at, now
-        sent, fastest = self._sums()
-        links = [
-            {
-                "from": pair[0],
-                "to": pair[1],
-                "bytes": count,
-                "bytes_per_s": max(0, count - self._before.get(pair, 0)) / max(seconds, 1e-3),
-                "rtt_s": fastest.get(pair, 0.0),
-            }
-            for pair, count in sent.items()
-        ]
-        self._before = dict(sent)
-        return links
+    def _count(self, label: str, at: float, ways: list[Way]) -> None:
+        before = self._counts.get(label)
+        self._counts[label] = _Count(at, ways, {}) if before is None else before.next(at, ways)
 
-    def _sums(self) -> tuple[dict[Pair, int], dict[Pair, float]]:
-        """Bytes from member to member, and seconds there and back, over all connections."""
-        sent: defaultdict[Pair, int] = defaultdict(int)
-        fastest: dict[Pair, float] = {}
-        for label, ways in self._ways.items():
-            for way in ways:
+    def _links(self) -> list[Message]:
+        """From member to member, over all connections that either of them has opened."""
+        links: dict[Pair, Message] = {}
+        for label, count in self._counts.items():
+            for way in count.ways:
                 if (peer := self._listens.get(way.peer)) is None:
-                    continue  # something of the user's own
-                sent[label, peer] += way.sent
-                sent[peer, label] += way.received
-                for pair in ((label, peer), (peer, label)):
-                    if way.round_trip_s:
-                        known = fastest.get(pair, way.round_trip_s)
-                        fastest[pair] = min(known, way.round_trip_s)
-        return sent, fastest
+                    continue  # something of the user's own, or opened by another member
+                there, back = count.rates.get(way.peer, (0.0, 0.0))
+                _add(links, (label, peer), way.sent, there, way.round_trip_s)
+                _add(links, (peer, label), way.received, back, way.round_trip_s)
+        return list(links.values())
+
+
+def _add(links: dict[Pair, Message], pair: Pair, sent: int, rate: float, seconds: float) -> None:
+    empty = {"from": pair[0], "to": pair[1], "bytes": 0, "bytes_per_s": 0.0, "rtt_s": 0.0}
+    link = links.setdefault(pair, empty)
+    link["bytes"] += sent
+    link["bytes_per_s"] += rate
+    known = [each for each in (link["rtt_s"], seconds) if each]
+    link["rtt_s"] = min(known, default=0.0)
 
 
 def _told(vitals: pb.Vitals) -> Message:

@@ -54,7 +54,12 @@ FAMILIES = [
         "Of the last step that was looked at, by reason: bubble, network, overhead",
         ("stage", "kind"),
     ),
-    Family("rpcmp_link_bytes", "counter", "Sent from one member to another", LINK),
+    Family(
+        "rpcmp_link_bytes",
+        "counter",
+        "Sent over TCP from one member to another; tensors on one machine go through memory",
+        LINK,
+    ),
     Family(
         "rpcmp_link_round_trip_seconds", "gauge", "From one member's host to another and back", LINK
     ),

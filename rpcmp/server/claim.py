@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import platform
+import time
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
@@ -89,6 +90,7 @@ class Claim:
         self.servers: dict[str, str] = {}
         self._in_flight = 0
         self._ways: list[pb.Way] = []
+        self._counted = time.monotonic()
         self._forks = forks
         self._dialer = dialer
         self._allowed = list(allowed)
@@ -210,6 +212,7 @@ class Claim:
             memory=usage.resident_bytes(pid),
             cpu_seconds=usage.cpu_seconds(pid),
             in_flight=self._in_flight if pid else 0,
+            counted_s_ago=time.monotonic() - self._counted,
             ways=[
                 pb.Way(
                     peer=way.peer,
@@ -275,6 +278,7 @@ class Claim:
 
     def _note(self, beat: Message) -> None:
         """Keep what a sign of life says of the worker."""
+        self._counted = time.monotonic()
         self._in_flight = beat.get("in_flight", 0)
         self.busy_seconds = beat.get("busy", {})
         self._ways = [

@@ -689,6 +689,7 @@ class Vitals(_message.Message):
     CPU_SECONDS_FIELD_NUMBER: _builtins.int
     IN_FLIGHT_FIELD_NUMBER: _builtins.int
     WAYS_FIELD_NUMBER: _builtins.int
+    COUNTED_S_AGO_FIELD_NUMBER: _builtins.int
     host: _builtins.str
     pid: _builtins.int
     """0: there is none"""
@@ -697,6 +698,8 @@ class Vitals(_message.Message):
     cpu_seconds: _builtins.float
     in_flight: _builtins.int
     """micro-batches whose activations it keeps"""
+    counted_s_ago: _builtins.float
+    """when `ways` were"""
     @_builtins.property
     def doing(self) -> Global___Doing: ...
     @_builtins.property
@@ -711,10 +714,11 @@ class Vitals(_message.Message):
         cpu_seconds: _builtins.float = ...,
         in_flight: _builtins.int = ...,
         ways: _abc.Iterable[Global___Way] | None = ...,
+        counted_s_ago: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["doing", b"doing"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cpu_seconds", b"cpu_seconds", "doing", b"doing", "host", b"host", "in_flight", b"in_flight", "memory", b"memory", "pid", b"pid", "ways", b"ways"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["counted_s_ago", b"counted_s_ago", "cpu_seconds", b"cpu_seconds", "doing", b"doing", "host", b"host", "in_flight", b"in_flight", "memory", b"memory", "pid", b"pid", "ways", b"ways"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
