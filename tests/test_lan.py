@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-import shlex
-import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from rpcmp.examples import digits
 from tests.lan import Host, driving, issue, lan, serving
-from tests.processes import JobFolder, Result, Running, Server, poll_for, rpcmp, running
+from tests.processes import Result, Server, poll_for, rpcmp, running
 from tests.scraping import url_of
 
 EXAMPLE = Path(digits.__file__).with_suffix(".toml")
@@ -45,39 +43,6 @@ class Cluster:
         """What leads `rpcmp drive` to them."""
         where = ",".join(server.address for server in self.servers)
         return ("--connect", where, "--set", "model.num_stages=3")
-
-
-def test_the_quick_start_on_two_hosts(tmp_path: Path) -> None:
-    """The README's commands, word for word; only the copying is between two folders."""
-    commands = [shlex.split(line, comments=True) for line in quick_start().splitlines()]
-    assert len(commands) <= 6
-    init, copy, serve_a, serve_b, drive = commands
-    home_a, home_b = tmp_path / "host-a", tmp_path / "host-b"
-    home_b.mkdir()
-    JobFolder(home_a).config(
-        'steps = 3\n[model]\nlayers = "zoo:mlp"\nbalance = [2, 2]', "config.toml"
-    )
-    with lan(2, tmp_path) as (host_a, host_b), contextlib.ExitStack() as started:
-
-        def start(command: list[str], host: Host, home: Path) -> Running:
-            assert command[0] == "rpcmp"
-            return started.enter_context(running(*command[1:], cwd=home, under=host.inside))
-
-        assert start(init, host_a, home_a).wait().code == 0
-        assert (copy[:2], copy[3]) == (["scp", "-r"], "host-b:")
-        shutil.copytree(home_a / copy[2], home_b / Path(copy[2]).name)
-        for server in (start(serve_a, host_a, home_a), start(serve_b, host_b, home_b)):
-            server.wait_for_line("is SERVING on")
-        result = start(drive, host_a, home_a).wait()
-    assert result.code == 0, result.err
-    assert "done: 3 steps" in result.out
-
-
-def quick_start() -> str:
-    """The block of the README that begins with the certificates."""
-    readme = (Path(__file__).parent.parent / "README.md").read_text()
-    blocks: list[str] = re.findall(r"```sh\n(.*?)```", readme, re.DOTALL)
-    return next(block for block in blocks if block.startswith("rpcmp certs init"))
 
 
 @pytest.fixture(scope="module")

@@ -1,32 +1,202 @@
-"""What the README says is so."""
+"""What the README says is so, and each command in it is one that a test runs."""
 
 from __future__ import annotations
 
+import ast
+import json
 import re
+import shlex
 from pathlib import Path
 
-from rpcmp import configdoc, configfile
+import click
+import pytest
+from click.testing import CliRunner
+
+from rpcmp import configdoc
+from rpcmp.cli import COMMANDS, cli
+from tests.commandlines import parsed
 from tests.processes import rpcmp
+from tests.readme import README, block, blocks, commands, commands_of, section
 
-README = (Path(__file__).parent.parent / "README.md").read_text()
+ROOT = Path(__file__).parent.parent
+
+ALL = commands(blocks("sh"))
+
+WORD_FOR_WORD = "From nothing to two hosts"
+"""The section whose commands tests/test_newcomer.py runs as they stand."""
+
+RUN_BY = {
+    ".ci/run": ["pip install -e '.[test]'", "pytest"],
+    "tests/test_packaging.py::test_the_wheel_in_a_fresh_environment_makes_a_model_and_trains_it": [
+        "pip install -e '.[examples]'",
+    ],
+    "tests/test_examples.py::test_an_example_learns": [
+        "rpcmp drive rpcmp/examples/digits.toml",
+    ],
+    "tests/test_readme.py::test_the_model_and_config_run_as_they_stand": [
+        "rpcmp drive config.toml",
+        "rpcmp verify config.toml --steps 5",
+        "rpcmp drive config.toml --set 'model.balance=[1, 1, 2]' --set data.batch_size=128",
+    ],
+    "tests/test_servers.py::test_the_default_ports_are_what_a_bare_connect_uses": [
+        "rpcmp serve --stage 0",
+        "rpcmp serve --stage 1",
+        "rpcmp drive config.toml --connect",
+        "rpcmp status config.toml",
+    ],
+    "tests/test_lan.py::test_a_doctor_measures_every_way_and_finds_the_one_that_is_missing": [
+        "rpcmp doctor config.toml --connect host-a,host-b --certs certs/driver",
+    ],
+    "tests/test_explain_command.py::test_a_run_does_what_was_explained": [
+        "rpcmp explain config.toml --connect host-a,host-b --certs certs/driver",
+    ],
+    "tests/test_openmetrics.py::test_a_run_and_its_servers_are_scraped_while_one_is_lost": [
+        "rpcmp drive config.toml --metrics 127.0.0.1:9464",
+        "rpcmp serve --stage 1 --certs stage1 --listen 0.0.0.0:50052 --metrics 0.0.0.0:9465",
+    ],
+    "tests/test_page.py::test_a_run_that_trains_loses_a_stage_comes_back_and_ends": [
+        "rpcmp drive config.toml --ui",
+    ],
+    "tests/test_runfolder.py::test_the_command_writes_one_file_and_prints_its_path": [
+        "rpcmp report runs/NAME-20261122-101500",
+        "rpcmp report runs/NAME-1 runs/NAME-2",
+    ],
+    "tests/test_runfolder.py::test_the_command_prints_tables": [
+        "rpcmp report runs/NAME-1 runs/NAME-2 --text",
+    ],
+    "tests/test_hosts.py::test_a_spare_takes_the_stage_of_a_host_that_stays_away": [
+        "rpcmp serve --spare --listen 127.0.0.1:50100",
+    ],
+    "tests/test_servers.py::test_drain_ends_the_job_after_its_step_and_then_the_server": [
+        "rpcmp drain 127.0.0.1:50052",
+    ],
+    "tests/test_resume.py::test_resuming_in_the_middle_of_an_epoch_gives_the_same_bits": [
+        "rpcmp drive config.toml --resume",
+        "rpcmp drive config.toml --resume --set 'model.balance=[1, 3]'",
+    ],
+    "tests/test_resume.py::test_an_export_is_the_unsplit_models_state": [
+        "rpcmp export checkpoints model.safetensors",
+    ],
+    "tests/test_resume.py::test_a_run_can_start_from_given_weights": [
+        "rpcmp drive config.toml --set init=model.safetensors",
+    ],
+    "tests/test_export.py::test_the_best_is_taken_and_no_other_in_its_place": [
+        "rpcmp export --best checkpoints model.safetensors",
+    ],
+    "tests/test_tune.py::test_it_measures_a_real_job": [
+        "rpcmp tune config.toml --png curve.png",
+        "rpcmp tune config.toml --microbatches-per-message 1,4",
+    ],
+    "tests/test_drive.py::test_a_trace_has_every_action_of_every_stage": [
+        "rpcmp drive config.toml --trace run.json.gz",
+    ],
+    "tests/test_trace_command.py::test_png_draws_the_last_two_complete_steps": [
+        "rpcmp trace run.json.gz --png pipeline.png",
+    ],
+    "tests/test_readme.py::test_bench_prints_ours_beside_a_peer": [
+        "rpcmp bench sleep --stages 8 --microbatches 16",
+        "rpcmp bench overhead transformer activations",
+        "rpcmp bench config.toml --peers torch-best --json",
+    ],
+}
+"""Other commands: the test that runs each, with files and addresses of its own."""
+
+CHECKED_BY = {
+    "tests/test_containers.py::test_the_dockerfile_is_valid": [
+        "docker build -f deploy/Dockerfile -t rpcmp:0.1.0 .",
+    ],
+    "tests/test_containers.py::test_the_certificates_are_those_that_the_comment_makes": [
+        "cd deploy",
+        "rpcmp certs init certs --host stage0 --host stage1 --host stage2",
+        "chmod 0750 certs/stage? certs/driver",
+        "chmod 0640 certs/stage?/tls.key certs/driver/tls.key",
+        "sudo chown -R root:10001 certs/stage? certs/driver",
+    ],
+    "tests/test_containers.py::test_the_composition_is_valid": [
+        "docker compose up --detach",
+        "docker compose logs --follow driver",
+    ],
+    "tests/test_kubernetes.py::test_every_resource_is_valid": [
+        "kubectl apply -f deploy/kubernetes.yaml",
+        "kubectl -n rpcmp logs -f -l app.kubernetes.io/component=driver",
+    ],
+    "tests/test_slurm.py::test_a_job_that_is_cut_short_saves_and_goes_on_the_next_time": [
+        "sbatch --nodes=2 --time=4:00:00 deploy/slurm.sh config.toml --set checkpoint.shared=true",
+    ],
+}
+"""What takes a cluster, an image registry or root: the test of what the command is given."""
 
 
-def block(language: str, starts_with: str) -> str:
-    """The README's code block of that language and first line."""
-    blocks: list[str] = re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
-    return next(text for text in blocks if text.startswith(starts_with))
+def test_every_command_has_its_test() -> None:
+    """A new command in the README needs a test, whose name goes into a table above."""
+    listed = [(c, test) for table in (RUN_BY, CHECKED_BY) for test in table for c in table[test]]
+    typed = commands(section(WORD_FOR_WORD))
+    assert sorted(set(ALL).difference(typed)) == sorted(dict(listed))
+    for command, test in listed:
+        path, _, name = test.partition("::")
+        text = (ROOT / path).read_text()
+        if name:
+            functions = [n.name for n in ast.parse(text).body if isinstance(n, ast.FunctionDef)]
+            assert name in functions, f"{command}: there is no {test}"
+
+
+@pytest.mark.parametrize("command", [c for c in ALL if c.startswith("rpcmp ")])
+def test_every_command_line_is_one_that_rpcmp_takes(command: str) -> None:
+    name, *rest = shlex.split(command)[1:]
+    found = cli.get_command(click.Context(cli), name)
+    if isinstance(found, click.Group):
+        assert found.get_command(click.Context(found), rest[0]) is not None
+    else:
+        parsed([name, *rest])
+
+
+def test_the_table_of_commands_has_each_with_its_one_line() -> None:
+    rows = dict(re.findall(r"^\| `rpcmp (\w+)[^|]*` \| (.*) \|$", README, re.MULTILINE))
+    assert sorted(rows) == sorted(COMMANDS)
+    shown = CliRunner().invoke(cli, ["--help"]).output
+    for name, row in rows.items():
+        command = cli.get_command(click.Context(cli), name)
+        assert command is not None
+        line = command.get_short_help_str(limit=1000)
+        assert row.startswith(line.removesuffix(".")), f"{name}: {line}"
+        assert re.search(rf"(?m)^  {name} +{re.escape(line)}$", shown), f"{name} is cut off"
 
 
 def test_the_table_of_keys_is_that_of_the_models() -> None:
     assert configdoc.table() in README, "run `python -m rpcmp.configdoc` and paste its table"
 
 
-def test_the_model_and_config_run_as_they_stand(tmp_path: Path) -> None:
-    (tmp_path / "my_model.py").write_text(block("python", "# my_model.py"))
-    (tmp_path / "config.toml").write_text(block("toml", "# config.toml"))
-    result = rpcmp("verify", tmp_path / "config.toml", "--steps", "3")
+def test_the_links_within_the_readme_lead_somewhere() -> None:
+    headings = re.findall(r"^#+ (.*)$", README, re.MULTILINE)
+    anchors = {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
+    for target in re.findall(r"\]\(([^)]+)\)", README):
+        if target.startswith("#"):
+            assert target[1:] in anchors
+        elif "://" not in target:
+            assert (ROOT / target).exists(), target
+
+
+def test_the_model_and_config_run_as_they_stand(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("my_model.py").write_text(block("python", "# my_model.py"))
+    Path("config.toml").write_text(block("toml", "# config.toml"))
+    _, verify, drive = (
+        shlex.split(line, comments=True)[1:]
+        for line in commands_of(block("sh", "rpcmp drive config.toml   "))
+    )
+    verified = rpcmp(*verify)
+    assert verified.code == 0, verified.err
+    driven = rpcmp(*drive, "--json", "--steps", "2")
+    assert driven.code == 0, driven.err
+    assert list(driven.event("summary")["memory"]) == ["stage0", "stage1", "stage2"]
+
+
+@pytest.mark.long
+def test_bench_prints_ours_beside_a_peer() -> None:
+    small = ("--stages", "2", "--microbatches", "4", "--pairs", "1", "--steps", "2")
+    result = rpcmp("bench", "sleep", *small, "--peers", "torch-1f1b", "--json", timeout=250)
     assert result.code == 0, result.err
-    overrides = re.findall(r"--set ('.*?'|\S+)", block("sh", "rpcmp drive config.toml   "))
-    assert len(overrides) == 2
-    options = [override.strip("'") for override in overrides]
-    assert configfile.load(tmp_path / "config.toml", options).num_stages == 3
+    said = json.loads(result.out)
+    assert (said["case"], list(said["peers"])) == ("sleep", ["torch-1f1b"])

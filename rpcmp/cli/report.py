@@ -30,10 +30,10 @@ COMPARISON = "comparison.html"
 )
 @click.option("--text", is_flag=True, help="Print tables instead.")
 def report(folders: tuple[Path, ...], output: Path | None, text: bool) -> None:
-    """Make one HTML file of the run in DIR, and print its path; compare the runs in several.
+    """Make one HTML file of the run in DIR, or of several to compare.
 
-    DIR is the folder that a run of `rpcmp drive` has kept in `log.folder`, also of one that still
-    goes on or was killed. The file needs nothing beside it and no network.
+    Prints its path. DIR is the folder that a run of `rpcmp drive` has kept in `log.folder`, also of
+    one that still goes on or was killed. The file needs nothing beside it and no network.
 
     \b
     Example:

@@ -18,7 +18,7 @@ from rpcmp.doctor.checkup import Checkup
 from rpcmp.errors import ConfigError
 from rpcmp.explain.explanation import Explanation
 from rpcmp.explain.files import files
-from rpcmp.explain.stage import stages
+from rpcmp.explain.stage import Stage, stages
 from rpcmp.explain.ways import Whereabouts, listeners, ways
 from rpcmp.inventory.facts import Inventory
 from rpcmp.job.balancing import stage_hosts
@@ -87,7 +87,7 @@ class _Gatherer:
         balance = [len(stage.layers) for stage in inventory.stages]
         step, prediction = self._predict(hosts, balance)
         found = stages(config, inventory, hosts, self._addresses)
-        self._note(inventory)
+        self._note(inventory, found)
         data = config.data
         return Explanation(
             name=config.name,
@@ -181,7 +181,7 @@ class _Gatherer:
             )
         return places
 
-    def _note(self, inventory: Inventory) -> None:
+    def _note(self, inventory: Inventory, found: Sequence[Stage]) -> None:
         config = self._config
         if inventory.unknown:
             self._notes.append(f"nothing was measured: {inventory.unknown}")
@@ -193,8 +193,7 @@ class _Gatherer:
             )
             if names:
                 self._notes.append(f"the replicas of {names} are measured when the run begins")
-        for name, stage in zip(config.stage_names, inventory.stages, strict=True):
-            if stage.optimizer_bytes is None:
-                self._notes.append(
-                    f"the optimizer of {name} tells only by a real step what it keeps"
-                )
+        for stage in found:
+            if stage.memory.optimizer is None:
+                text = f"the optimizer of {stage.name} tells only by a real step what it keeps"
+                self._notes.append(text)
