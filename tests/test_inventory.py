@@ -128,7 +128,7 @@ class Curious(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(8, 1)
-        self.norm = float(self.linear.weight.norm())
+        self.norm = float(self.linear.weight.detach().norm())
 
 
 def curious() -> list[tuple[str, Callable[[], nn.Module]]]:

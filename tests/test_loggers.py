@@ -17,7 +17,7 @@ from rpcmp.errors import FactoryError
 from rpcmp.observers.watch import watching
 from rpcmp.process.channel import Message
 from tests import runs
-from tests.test_readme import block
+from tests.readme import block
 
 LOSSES = [2.0, 1.0]
 MODULE = "my_logs"
