@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import signal
 import sys
 
@@ -18,6 +19,7 @@ from rpcmp.errors import RpcmpError, StageError, exit_code
 COMMANDS = (
     "bench",
     "certs",
+    "completion",
     "doctor",
     "drain",
     "drive",
@@ -68,8 +70,10 @@ def main() -> None:
 
 
 def _run() -> int:
+    if "_RPCMP_COMPLETE" in os.environ:
+        importlib.import_module("rpcmp.cli.completion")  # how our shells are spoken to
     try:
-        return cli.main(standalone_mode=False) or 0
+        return cli.main(prog_name="rpcmp", standalone_mode=False) or 0
     except RpcmpError as error:
         if isinstance(error, StageError) and error.traceback:
             click.echo(error.traceback.rstrip(), err=True)

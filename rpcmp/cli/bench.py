@@ -8,12 +8,16 @@ from collections.abc import Callable
 
 import click
 
+from rpcmp.cli import completing
+
 WIDTH = 140
 """Characters that a row of the table may take."""
 
 
 @click.command()
-@click.argument("names", metavar="CASE...", nargs=-1, required=True)
+@click.argument(
+    "names", metavar="CASE...", nargs=-1, required=True, shell_complete=completing.cases
+)
 @click.option("--stages", type=click.IntRange(min=1), help="Number of stages.")
 @click.option("--microbatches", type=click.IntRange(min=1), help="Micro-batches a step.")
 @click.option("--pairs", type=click.IntRange(min=1), default=9, show_default=True, help="Rounds.")
@@ -29,6 +33,7 @@ WIDTH = 140
     "overrides",
     metavar="KEY=VALUE",
     multiple=True,
+    shell_complete=completing.keys,
     help="Override a key of the case's job, such as schedule=1f1b. Repeatable.",
 )
 @click.option("--json", "as_json", is_flag=True, help="One JSON object a case.")

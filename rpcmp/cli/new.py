@@ -6,10 +6,17 @@ from pathlib import Path
 
 import click
 
+from rpcmp.cli import completing
+
 
 @click.command()
 @click.argument("name")
-@click.option("--like", metavar="EXAMPLE", help="Begin as one of the examples, such as resnet50.")
+@click.option(
+    "--like",
+    metavar="EXAMPLE",
+    shell_complete=completing.examples,
+    help="Begin as one of the examples, such as resnet50.",
+)
 def new(name: str, like: str | None) -> None:
     """Write NAME.py, a model, and NAME.toml, its config, ready to run.
 

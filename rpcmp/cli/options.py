@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from rpcmp import addresses
+from rpcmp.cli import completing
 from rpcmp.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -45,9 +46,14 @@ def _config_options(command: Command) -> Command:
         "overrides",
         metavar="KEY=VALUE",
         multiple=True,
+        shell_complete=completing.keys,
         help="Override a key of the config, such as data.batch_size=64. Repeatable.",
     )(command)
-    return click.argument("config", type=click.Path(path_type=Path, dir_okay=False))(command)
+    return click.argument(
+        "config",
+        type=click.Path(path_type=Path, dir_okay=False),
+        shell_complete=completing.configs,
+    )(command)
 
 
 def connect_option(command: Command) -> Command:
