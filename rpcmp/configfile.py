@@ -16,7 +16,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from rpcmp.config import Config
-from rpcmp.errors import ConfigError
+from rpcmp.errors import ConfigError, KeyConfigError
 from rpcmp.suggestion import nearest
 
 ALIKE = 0.6
@@ -52,13 +52,13 @@ def parse(data: dict[str, Any], source: str = "the config") -> Config:
     """The config made of plain data, such as parsed TOML.
 
     Raises:
-        ConfigError: all that is wrong with it, a line each.
+        KeyConfigError: all that is wrong with it, a line each.
     """
     try:
         config = Config.model_validate(data)
     except ValidationError as error:
         lines = [_explain(details) for details in error.errors()]
-        raise ConfigError("\n  ".join([f"{source} has errors:", *lines])) from error
+        raise KeyConfigError("\n  ".join([f"{source} has errors:", *lines])) from error
     config.graph()
     return config
 

@@ -2,6 +2,9 @@
 
     RpcmpError
     ├── ConfigError                exit 2   the config, the command line or the user's factories
+    │   ├── KeyConfigError                  a key or a value of the config is wrong
+    │   ├── ListenError                     an address is taken, or not this machine's
+    │   ├── OtherRunError                   there are checkpoints of another run
     │   ├── FactoryError                    a "module:callable" does not import, or raised
     │   ├── VersionError                    hosts that run different software
     │   ├── CheckpointError                 a checkpoint is damaged, or of another model
@@ -55,6 +58,18 @@ class ConfigError(RpcmpError):
     """The configuration, the command line or a factory that it names cannot be used."""
 
     exit_code = 2
+
+
+class KeyConfigError(ConfigError):
+    """A config has a key that there is not, or a value that it cannot have."""
+
+
+class ListenError(ConfigError):
+    """A stage server cannot listen where it was told to."""
+
+
+class OtherRunError(ConfigError):
+    """A run's checkpoints would be mixed with those of another one."""
 
 
 class FactoryError(ConfigError):

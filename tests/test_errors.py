@@ -34,6 +34,9 @@ EXAMPLES: list[RpcmpError] = [
         for kind in (
             errors.RpcmpError,
             errors.ConfigError,
+            errors.KeyConfigError,
+            errors.ListenError,
+            errors.OtherRunError,
             errors.FactoryError,
             errors.VersionError,
             errors.CheckpointError,

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from rpcmp.checkpoint.files import sync_folder, write_durably
 from rpcmp.checkpoint.manifest import Manifest, dumps, loads
-from rpcmp.errors import CheckpointError, ConfigError
+from rpcmp.errors import CheckpointError, OtherRunError
 
 MANIFEST = "manifest.json"
 
@@ -84,19 +84,20 @@ class CheckpointFolder:
             run: the run that goes on; None for a new one.
 
         Raises:
-            ConfigError: there are some; or the folder cannot be read.
+            OtherRunError: there are some.
+            CheckpointError: one is damaged, or the folder cannot be read.
         """
         found = self.found()
         runs = {one.manifest.run for one in found if one.manifest}
         for one in found:
             if (manifest := one.manifest) and manifest.run != run:
-                raise ConfigError(
+                raise OtherRunError(
                     f"{self.path} holds checkpoints of another run: job {manifest.job!r}, step "
                     f"{manifest.step}, written {manifest.written}; go on with --resume, or choose "
                     "another [checkpoint] dir"
                 )
         if run not in runs and found:
-            raise ConfigError(
+            raise CheckpointError(
                 f"{self.path} holds a damaged checkpoint: {found[0].problem}; remove "
                 f"{found[0].path}, or choose another [checkpoint] dir"
             )

@@ -78,9 +78,23 @@ def _run() -> int:
         if isinstance(error, StageError) and error.traceback:
             click.echo(error.traceback.rstrip(), err=True)
         click.echo(f"rpcmp: {error}", err=True)
+        if command := _remedy(error):
+            click.echo(f"try: {command}", err=True)
         return exit_code(error)
     except click.ClickException as error:
         error.show()
         return error.exit_code
     except (click.Abort, KeyboardInterrupt):
         return 128 + signal.SIGINT
+
+
+def _remedy(error: RpcmpError) -> str:
+    """The command that helps next; empty where none does."""
+    from rpcmp.cli.failed import failed
+    from rpcmp.cli.remedy import remedy
+
+    name, *arguments = sys.argv[1:]
+    command = cli.get_command(click.Context(cli), name)
+    if command is None:
+        return ""
+    return remedy(error, failed(command, name, arguments, COMMANDS)) or ""

@@ -20,7 +20,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from rpcmp.errors import ConfigError, RpcmpError, SecurityError
+from rpcmp.errors import ListenError, RpcmpError, SecurityError
 from rpcmp.process.links import keep_alive
 from rpcmp.wire.accept import connections
 from rpcmp.wire.credentials import GRPC, RELAY
@@ -84,13 +84,13 @@ class Front:
         """Listen; returns the port, which is a free one for port 0.
 
         Raises:
-            ConfigError: the port is in use, or the host is not this machine's.
+            ListenError: the port is in use, or the host is not this machine's.
         """
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
             listener = socket.create_server((host, port), family=family, backlog=256)
         except OSError as error:
-            raise ConfigError(
+            raise ListenError(
                 f"cannot listen on {host}:{port}: the port is in use or the address is not this "
                 f"machine's ({error.strerror}); stop the other server or choose another with "
                 "--listen"
