@@ -15,6 +15,7 @@ from rpcmp.config import Config
 from rpcmp.errors import MismatchError, WorkerDiedError, from_wire
 from rpcmp.job.balancing import balanced
 from rpcmp.job.drive import drive
+from rpcmp.logs.entry import pass_on
 from rpcmp.process.channel import Message
 from rpcmp.process.child import Child
 from rpcmp.process.environment import compute_environment
@@ -168,6 +169,8 @@ async def _pipelined(
     def note(event: Message) -> None:
         if event["event"] == "step":
             losses.append(event["loss"])
+        elif event["event"] == "log":
+            pass_on(event)
 
     # A proof leaves nothing behind, whatever happens to it.
     kept_nothing = config.without_recovery()

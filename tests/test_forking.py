@@ -54,7 +54,7 @@ def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`child`, to be run, and `preloaded`, which knows in which process it was imported."""
     (tmp_path / "child.py").write_text(CHILD)
     (tmp_path / "preloaded.py").write_text("import os\npid = os.getpid()\n")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
 
 
 def forks() -> Forks:
@@ -115,7 +115,7 @@ def test_what_is_preloaded_is_imported_once() -> None:
     ("order", "code"), [({"op": "exit", "code": 7}, 7), ({"op": "raise"}, 1), (None, -9)]
 )
 def test_the_supervisor_hears_how_a_child_ended(
-    order: dict[str, object] | None, code: int, capfd: pytest.CaptureFixture[str]
+    order: dict[str, object] | None, code: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def run() -> None:
         async with forks() as by:
@@ -127,11 +127,12 @@ def test_the_supervisor_hears_how_a_child_ended(
             else:
                 child.send(order)
             assert await child.wait() == code == child.exit_code
+            await child.kill()
             assert other.exit_code is None
             await end(other)
 
     asyncio.run(run())
-    assert ("planted" in capfd.readouterr().err) is (order == {"op": "raise"})
+    assert ("planted" in caplog.text) is (order == {"op": "raise"})
 
 
 def test_a_fork_server_that_dies_takes_its_children_along_and_comes_back() -> None:

@@ -15,6 +15,9 @@ import click
 
 import rpcmp
 from rpcmp.errors import RpcmpError, StageError, exit_code
+from rpcmp.logs.display import Display
+from rpcmp.logs.entry import as_json, entry_of
+from rpcmp.logs.line import Line
 
 COMMANDS = (
     "bench",
@@ -72,20 +75,37 @@ def main() -> None:
 def _run() -> int:
     if "_RPCMP_COMPLETE" in os.environ:
         importlib.import_module("rpcmp.cli.completion")  # how our shells are spoken to
+    display = Display()
+    display.install()
     try:
-        return cli.main(prog_name="rpcmp", standalone_mode=False) or 0
+        return cli.main(prog_name="rpcmp", standalone_mode=False, obj=display) or 0
     except RpcmpError as error:
-        if isinstance(error, StageError) and error.traceback:
-            click.echo(error.traceback.rstrip(), err=True)
-        click.echo(f"rpcmp: {error}", err=True)
-        if command := _remedy(error):
-            click.echo(f"try: {command}", err=True)
+        display.finish()
+        _show(error, display)
         return exit_code(error)
     except click.ClickException as error:
         error.show()
         return error.exit_code
     except (click.Abort, KeyboardInterrupt):
         return 128 + signal.SIGINT
+    finally:
+        display.finish()
+
+
+def _show(error: RpcmpError, display: Display) -> None:
+    """Say why the command failed, and what helps: the last of what it logs."""
+    text = f"rpcmp: {error}"
+    if isinstance(error, StageError) and error.traceback:
+        text = f"{error.traceback.rstrip()}\n{text}"
+    _say(Line("ERROR", "rpcmp", text), display)
+    if command := _remedy(error):
+        _say(Line("INFO", "rpcmp", f"try: {command}"), display)
+
+
+def _say(line: Line, display: Display) -> None:
+    stage, generation, _ = display.place()
+    said = as_json(entry_of(line, stage, generation)) if display.json else line.text
+    click.echo(said, err=True)
 
 
 def _remedy(error: RpcmpError) -> str:

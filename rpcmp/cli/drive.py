@@ -15,10 +15,12 @@ from rpcmp.cli.options import (
     addresses_of,
     config_argument,
     connect_option,
+    log_options,
     metrics_option,
     require_writable,
 )
 from rpcmp.cli.ui import page_of, ui_option
+from rpcmp.logs.display import Display
 
 if TYPE_CHECKING:
     from rpcmp.config import Config
@@ -41,6 +43,7 @@ if TYPE_CHECKING:
 @click.option("--json", "as_json", is_flag=True, help="One JSON object a line on standard output.")
 @click.option("-v", "--verbose", is_flag=True, help="Show every step.")
 @click.option("-q", "--quiet", is_flag=True, help="Show only the summary.")
+@log_options
 def drive(
     config: Path,
     overrides: tuple[str, ...],
@@ -53,6 +56,7 @@ def drive(
     as_json: bool,
     verbose: bool,
     quiet: bool,
+    display: Display,
 ) -> None:
     """Train the model that CONFIG describes.
 
@@ -64,6 +68,7 @@ def drive(
       rpcmp drive config.toml --steps 100 --set data.batch_size=64
     """
     from rpcmp.cli.aside import aside
+    from rpcmp.cli.log import logged
     from rpcmp.cli.observing import observers, path_of, saying_where
     from rpcmp.cli.output import printer
     from rpcmp.job.drive import drive as run
@@ -80,10 +85,11 @@ def drive(
     with (
         printer(job, as_json, verbose, quiet) as show,
         metrics_of(job, metrics, found),
-        aside(show) as shown,
+        aside(logged(show, display)) as shown,
         page_of(job, ui, found, shown),
         watching(found := [*found, *observers(job)], shown) as told,
         saying_where(found, told) as report,
+        display.reporting(report),
     ):
         folder = path_of(found)
         training = run(

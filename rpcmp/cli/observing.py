@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from rpcmp.cli.aside import Report
+from rpcmp.cli.log import with_log
 from rpcmp.cli.output import plain
 from rpcmp.config import Config
 from rpcmp.errors import ConfigError
@@ -70,7 +71,7 @@ def run_folder(config: Config) -> RunFolder:
     Raises:
         ConfigError: the config's folder cannot be written.
     """
-    folder = RunFolder(config, lambda write: plain(config, write))
+    folder = RunFolder(config, lambda write: with_log(plain(config, write), write))
     try:
         folder.make()
     except OSError as error:

@@ -13,6 +13,8 @@ import click
 from rpcmp import addresses
 from rpcmp.cli import completing
 from rpcmp.errors import ConfigError
+from rpcmp.logs.display import Display
+from rpcmp.logs.entry import LEVELS
 
 if TYPE_CHECKING:
     from rpcmp.config import Config
@@ -110,6 +112,27 @@ def addresses_of(connect: str | None, config: Config) -> list[str] | None:
     if not given:
         raise ConfigError("--connect: no address given; leave it bare for the default ports")
     return given
+
+
+def log_options(command: Command) -> Command:
+    """`--log-json` and `--log-level`: how this process's log looks; the command gets it."""
+
+    @functools.wraps(command)
+    def with_log(*args: Any, log_json: bool, log_level: str, **kwargs: Any) -> Any:
+        display = click.get_current_context().obj or Display()  # that of `main`
+        display.set(log_json, log_level)
+        return command(*args, display=display, **kwargs)
+
+    logged = click.option(
+        "--log-level",
+        type=click.Choice(LEVELS),
+        default="info",
+        show_default=True,
+        help="The least that the log shows. What is printed counts as info.",
+    )(with_log)
+    return click.option(  # type: ignore[return-value]
+        "--log-json", is_flag=True, help="A log of one JSON object a line, on standard error."
+    )(logged)
 
 
 def require_writable(path: Path) -> None:

@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING
 import click
 
 from rpcmp import addresses
-from rpcmp.cli.options import certs_options, metrics_option
+from rpcmp.cli.options import certs_options, log_options, metrics_option
+from rpcmp.logs.display import Display
+from rpcmp.logs.entry import pass_on
 from rpcmp.process.channel import die_with_parent
 
 if TYPE_CHECKING:
@@ -44,6 +46,7 @@ if TYPE_CHECKING:
     "along. Repeatable.",
 )
 @metrics_option
+@log_options
 @click.option("--parent", type=int, hidden=True, help="End with this process.")
 @click.option("--forks", type=int, hidden=True, help="Descriptor of a line to its fork server.")
 def serve(
@@ -58,6 +61,7 @@ def serve(
     metrics: str | None,
     parent: int | None,
     forks: int | None,
+    display: Display,
 ) -> None:
     """Serve one stage of a model to one job after the other.
 
@@ -99,7 +103,12 @@ def serve(
         from rpcmp.server.server import StageServer
 
         line = None if forks is None else socket.socket(fileno=forks)
-        server = StageServer(stage, replica, not no_code, Forks([WORKERS], line), security, allowed)
+        # A driver that has started us tells of what workers say by itself.
+        show = pass_on if parent is None else lambda entry: None
+        server = StageServer(
+            stage, replica, not no_code, Forks([WORKERS], line), security, allowed, show
+        )
+        display.place = lambda: server.place
         with served(server, metrics, security):
             return await run_server(server, host, port, announce)
 

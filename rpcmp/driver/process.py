@@ -50,8 +50,10 @@ def run(bond: Bond) -> None:
         driver.run()
     except Exception as error:
         known = error if isinstance(error, RpcmpError) else _unexpected(error)
+        bond.log.flush()
         bond.channel.send({"event": "error", "error": to_wire(known)})
         os._exit(1)
+    bond.log.flush()
     os._exit(0)  # no destructors: RPC threads may still be about
 
 

@@ -39,7 +39,8 @@ async def drive(
         report: told of every event, with the `time` and the `generation` in which it was
             reported: run (first of all), plan (of a balance that was measured), shares, generation,
             start, step, eval, early_stop, report, checkpoint, best, fault, recovered, waiting,
-            replaced, resumed, warning, summary; and about once a second vitals.
+            replaced, resumed, warning, log (a line that a worker or the driver process says, see
+            rpcmp.logs.entry), summary; and about once a second vitals.
         connect: addresses of running stage servers; see Fleet.
         evaluate: evaluate and write the report as well.
         save_state: where to save the final parameters and buffers, as safetensors.

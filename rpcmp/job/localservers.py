@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 
 from rpcmp.errors import JobError
+from rpcmp.logs import display
 from rpcmp.members import Member
 from rpcmp.process.forking import Forks
 
@@ -54,6 +55,7 @@ class LocalServers:
         command = [sys.executable, "-P", "-m", "rpcmp", "serve"]
         command += ["--stage", str(worker.stage_index), "--replica", str(worker.replica)]
         command += ["--listen", "127.0.0.1:0", "--parent", str(os.getpid())]
+        command += display.options()  # it shares our standard error
         with await self._forks.another_line() as forks:
             process = await asyncio.create_subprocess_exec(
                 *(*command, "--forks", str(forks.fileno())),

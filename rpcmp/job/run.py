@@ -122,6 +122,7 @@ class Run:
                 *(config, fleet, checkpoints.generation),
                 choose=beginning.choose,
                 vitals=self._vitals,
+                log=self._report,
             )
             self._session = session
             try:

@@ -15,6 +15,7 @@ too, so the first error ends the generation.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import platform
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -36,6 +37,8 @@ from rpcmp.job.restore import Holdings
 from rpcmp.job.stages import Identity, Stages
 from rpcmp.job.vitals import Vitals
 from rpcmp.job.watchdog import Watchdog
+from rpcmp.logs.entry import Entry, entry_of, pass_on
+from rpcmp.logs.line import Line
 from rpcmp.members import DRIVER
 from rpcmp.process.channel import Message
 from rpcmp.process.child import Child
@@ -89,6 +92,7 @@ class Session:
         settings: what the job may change to on the way.
         choose: where to begin.
         vitals: told how its processes are.
+        log: told of each line that a worker or the driver process says.
 
     Attributes:
         generation: as given.
@@ -106,6 +110,7 @@ class Session:
         settings: Sequence[Setting] = (),
         choose: Choose = afresh,
         vitals: Vitals | None = None,
+        log: Callable[[Entry], None] = pass_on,
     ) -> None:
         self._config = config
         self.generation = generation
@@ -118,6 +123,8 @@ class Session:
         self._exchange: Exchange | None = None
         self._settings = settings
         self._choose = choose
+        self._log = log
+        self._is_heard_out = False
         self._events: asyncio.Queue[Message] = asyncio.Queue()
         self._failure = FirstFailure()
         self._vitals = vitals or Vitals()
@@ -129,6 +136,7 @@ class Session:
             self._failure,
             self._note,
             self._vitals,
+            log,
         )
         self._driver: Child | None = None
         self._listening: asyncio.Task[None] | None = None
@@ -152,7 +160,7 @@ class Session:
     async def _plan(self) -> list[str]:
         """The driver process's plan: the assignment of every stage."""
         environment = compute_environment(threads=1)
-        driver = await Child.spawn("rpcmp.driver", environment, self._fds, self._forks)
+        driver = await Child.spawn("rpcmp.driver", environment, self._fds, self._forks, self._said)
         self._driver = driver
         self._listening = self._failure.follow(self._listen(driver))
         self.send(
@@ -205,6 +213,7 @@ class Session:
         self._failure.ignore()
         if self._driver is not None:
             await self._driver.wait(LEAVE_SECONDS)
+        await self._hear_out()
 
     async def remove(self, folder: Path) -> None:
         """Remove a checkpoint from the disks of other machines than this one.
@@ -222,6 +231,7 @@ class Session:
         self._failure.ignore()
         if self._driver is not None:
             await self._driver.kill()
+        await self._hear_out()
         if self._listening is not None:
             await asyncio.wait([self._listening], timeout=LAST_WORDS_SECONDS)
         unheard = []
@@ -238,6 +248,7 @@ class Session:
         self._failure.ignore()
         if self._driver is not None:
             await self._driver.kill()
+        await self._hear_out()
         await self._failure.close()
         await self._relay.close()
         if self._exchange is not None:
@@ -307,6 +318,16 @@ class Session:
             if self.draining:
                 raise DrainingError(f"the server of stage {self.draining!r} is being stopped")
         return message
+
+    async def _hear_out(self) -> None:
+        """Have all told that the workers have said; once, at the group's end."""
+        if not self._is_heard_out:
+            self._is_heard_out = True
+            await self._stages.hear_out()
+
+    def _said(self, line: Line) -> None:
+        with contextlib.suppress(OSError):  # nobody reads the output: the next event ends the run
+            self._log(entry_of(line, DRIVER, self.generation))
 
     def _note(self, event: Message) -> None:
         if event["event"] == "draining":

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,6 +18,8 @@ from rpcmp.job.failure import FirstFailure
 from rpcmp.job.fleet import holdings_of
 from rpcmp.job.restore import Holdings, holders
 from rpcmp.job.vitals import Vitals
+from rpcmp.logs.entry import Entry, entry_of
+from rpcmp.logs.line import Line
 from rpcmp.members import Member, members
 from rpcmp.process.channel import Message
 from rpcmp.v1 import control_pb2 as pb
@@ -24,6 +27,9 @@ from rpcmp.wire.dialer import Dialer
 from rpcmp.wire.relay import Peer
 
 Result = TypeVar("Result")
+
+LAST_LINES_SECONDS = 0.5
+"""How long it may take to hear what workers have said before something went wrong."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +56,7 @@ class Stages:
         failure: told what goes wrong at a stage.
         report: told when a server is being stopped ("draining") and when one has saved ("saved").
         vitals: told how the workers are.
+        log: told of each line that a worker says.
     """
 
     def __init__(
@@ -61,6 +68,7 @@ class Stages:
         failure: FirstFailure,
         report: Callable[[Message], None],
         vitals: Vitals,
+        log: Callable[[Entry], None],
     ) -> None:
         self._config = config
         self._identity: dict[str, Any] = vars(identity)
@@ -68,6 +76,9 @@ class Stages:
         self._failure = failure
         self._report = report
         self._vitals = vitals
+        self._log = log
+        self._lines = dict.fromkeys((worker.label for worker in config.workers), 0)
+        self._told = asyncio.Condition()
         self._clients = [
             StageClient(worker.label, address, dialer, worker.stage_index)
             for worker, address in zip(config.workers, addresses, strict=True)
@@ -214,6 +225,24 @@ class Stages:
             if isinstance(answer, pb.InspectResponse)
         }
 
+    async def hear_out(self) -> None:
+        """Return when all that the workers have said by now has been told, or after a moment.
+
+        Servers that do not answer have nothing to say; those that do may have to catch up.
+        """
+        if not self._claims:
+            return
+        request = pb.InspectRequest(**self._identity)
+
+        async def hear(client: StageClient) -> None:
+            newest = (await client.inspect(request)).logs
+            async with self._told:
+                await self._told.wait_for(lambda: self._lines[client.name] >= newest)
+
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LAST_LINES_SECONDS):
+                await asyncio.gather(*map(hear, self._clients), return_exceptions=True)
+
     async def remove(self, folder: Path) -> None:
         """Remove a checkpoint from the disks of other machines than this one.
 
@@ -283,6 +312,8 @@ class Stages:
         saved, stops = 0, False
         async for change in client.watch(pb.WatchRequest(**self._identity)):
             self._vitals.hear(client.name, change)
+            if change.logs:
+                await self._tell_lines(client.name, change.logs)
             if change.error:
                 raise from_wire(change.error)
             if change.draining and not stops:
@@ -299,6 +330,20 @@ class Stages:
             if len(self._running) == len(self._clients):
                 self._all_running.set()
         raise DrainingError(f"stage {client.name!r} at {client.address} ended the job")
+
+    async def _tell_lines(self, label: str, lines: Iterable[pb.LogLine]) -> None:
+        """Tell of what a worker has said, and of how much of it nobody has heard."""
+        generation = self._identity["generation"]
+        for line in lines:
+            missed = line.number - self._lines[label] - 1
+            if missed > 0:
+                text = f"{missed:,} lines are missing here: more were said than could be carried"
+                self._log(entry_of(Line("WARNING", "rpcmp.logs", text), label, generation))
+            self._lines[label] = line.number
+            said = Line(line.level, line.logger, line.text, line.step, line.count)
+            self._log(entry_of(said, label, generation))
+        async with self._told:
+            self._told.notify_all()
 
     async def _let_go(self, client: StageClient) -> None:
         """Free a server that is being stopped as soon as nothing runs there any more."""

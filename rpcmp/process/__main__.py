@@ -114,7 +114,7 @@ class ForkServer:
         _tell(line, {"event": "started", "pid": pid})
 
     def _become(self, module: str, fds: Sequence[int]) -> NoReturn:
-        """Be the child: as `python -m module CHANNEL PARENT STACKS ACTIVITY MORE...`."""
+        """Be the child: as `python -m module CHANNEL PARENT STACKS ACTIVITY LOG HELD MORE...`."""
         os.setpgid(0, 0)  # what the user's code forks is ended together with it
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)

@@ -15,6 +15,8 @@ import sys
 import threading
 from typing import Any, NamedTuple
 
+from rpcmp.logs import capture
+from rpcmp.logs.sender import Sender
 from rpcmp.process.activity import Activity
 
 Message = dict[str, Any]
@@ -62,11 +64,13 @@ class Bond(NamedTuple):
     Attributes:
         channel: to the supervisor.
         activity: where this process notes what it does.
+        log: what its Python code says.
         fds: what else it was given.
     """
 
     channel: Channel
     activity: Activity
+    log: Sender
     fds: list[int]
 
 
@@ -76,15 +80,18 @@ def begin_child() -> Bond:
     The supervisor decides when a child ends, so a Ctrl-C or a `systemctl stop` that reaches all
     processes must not end it; and where the supervisor dies without a word, the kernel does.
     """
-    fd, parent_pid, stacks, activity, *fds = map(int, sys.argv[1:])
-    for each in (fd, stacks, activity):
+    fd, parent_pid, stacks, memory, line, held, *fds = map(int, sys.argv[1:])
+    for each in (fd, stacks, memory, line, held):
         os.set_inheritable(each, False)
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, signal.SIG_IGN)
     die_with_parent(parent_pid, signal.SIGKILL)
     faulthandler.enable(stacks)  # where it was when it crashed
     faulthandler.register(STACKS_SIGNAL, stacks)
-    return Bond(Channel(fd), Activity(activity), fds)
+    activity = Activity(memory)
+    log = Sender(line, held, lambda: activity.read().step)
+    capture.begin(log)
+    return Bond(Channel(fd), activity, log, fds)
 
 
 def die_with_parent(parent_pid: int, signum: signal.Signals) -> None:

@@ -19,6 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from rpcmp.errors import WorkerDiedError, WorkerHungError, from_wire
+from rpcmp.logs.entry import entry_of, pass_on
+from rpcmp.logs.line import Line
+from rpcmp.logs.receiver import Hear, Receiver
 from rpcmp.process import interpreter
 from rpcmp.process.activity import Activity
 from rpcmp.process.channel import STACKS_SIGNAL, Message
@@ -41,6 +44,7 @@ class Child:
     Attributes:
         stacks: where in its code it was when it crashed or was asked.
         activity: what it does.
+        log: what its Python code says.
     """
 
     def __init__(
@@ -50,12 +54,14 @@ class Child:
         writer: asyncio.StreamWriter,
         stacks: Stacks,
         activity: Activity,
+        log: Receiver,
     ) -> None:
         self._process = process
         self._reader = reader
         self._writer = writer
         self.stacks = stacks
         self.activity = activity
+        self.log = log
 
     @classmethod
     async def spawn(
@@ -64,14 +70,16 @@ class Child:
         environment: Mapping[str, str],
         fds: Sequence[int] = (),
         forks: Forks | None = None,
+        hear: Hear | None = None,
     ) -> Child:
-        """Start `python -m module CHANNEL PARENT_PID STACKS ACTIVITY FDS...`.
+        """Start `python -m module CHANNEL PARENT_PID STACKS ACTIVITY LOG HELD FDS...`.
 
         Args:
             module: has a `__main__` that calls `rpcmp.process.channel.begin_child`.
             environment: set in addition to our own.
             fds: file descriptors to inherit, see `rpcmp.process.channel.Bond`.
             forks: fork it there; None: start an interpreter, which imports everything anew.
+            hear: told of each line that it says; None: our own log has them.
 
         Raises:
             WorkerDiedError: the process that forks has died.
@@ -79,9 +87,11 @@ class Child:
         ours, theirs = socket.socketpair()
         stacks, memory = Stacks(), os.memfd_create("rpcmp-activity")
         activity = Activity(memory)
+        log = Receiver(hear or _heard_from(module))
         with contextlib.ExitStack() as on_error, theirs, os.fdopen(memory):
             on_error.enter_context(ours)  # its end is the end of a child that nobody owns
-            inherited = (theirs.fileno(), stacks.fd, memory, *fds)
+            on_error.callback(log.close)
+            inherited = (theirs.fileno(), stacks.fd, memory, *log.fds, *fds)
             process: asyncio.subprocess.Process | Forked
             if forks is None:
                 channel, *more = inherited
@@ -90,8 +100,9 @@ class Child:
             else:
                 process = await forks.fork(module, environment, inherited)
             reader, writer = await asyncio.open_connection(sock=ours, limit=MAX_MESSAGE)
+            log.begin()
             on_error.pop_all()
-        return cls(process, reader, writer, stacks, activity)
+        return cls(process, reader, writer, stacks, activity, log)
 
     @property
     def pid(self) -> int:
@@ -170,6 +181,7 @@ class Child:
         """End the child at once, and what it has forked; returns when it is gone."""
         interpreter.kill_group(self._process.pid)
         await self._process.wait()
+        self.log.close()
         self._writer.close()
 
     async def hung(self, stage: str, seconds: float) -> WorkerHungError:
@@ -202,6 +214,16 @@ class Child:
                     await asyncio.sleep(0.05)
                 await asyncio.sleep(0.05)  # it is written line by line
         return f"{state}\n{self.stacks.read(size)}"
+
+
+def _heard_from(module: str) -> Hear:
+    """What hears a child that works for no group."""
+    name = module.removeprefix("rpcmp.")
+
+    def hear(line: Line) -> None:
+        pass_on(entry_of(line, name, generation=0))
+
+    return hear
 
 
 def _state(pid: int) -> str:

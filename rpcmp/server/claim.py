@@ -17,13 +17,15 @@ import asyncio
 import platform
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rpcmp import scratch
 from rpcmp.control.client import StageClient
 from rpcmp.control.exchange import Exchange
 from rpcmp.errors import WorkerDiedError, one_line, to_wire
+from rpcmp.logs.entry import Entry, entry_of, pass_on
+from rpcmp.logs.line import Line
 from rpcmp.members import DRIVER
 from rpcmp.process import usage
 from rpcmp.process.activity import NO_MICROBATCH, Doing
@@ -33,6 +35,7 @@ from rpcmp.process.environment import compute_environment
 from rpcmp.process.forking import Forks, NetworkOf
 from rpcmp.process.pulse import Pulse
 from rpcmp.server import codefolder
+from rpcmp.server.loglines import LogLines
 from rpcmp.server.values import Values
 from rpcmp.server.vault import Vault
 from rpcmp.v1 import control_pb2 as pb
@@ -56,11 +59,13 @@ class Claim:
         forks: where the worker comes from.
         dialer: how this server talks to others.
         allowed: modules that the job's callables may come from; none: any.
+        show: told of each line that the worker says.
 
     Attributes:
         relay: carries the worker's connections to other networks.
         busy_seconds: that the worker has computed, by kind of action ("F", "B", "W", "O").
         servers: of the members on other hosts, by where their agents listen.
+        lines: what the worker says.
     """
 
     def __init__(
@@ -70,6 +75,7 @@ class Claim:
         forks: Forks,
         dialer: Dialer,
         allowed: Sequence[str] = (),
+        show: Callable[[Entry], None] = pass_on,
     ) -> None:
         self.job = request.job
         self.job_id = request.job_id
@@ -84,6 +90,7 @@ class Claim:
         self.values = Values()
         self.changed = asyncio.Condition()
         self.saved: deque[pb.Saved] = deque(maxlen=SAVED_KEPT)
+        self.lines = LogLines()
         self._vault = vault
         self.listens = ""
         self.busy_seconds: dict[str, float] = {}
@@ -94,6 +101,7 @@ class Claim:
         self._forks = forks
         self._dialer = dialer
         self._allowed = list(allowed)
+        self._show = show
         self.relay = Relay(request.job_id, request.generation, forks, dialer)
         self._exchange: Exchange | None = None
         self._pulse = Pulse(request.heartbeat_timeout)
@@ -103,6 +111,7 @@ class Claim:
         self._start: Message | None = None
         self._ready = self._started = False
         self._tasks: list[asyncio.Task[None]] = []
+        self._telling: asyncio.Task[None] | None = None
 
     @property
     def doing(self) -> Doing:
@@ -130,7 +139,7 @@ class Claim:
         environment = compute_environment(self._threads)
         self._vault.freed = lambda: self._tell({"op": "saved"})
         fds = self._vault.slots.fds
-        self._child = await Child.spawn("rpcmp.worker", environment, fds, self._forks)
+        self._child = await Child.spawn("rpcmp.worker", environment, fds, self._forks, self._said)
         self._tasks += [
             asyncio.create_task(self._listen(self._child)),
             asyncio.create_task(self._tell_mirrored()),
@@ -228,6 +237,11 @@ class Claim:
         """Where in the code the worker is; empty where there is none."""
         return await self._child.where() if self._child is not None and self.worker_pid else ""
 
+    def hear_all(self) -> None:
+        """Hear now what the worker has said by now."""
+        if self._child is not None:
+            self._child.log.hear_all()
+
     async def notify(self) -> None:
         """Wake up all who wait for a change, of the state or of the store."""
         async with self.changed:
@@ -271,6 +285,7 @@ class Claim:
             case "snapshot":
                 await self._snapshot_taken(message["step"])
             case "failed":
+                self.hear_all()  # what it has said before comes first
                 self.error = message["error"]
                 await self.notify()
             case "left":
@@ -304,6 +319,12 @@ class Claim:
         """Somebody may wait for it; and it may have to go to the disk."""
         await self._vault.notify()
         self._vault.save_if_pinned(step, self._saved)
+
+    def _said(self, line: Line) -> None:
+        self.lines.add(line)
+        self._show(entry_of(line, self.stage_name, self.generation))
+        if self._telling is None or self._telling.done():
+            self._telling = asyncio.create_task(self.notify())
 
     async def _saved(self, saved: pb.Saved) -> None:
         self.saved.append(saved)

@@ -118,9 +118,11 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         self, request: pb.InspectRequest, grpc_context: GrpcContext
     ) -> pb.InspectResponse:
         claim = self._server.claimed_by(request.job_id, request.generation)
+        claim.hear_all()
         return pb.InspectResponse(
             generation=claim.generation,
             host=platform.node(),
             doing=pb.Doing(**claim.doing._asdict()),
             stacks=await claim.stacks() if request.stacks else "",
+            logs=claim.lines.newest,
         )

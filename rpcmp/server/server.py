@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 
 from rpcmp import scratch
 from rpcmp.control.options import differences, machine, versions
 from rpcmp.errors import BusyError, ConfigError, DrainingError, VersionError
 from rpcmp.examination.facts import Order
 from rpcmp.examination.host import examine
+from rpcmp.logs.display import Place
+from rpcmp.logs.entry import Entry, pass_on
 from rpcmp.process import usage
 from rpcmp.process.forking import WORKERS, Forks
 from rpcmp.server import codefolder, doors, profiling
@@ -46,6 +48,7 @@ class StageServer:
         forks: where workers come from; owned from now on.
         security: who may come; None: this user's processes on this machine.
         allowed: modules that jobs' callables may come from; none: any.
+        show: told of each line that a worker says.
 
     Attributes:
         draining: whether it takes no new job.
@@ -64,6 +67,7 @@ class StageServer:
         forks: Forks | None = None,
         security: Security | None = None,
         allowed: Sequence[str] = (),
+        show: Callable[[Entry], None] = pass_on,
     ) -> None:
         self.stage_index = stage_index
         self.replica = replica
@@ -74,6 +78,7 @@ class StageServer:
         self.vault = Vault(self.dialer)
         self._accept_code = accept_code and not allowed  # it could call itself what it likes
         self._allowed = list(allowed)
+        self._show = show
         self._forks = forks or Forks([WORKERS])
         self._forgetting: asyncio.TimerHandle | None = None
         self._changing = asyncio.Lock()  # held while a claim begins or ends
@@ -165,7 +170,9 @@ class StageServer:
         await self._release(self.claim)
         await self.vault.open(request.job_id, request.checkpoint_folder)
         await self.vault.pause()
-        claim = self.claim = Claim(request, self.vault, self._forks, self.dialer, self._allowed)
+        claim = self.claim = Claim(
+            request, self.vault, self._forks, self.dialer, self._allowed, self._show
+        )
         self._idle.clear()
         try:
             await claim.open(list(request.code))
@@ -216,18 +223,23 @@ class StageServer:
             raise BusyError("somebody else watches this job already")
         claim.watched = True
         try:
-            last, due = None, float("-inf")
+            last, due, told = None, float("-inf"), 0
             clock = asyncio.get_running_loop().time
             while self.claim is claim:
                 now = claim.snapshot()
                 now.draining = self.draining
+                lines = claim.lines.after(told)
+                if lines and lines[-1].number < claim.lines.newest:
+                    now.error = ""  # whoever hears of it listens no longer, and there is more
                 is_due = clock() >= due
-                if now != last or is_due:
+                if now != last or lines or is_due:
                     last = pb.WatchResponse()
                     last.CopyFrom(now)
                     if is_due:
                         due = clock() + VITALS_SECONDS
                         now.vitals.CopyFrom(claim.vitals())
+                    now.logs.extend(lines)
+                    told = lines[-1].number if lines else told
                     yield now
                     continue  # something may have changed while the stream was busy
                 with contextlib.suppress(TimeoutError):
@@ -235,6 +247,15 @@ class StageServer:
                         await claim.changed.wait()
         finally:
             await asyncio.shield(self.release(claim))
+
+    @property
+    def place(self) -> Place:
+        """Where what this server itself has to say belongs."""
+        who = "spare" if self.stage_index is None else f"stage {self.stage_index}"
+        claim = self.claim
+        if claim is None:
+            return Place(who)
+        return Place(claim.stage_name or who, claim.generation, claim.step)
 
     def describe(self) -> pb.DescribeResponse:
         """Who this server is and what it does."""

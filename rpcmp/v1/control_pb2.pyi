@@ -637,6 +637,7 @@ class WatchResponse(_message.Message):
     SAVED_FIELD_NUMBER: _builtins.int
     LISTENS_FIELD_NUMBER: _builtins.int
     VITALS_FIELD_NUMBER: _builtins.int
+    LOGS_FIELD_NUMBER: _builtins.int
     generation: _builtins.int
     state: Global___ServerState.ValueType
     draining: _builtins.bool
@@ -655,6 +656,10 @@ class WatchResponse(_message.Message):
     def vitals(self) -> Global___Vitals:
         """about once a second, whatever else has changed"""
 
+    @_builtins.property
+    def logs(self) -> _containers.RepeatedCompositeFieldContainer[Global___LogLine]:
+        """those that this watcher has not been told yet, oldest first"""
+
     def __init__(
         self,
         *,
@@ -667,10 +672,11 @@ class WatchResponse(_message.Message):
         saved: _abc.Iterable[Global___Saved] | None = ...,
         listens: _builtins.str = ...,
         vitals: Global___Vitals | None = ...,
+        logs: _abc.Iterable[Global___LogLine] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["vitals", b"vitals"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "error", b"error", "exit_code", b"exit_code", "generation", b"generation", "listens", b"listens", "num_parameters", b"num_parameters", "saved", b"saved", "state", b"state", "vitals", b"vitals"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "error", b"error", "exit_code", b"exit_code", "generation", b"generation", "listens", b"listens", "logs", b"logs", "num_parameters", b"num_parameters", "saved", b"saved", "state", b"state", "vitals", b"vitals"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -758,6 +764,46 @@ class Way(_message.Message):
 Global___Way: _TypeAlias = Way  # noqa: Y015
 
 @_typing.final
+class LogLine(_message.Message):
+    """What the worker's Python code has said."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: _builtins.int
+    LEVEL_FIELD_NUMBER: _builtins.int
+    LOGGER_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    COUNT_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    """from 1; where one is missing it was lost"""
+    level: _builtins.str
+    """a name of Python's logging"""
+    logger: _builtins.str
+    """"stdout" and "stderr" are what was printed"""
+    text: _builtins.str
+    step: _builtins.int
+    count: _builtins.int
+    """lines that it stands for, itself and others like it"""
+    def __init__(
+        self,
+        *,
+        number: _builtins.int = ...,
+        level: _builtins.str = ...,
+        logger: _builtins.str = ...,
+        text: _builtins.str = ...,
+        step: _builtins.int = ...,
+        count: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["count", b"count", "level", b"level", "logger", b"logger", "number", b"number", "step", b"step", "text", b"text"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LogLine: _TypeAlias = LogLine  # noqa: Y015
+
+@_typing.final
 class Saved(_message.Message):
     """What became of a snapshot that had to be written to a disk."""
 
@@ -831,9 +877,12 @@ class InspectResponse(_message.Message):
     HOST_FIELD_NUMBER: _builtins.int
     DOING_FIELD_NUMBER: _builtins.int
     STACKS_FIELD_NUMBER: _builtins.int
+    LOGS_FIELD_NUMBER: _builtins.int
     generation: _builtins.int
     host: _builtins.str
     stacks: _builtins.str
+    logs: _builtins.int
+    """number of the worker's last line so far"""
     @_builtins.property
     def doing(self) -> Global___Doing: ...
     def __init__(
@@ -843,10 +892,11 @@ class InspectResponse(_message.Message):
         host: _builtins.str = ...,
         doing: Global___Doing | None = ...,
         stacks: _builtins.str = ...,
+        logs: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["doing", b"doing"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["doing", b"doing", "generation", b"generation", "host", b"host", "stacks", b"stacks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["doing", b"doing", "generation", b"generation", "host", b"host", "logs", b"logs", "stacks", b"stacks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

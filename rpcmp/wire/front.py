@@ -136,7 +136,7 @@ class Front:
             async with asyncio.timeout(GREETING_SECONDS):
                 visitor = await self._greet(connection)
         except (OSError, EOFError, TimeoutError, SecurityError) as error:
-            log.info("refused %s: %s", who, refusal(error))
+            log.debug("refused %s: %s", who, refusal(error))
             connection.close()
             return
         except BaseException:
@@ -146,7 +146,7 @@ class Front:
         try:
             await self._let_in(visitor)
         except (OSError, EOFError, RpcmpError) as error:
-            log.info("lost %s: %s", who, refusal(error))
+            log.debug("lost %s: %s", who, refusal(error))
         finally:
             visitor.end.close()
 

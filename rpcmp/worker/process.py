@@ -47,6 +47,7 @@ def run(bond: Bond) -> None:
             WorkerProcess(bond, start).run()
         except Exception as error:
             known = error if isinstance(error, RpcmpError) else JobError(explain(error))
+            bond.log.flush()
             channel.send({"event": "failed", "error": to_wire(known)})
     os._exit(1)
 
@@ -62,6 +63,7 @@ class WorkerProcess:
     def __init__(self, bond: Bond, start: Message) -> None:
         self._channel = bond.channel
         self._activity = bond.activity
+        self._log = bond.log
         self._slots = Slots(bond.fds)
         self._start = start
         self._snapshots: StageSnapshots | None = None
@@ -93,6 +95,7 @@ class WorkerProcess:
             )
         self._channel.send({"event": "joined", "address": address})
         stage.finished.wait()
+        self._log.flush()
         if loaders is not None:
             loaders.close()
         transport.leave(LEAVE_SECONDS)

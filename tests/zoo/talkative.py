@@ -1,0 +1,85 @@
+"""Models and data that say something, in all the ways in which Python and C++ do."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+Layers = list[tuple[str, Callable[[], nn.Module]]]
+FEATURES = 8
+
+log = logging.getLogger("talkative")
+
+
+def dataset(samples: int = 50) -> TensorDataset:
+    """Says how many samples there are, where it is built."""
+    print(f"a dataset of {samples} samples")
+    generator = torch.Generator().manual_seed(7)
+    inputs = torch.randn(samples, FEATURES, generator=generator)
+    return TensorDataset(inputs, inputs.sum(dim=1, keepdim=True).sin())
+
+
+def warn_in_cpp() -> None:
+    """Have torch's C++ code warn, by its own TORCH_WARN."""
+    array = np.zeros(3, dtype=np.float32)
+    array.setflags(write=False)
+    torch.from_numpy(array)
+
+
+class Talker(nn.Linear):
+    """Says what it is told to in a forward of one step, counted by its calls.
+
+    Args:
+        says: "" nothing, "everything", "lines" (many that are alike) or "last words".
+        at: in which call.
+        marker: a file that notes that it has died once.
+    """
+
+    def __init__(self, says: str, at: int, marker: str) -> None:
+        super().__init__(FEATURES, FEATURES)
+        self.says, self.at, self.marker = says, at, marker
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        if self.calls == self.at and self.training:
+            self.say()
+        return super().forward(x)
+
+    def say(self) -> None:
+        """Say it."""
+        if self.says == "everything":
+            print("printed")
+            log.warning("logged %d", 3)
+            warnings.warn("deprecated by its author", stacklevel=2)
+            warn_in_cpp()
+            os.write(2, b"written by C\n")
+            print("x" * 3_000_000)
+        if self.says == "lines":
+            for number in range(500):
+                print(f"sample {number} of 500")
+        if self.says == "last words" and not Path(self.marker).exists():
+            Path(self.marker).touch()
+            for number in range(300):
+                print(f"dividing by {300 - number}")
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def layers(says: dict[str, str] | None = None, at: int = 3, marker: str = "") -> Layers:
+    """Three talkers and a head; `says` of some of them, by name."""
+    names = ("first", "second", "third")
+    said = {name: (says or {}).get(name, "") for name in names}
+    talkers: Layers = [
+        (name, lambda name=name: Talker(said[name], at, marker))  # type: ignore[misc]
+        for name in names
+    ]
+    return [*talkers, ("head", lambda: nn.Linear(FEATURES, 1))]
