@@ -16,7 +16,7 @@ function curves(runs) {
   const loss = chart(byId("loss"), byId("loss-reading"), { floor: false, read: figure });
   const rate = chart(byId("rate"), byId("rate-reading"), {
     floor: true,
-    read: (value) => `${whole(value)} samples/s`,
+    read: whole,
   });
 
   const update = () => {
@@ -111,12 +111,10 @@ function chart(root, reading, { floor, read }) {
   const told = (index) => {
     const x = u.data[0][index];
     const at = drawn.byTime ? duration(x) : `step ${whole(x)}`;
-    const shown = drawn.lines.filter((line) => line.style === "line");
-    const values = shown.map((line) => {
-      const value = before(u.data[1 + line.at], index);
-      return shown.length > 1 ? `${line.run} ${read(value)}` : read(value);
-    });
-    return `${at}: ${values.join(", ")}`;
+    const values = (style) => drawn.lines.filter((line) => line.style === style).map((line) => [line.run, read(before(u.data[1 + line.at], index))]);
+    const [raw, smoothed] = [values("raw"), values("line")];
+    if (raw.length === 1) return `${at}: ${raw[0][1]} (smoothed ${smoothed[0][1]})`;
+    return `${at}: ${smoothed.map(([run, value]) => `${run} ${value}`).join(", ")}`;
   };
 
   root.addEventListener("keydown", (event) => {

@@ -56,7 +56,7 @@ function layout(found, isNarrow, elements) {
   g.setGraph({ rankdir: isNarrow ? "TB" : "LR", nodesep: 28, ranksep: isNarrow ? 12 : 8, edgesep: 12, marginx: 2, marginy: 2 });
   g.setDefaultEdgeLabel(() => ({}));
   found.nodes.forEach((node, index) => g.setNode(node.name, { width: NODE, height: elements[index].offsetHeight }));
-  found.edges.forEach((edge) => g.setEdge(edge.from, edge.to, { ...LABEL, labelpos: "c" }));
+  found.edges.forEach((edge) => g.setEdge(edge.from, edge.to, { ...LABEL, labelpos: isNarrow ? "r" : "c", labeloffset: 4 }));
   dagre.layout(g);
   return {
     width: g.graph().width,
@@ -156,7 +156,6 @@ function factsOf(worker) {
   if (worker.memory) facts.push(bytes(worker.memory));
   if (worker.in_flight) facts.push(`${worker.in_flight} in flight`);
   if (worker.state === "running" && worker.seconds > LONG) facts.push(`${worker.phase} for ${about(worker.seconds)}`);
-  if (worker.restarts) facts.push(worker.restarts === 1 ? "1 restart" : `${worker.restarts} restarts`);
   return facts.length ? facts : [" "];
 }
 
@@ -165,6 +164,7 @@ function describe(worker) {
 }
 
 function showRate(element, edge, isNarrow) {
+  element.classList.toggle("beside", isNarrow);
   const [there, back] = isNarrow ? ["↓", "↑"] : ["→", "←"];
   const lines = [edge.there && `${there} ${perSecond(edge.there)}`, edge.back && `${back} ${perSecond(edge.back)}`].filter(Boolean);
   keyed(element, lines.map((line, index) => index), () => h("span")).forEach((span, index) => setText(span, lines[index]));

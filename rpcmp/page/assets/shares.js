@@ -8,7 +8,7 @@ const PARTS = [...Object.keys(KINDS), ...Object.keys(LOSSES)];
 
 function shares() {
   const root = byId("shares");
-  const heads = ["Stage", "Shares of the step", "Computes", "Bubble", "Network", "Overhead"];
+  const heads = ["Stage", "Shares of the step", "Bubble", "Network", "Overhead", "Computes"];
   const body = h("tbody");
   root.append(h("thead", {}, h("tr", {}, ...heads.map((head) => h("th", { scope: "col" }, head)))), body);
 
@@ -39,7 +39,7 @@ function fill(row, stage) {
     part.style.width = `${share * 100}%`;
     setAttribute(part, "title", `${KINDS[PARTS[index]] ?? `idle: ${PARTS[index]}`} ${percent(share)}`);
   });
-  const shown = [computes, ...Object.keys(LOSSES).map((loss) => stage.lost[loss])];
+  const shown = [...Object.keys(LOSSES).map((loss) => stage.lost[loss]), computes];
   shown.forEach((share, index) => setText(cells[index], percent(share)));
 }
 
