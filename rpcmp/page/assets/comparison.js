@@ -13,14 +13,23 @@ function comparison(runs, found) {
 }
 
 function group({ title, rows }, size) {
-  const head = h("tr", { class: "group" }, h("th", { scope: "colgroup", colspan: size + 1 }, title));
+  const head = h(
+    "tr",
+    { class: "group" },
+    h("th", { scope: "colgroup", colspan: size + 1 }, title),
+  );
   const none = h("tr", {}, h("td", { colspan: size + 1, class: "none" }, "None."));
   return h("tbody", {}, head, ...(rows.length ? rows.map(row) : [none]));
 }
 
 function row([name, values]) {
   const differs = values.some((value) => value !== values[0]);
-  return h("tr", { class: differs ? "differs" : "" }, h("th", { scope: "row" }, name), ...values.map((value) => h("td", { class: "numbers" }, value)));
+  return h(
+    "tr",
+    { class: differs ? "differs" : "" },
+    h("th", { scope: "row" }, name),
+    ...values.map((value) => h("td", { class: "numbers" }, value)),
+  );
 }
 
 export { comparison };

@@ -21,11 +21,19 @@ function curves(runs) {
 
   const update = () => {
     const byTime = options.time.checked;
-    const found = runs.map((run, index) => tables(run.model, Number(options.smoothing.value), byTime, run.name, index));
+    const found = runs.map((run, index) =>
+      tables(run.model, Number(options.smoothing.value), byTime, run.name, index),
+    );
     const faults = runs.length === 1 ? marks(runs[0].model, byTime) : [];
     const isLog = options.log.checked;
-    loss.show(found.flatMap((run) => run.loss), { byTime, isLog, faults });
-    rate.show(found.flatMap((run) => run.rate), { byTime, isLog: false, faults });
+    loss.show(
+      found.flatMap((run) => run.loss),
+      { byTime, isLog, faults },
+    );
+    rate.show(
+      found.flatMap((run) => run.rate),
+      { byTime, isLog: false, faults },
+    );
     legend(runs);
   };
   for (const input of Object.values(options)) input.addEventListener("input", update);
@@ -37,11 +45,28 @@ function tables(model, weight, byTime, name, index) {
   const found = columns(model);
   const x = byTime ? found.seconds : found.step;
   const prefix = RUNS[index % RUNS.length];
-  const evaluated = model.parts.evaluations.filter(([, , values]) => typeof values.loss === "number");
+  const evaluated = model.parts.evaluations.filter(
+    ([, , values]) => typeof values.loss === "number",
+  );
   return {
     loss: [
-      { name: "loss", x, y: found.loss, low: found.low, high: found.high, style: "raw", colour: prefix },
-      { name: "smoothed", x, y: smooth(found.loss, weight), style: "line", colour: prefix, run: name },
+      {
+        name: "loss",
+        x,
+        y: found.loss,
+        low: found.low,
+        high: found.high,
+        style: "raw",
+        colour: prefix,
+      },
+      {
+        name: "smoothed",
+        x,
+        y: smooth(found.loss, weight),
+        style: "line",
+        colour: prefix,
+        run: name,
+      },
       {
         name: "evaluation",
         x: evaluated.map((row) => (byTime ? row[1] : row[0])),
@@ -52,7 +77,14 @@ function tables(model, weight, byTime, name, index) {
     ],
     rate: [
       { name: "rate", x, y: found.rate, style: "raw", colour: prefix },
-      { name: "smoothed", x, y: smooth(found.rate, weight), style: "line", colour: prefix, run: name },
+      {
+        name: "smoothed",
+        x,
+        y: smooth(found.rate, weight),
+        style: "line",
+        colour: prefix,
+        run: name,
+      },
     ],
   };
 }
@@ -80,12 +112,21 @@ function legend(runs) {
   const named = runs.length > 1;
   const names = named
     ? runs.map((run, index) => [run.name, RUNS[index % RUNS.length], "line"])
-    : [["smoothed", "run-1", "line"], ["each step", "run-1", "raw"], ["evaluation", "evaluation", "points"], ["fault", "lost", "mark"]];
+    : [
+        ["smoothed", "run-1", "line"],
+        ["each step", "run-1", "raw"],
+        ["evaluation", "evaluation", "points"],
+        ["fault", "lost", "mark"],
+      ];
   const shown = names.filter(([name]) => named || needed(name, runs[0].model));
-  keyed(byId("curves-legend"), shown.map(([name], index) => `${index} ${name}`), (key) => {
-    const [name, hue, style] = shown[Number(key.split(" ")[0])];
-    return h("li", {}, h("span", { class: `swatch ${style} ${hue}` }), name);
-  });
+  keyed(
+    byId("curves-legend"),
+    shown.map(([name], index) => `${index} ${name}`),
+    (key) => {
+      const [name, hue, style] = shown[Number(key.split(" ")[0])];
+      return h("li", {}, h("span", { class: `swatch ${style} ${hue}` }), name);
+    },
+  );
 }
 
 function needed(name, model) {
@@ -111,7 +152,10 @@ function chart(root, reading, { floor, read }) {
   const told = (index) => {
     const x = u.data[0][index];
     const at = drawn.byTime ? duration(x) : `step ${whole(x)}`;
-    const values = (style) => drawn.lines.filter((line) => line.style === style).map((line) => [line.run, read(before(u.data[1 + line.at], index))]);
+    const values = (style) =>
+      drawn.lines
+        .filter((line) => line.style === style)
+        .map((line) => [line.run, read(before(u.data[1 + line.at], index))]);
     const [raw, smoothed] = [values("raw"), values("line")];
     if (raw.length === 1) return `${at}: ${raw[0][1]} (smoothed ${smoothed[0][1]})`;
     return `${at}: ${smoothed.map(([run, value]) => `${run} ${value}`).join(", ")}`;
@@ -137,7 +181,11 @@ function chart(root, reading, { floor, read }) {
     show: (lines, { byTime, isLog, faults }) => {
       const joined = join(lines, isLog);
       drawn = { lines: joined.lines, faults, byTime };
-      const wanted = JSON.stringify([isLog, byTime, lines.map((line) => [line.style, line.colour])]);
+      const wanted = JSON.stringify([
+        isLog,
+        byTime,
+        lines.map((line) => [line.style, line.colour]),
+      ]);
       if (u && wanted === shape) {
         const kept = isZoomed(u, limits) ? { ...u.scales.x } : null;
         u.batch(() => {
@@ -180,10 +228,18 @@ function settings(root, joined, { byTime, isLog, floor, hooks }) {
   for (const line of joined.lines) {
     series.push(style(line));
     if (!line.low) continue;
-    series.push({ stroke: "transparent", points: { show: false } }, { stroke: "transparent", points: { show: false } });
+    series.push(
+      { stroke: "transparent", points: { show: false } },
+      { stroke: "transparent", points: { show: false } },
+    );
     bands.push({ series: [line.at + 3, line.at + 2], fill: faded(colour(line.colour), 0.16) });
   }
-  const axis = { stroke: colour("muted"), font: FONT, grid: { stroke: colour("grid"), width: 1 }, ticks: { show: false } };
+  const axis = {
+    stroke: colour("muted"),
+    font: FONT,
+    grid: { stroke: colour("grid"), width: 1 },
+    ticks: { show: false },
+  };
   return {
     width: root.clientWidth,
     height: HEIGHT,
@@ -192,11 +248,27 @@ function settings(root, joined, { byTime, isLog, floor, hooks }) {
     cursor: { y: false, points: { size: 7 }, drag: { x: true, y: false } },
     scales: {
       x: { time: false, range: (u, min, max) => (max > min ? [min, max] : [min - 1, max + 1]) },
-      y: isLog ? { distr: 3 } : { range: (u, min, max) => padded(floor ? Math.min(0, min) : min, max) },
+      y: isLog
+        ? { distr: 3 }
+        : { range: (u, min, max) => padded(floor ? Math.min(0, min) : min, max) },
     },
     axes: [
-      { ...axis, values: (u, ticks) => ticks.map((tick) => (byTime ? duration(tick) : Number.isInteger(tick) ? whole(tick) : "")), space: byTime ? 80 : 60, size: 32, gap: 8 },
-      { ...axis, size: 58, gap: 8, values: (u, ticks) => ticks.map((tick) => (tick === null ? "" : shorter(tick))) },
+      {
+        ...axis,
+        values: (u, ticks) =>
+          ticks.map((tick) =>
+            byTime ? duration(tick) : Number.isInteger(tick) ? whole(tick) : "",
+          ),
+        space: byTime ? 80 : 60,
+        size: 32,
+        gap: 8,
+      },
+      {
+        ...axis,
+        size: 58,
+        gap: 8,
+        values: (u, ticks) => ticks.map((tick) => (tick === null ? "" : shorter(tick))),
+      },
     ],
     series,
     bands,
@@ -206,8 +278,15 @@ function settings(root, joined, { byTime, isLog, floor, hooks }) {
 
 function style(line) {
   const stroke = colour(line.colour);
-  if (line.style === "points") return { stroke, width: 0, paths: () => null, points: { show: true, size: 8, fill: colour("surface"), width: 2 } };
-  if (line.style === "raw") return { stroke: faded(stroke, 0.4), width: 1, points: { show: false } };
+  if (line.style === "points")
+    return {
+      stroke,
+      width: 0,
+      paths: () => null,
+      points: { show: true, size: 8, fill: colour("surface"), width: 2 },
+    };
+  if (line.style === "raw")
+    return { stroke: faded(stroke, 0.4), width: 1, points: { show: false } };
   return { stroke, width: 2, points: { show: false } };
 }
 
@@ -218,8 +297,11 @@ function padded(min, max) {
 }
 
 function shorter(value) {
-  if (value === 0 || (Math.abs(value) >= 0.001 && Math.abs(value) < 10000)) return String(Number(value.toPrecision(4)));
-  return Math.abs(value) < 1 ? value.toExponential(0) : new Intl.NumberFormat("en-US", { notation: "compact" }).format(value);
+  if (value === 0 || (Math.abs(value) >= 0.001 && Math.abs(value) < 10000))
+    return String(Number(value.toPrecision(4)));
+  return Math.abs(value) < 1
+    ? value.toExponential(0)
+    : new Intl.NumberFormat("en-US", { notation: "compact" }).format(value);
 }
 
 // `rgb(...)`, as computed colours are, with an opacity.

@@ -32,8 +32,8 @@ function setAttribute(element, name, value) {
   if (element.getAttribute(name) !== value) element.setAttribute(name, value);
 }
 
-// Make `parent` hold one element for each key, in order; those that were there before are kept, with
-// the focus that they may have.
+// Make `parent` hold one element for each key, in order; those that were there before are kept,
+// with the focus that they may have.
 function keyed(parent, keys, make) {
   const kept = new Map([...parent.children].map((child) => [child.dataset.key, child]));
   const wanted = keys.map((key) => {
@@ -43,7 +43,8 @@ function keyed(parent, keys, make) {
   });
   for (const child of [...parent.children]) if (!wanted.includes(child)) child.remove();
   wanted.forEach((element, index) => {
-    if (parent.children[index] !== element) parent.insertBefore(element, parent.children[index] ?? null);
+    if (parent.children[index] !== element)
+      parent.insertBefore(element, parent.children[index] ?? null);
   });
   return wanted;
 }

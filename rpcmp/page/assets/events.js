@@ -24,14 +24,19 @@ function events() {
       if (last) update(last);
     });
     const count = h("span", { class: "count numbers" });
-    byId("filters").append(h("label", { class: `chip ${kind}` }, box, h("span", {}, name, " ", count)));
+    byId("filters").append(
+      h("label", { class: `chip ${kind}` }, box, h("span", {}, name, " ", count)),
+    );
     return [kind, count];
   });
 
   const update = (model) => {
     last = model;
     for (const [kind, count] of boxes) setText(count, whole(model.parts.counts[kind] ?? 0));
-    const shown = model.entries.filter((entry) => !hidden.has(entry.kind)).slice(-LINES).reverse();
+    const shown = model.entries
+      .filter((entry) => !hidden.has(entry.kind))
+      .slice(-LINES)
+      .reverse();
     const byKey = new Map(shown.map((entry) => [String(entry.n), entry]));
     keyed(root, [...byKey.keys()], (key) => line(byKey.get(key)));
     root.hidden = !shown.length;
@@ -46,7 +51,13 @@ function line(entry) {
     { class: `event ${entry.kind} ${entry.level}` },
     h("time", { class: "numbers" }, clock(entry.time)),
     h("span", { class: "kind" }, entry.kind),
-    h("span", { class: "at numbers" }, [entry.step === null ? "" : `step ${whole(entry.step)}`, entry.stage].filter(Boolean).join(" · ")),
+    h(
+      "span",
+      { class: "at numbers" },
+      [entry.step === null ? "" : `step ${whole(entry.step)}`, entry.stage]
+        .filter(Boolean)
+        .join(" · "),
+    ),
     h("span", { class: "text" }, entry.text),
   );
 }

@@ -58,4 +58,16 @@ function clock(unixSeconds) {
   return isNumber(unixSeconds) ? new Date(unixSeconds * 1000).toLocaleTimeString("en-GB") : "";
 }
 
-export { NONE, about, bytes, clock, duration, figure, isNumber, milliseconds, perSecond, percent, whole };
+export {
+  NONE,
+  about,
+  bytes,
+  clock,
+  duration,
+  figure,
+  isNumber,
+  milliseconds,
+  perSecond,
+  percent,
+  whole,
+};

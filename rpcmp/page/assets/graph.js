@@ -32,9 +32,19 @@ function graph() {
     const names = found.nodes.map((node) => node.name);
     const elements = keyed(nodes, names, () => h("article", { class: "node", tabindex: "0" }));
     found.nodes.forEach((node, index) => showNode(elements[index], node));
-    const texts = keyed(labels, found.edges.map((edge) => `${edge.from} ${edge.to}`), () => h("div", { class: "rate" }));
+    const texts = keyed(
+      labels,
+      found.edges.map((edge) => `${edge.from} ${edge.to}`),
+      () => h("div", { class: "rate" }),
+    );
     found.edges.forEach((edge, index) => showRate(texts[index], edge, isNarrow));
-    const wanted = JSON.stringify([isNarrow, root.clientWidth, names, elements.map((element) => element.offsetHeight), found.edges.map((edge) => [edge.from, edge.to])]);
+    const wanted = JSON.stringify([
+      isNarrow,
+      root.clientWidth,
+      names,
+      elements.map((element) => element.offsetHeight),
+      found.edges.map((edge) => [edge.from, edge.to]),
+    ]);
     if (wanted === shape) return;
     shape = wanted;
     place(layout(found, isNarrow, elements), { root, canvas, edges, elements, texts });
@@ -53,10 +63,21 @@ function graph() {
 // dagre's answer: { width, height, nodes: [{ x, y, height }], edges: [{ points, x, y }] }.
 function layout(found, isNarrow, elements) {
   const g = new dagre.graphlib.Graph();
-  g.setGraph({ rankdir: isNarrow ? "TB" : "LR", nodesep: 28, ranksep: isNarrow ? 12 : 8, edgesep: 12, marginx: 2, marginy: 2 });
+  g.setGraph({
+    rankdir: isNarrow ? "TB" : "LR",
+    nodesep: 28,
+    ranksep: isNarrow ? 12 : 8,
+    edgesep: 12,
+    marginx: 2,
+    marginy: 2,
+  });
   g.setDefaultEdgeLabel(() => ({}));
-  found.nodes.forEach((node, index) => g.setNode(node.name, { width: NODE, height: elements[index].offsetHeight }));
-  found.edges.forEach((edge) => g.setEdge(edge.from, edge.to, { ...LABEL, labelpos: isNarrow ? "r" : "c", labeloffset: 4 }));
+  found.nodes.forEach((node, index) =>
+    g.setNode(node.name, { width: NODE, height: elements[index].offsetHeight }),
+  );
+  found.edges.forEach((edge) =>
+    g.setEdge(edge.from, edge.to, { ...LABEL, labelpos: isNarrow ? "r" : "c", labeloffset: 4 }),
+  );
   dagre.layout(g);
   return {
     width: g.graph().width,
@@ -83,8 +104,26 @@ function place(found, { root, canvas, edges, elements, texts }) {
     element.style.transform = `translate(${x - LABEL.width / 2}px, ${y - LABEL.height / 2}px)`;
   });
   edges.replaceChildren(
-    svg("defs", {}, svg("marker", { id: "arrow", viewBox: "0 0 8 8", refX: 7, refY: 4, markerWidth: 7, markerHeight: 7, orient: "auto" }, svg("path", { d: "M0 0.5 L8 4 L0 7.5 z" }))),
-    ...found.edges.map((edge) => svg("path", { d: curve(edge.points), "marker-end": "url(#arrow)" })),
+    svg(
+      "defs",
+      {},
+      svg(
+        "marker",
+        {
+          id: "arrow",
+          viewBox: "0 0 8 8",
+          refX: 7,
+          refY: 4,
+          markerWidth: 7,
+          markerHeight: 7,
+          orient: "auto",
+        },
+        svg("path", { d: "M0 0.5 L8 4 L0 7.5 z" }),
+      ),
+    ),
+    ...found.edges.map((edge) =>
+      svg("path", { d: curve(edge.points), "marker-end": "url(#arrow)" }),
+    ),
   );
 }
 
@@ -95,7 +134,9 @@ function curve(points) {
   for (let index = 1; index < points.length - 1; index++) {
     const [here, next] = [points[index], points[index + 1]];
     const isLast = index === points.length - 2;
-    parts.push(`Q${at(here)} ${at(isLast ? next : { x: (here.x + next.x) / 2, y: (here.y + next.y) / 2 })}`);
+    parts.push(
+      `Q${at(here)} ${at(isLast ? next : { x: (here.x + next.x) / 2, y: (here.y + next.y) / 2 })}`,
+    );
   }
   if (points.length === 2) parts.push(`L${at(points[1])}`);
   return parts.join(" ");
@@ -106,7 +147,11 @@ const ORDER = ["lost", "starting", "building", "running", "ended"];
 const SIGNS = { lost: "✕", starting: "○", building: "◔", running: "●", ended: "■" };
 
 function stateOf(workers) {
-  return ORDER.find((state) => workers.some((worker) => worker.state === state)) ?? workers[0]?.state ?? "";
+  return (
+    ORDER.find((state) => workers.some((worker) => worker.state === state)) ??
+    workers[0]?.state ??
+    ""
+  );
 }
 
 function showNode(element, node) {
@@ -121,7 +166,11 @@ function showNode(element, node) {
     );
   }
   setText(element.querySelector(".state"), state ? `${SIGNS[state] ?? "○"} ${state}` : "");
-  const rows = keyed(element.querySelector(".workers"), node.workers.map((worker) => worker.label), makeWorker);
+  const rows = keyed(
+    element.querySelector(".workers"),
+    node.workers.map((worker) => worker.label),
+    makeWorker,
+  );
   node.workers.forEach((worker, index) => showWorker(rows[index], worker, node.workers.length > 1));
 }
 
@@ -130,7 +179,12 @@ function makeWorker() {
     "div",
     { class: "worker" },
     h("p", { class: "where" }),
-    h("div", { class: "load" }, h("span", { class: "meter" }, h("span")), h("span", { class: "share numbers" })),
+    h(
+      "div",
+      { class: "load" },
+      h("span", { class: "meter" }, h("span")),
+      h("span", { class: "share numbers" }),
+    ),
     h("p", { class: "facts numbers" }),
   );
 }
@@ -155,33 +209,70 @@ function factsOf(worker) {
   const facts = [];
   if (worker.memory) facts.push(bytes(worker.memory));
   if (worker.in_flight) facts.push(`${worker.in_flight} in flight`);
-  if (worker.state === "running" && worker.seconds > LONG) facts.push(`${worker.phase} for ${about(worker.seconds)}`);
+  if (worker.state === "running" && worker.seconds > LONG)
+    facts.push(`${worker.phase} for ${about(worker.seconds)}`);
   return facts.length ? facts : [" "];
 }
 
 function describe(worker) {
-  return [worker.label, worker.state, placeOf(worker), `${percent(worker.busy)} busy`, ...factsOf(worker)].join(", ");
+  return [
+    worker.label,
+    worker.state,
+    placeOf(worker),
+    `${percent(worker.busy)} busy`,
+    ...factsOf(worker),
+  ].join(", ");
 }
 
 function showRate(element, edge, isNarrow) {
   element.classList.toggle("beside", isNarrow);
   const [there, back] = isNarrow ? ["↓", "↑"] : ["→", "←"];
-  const lines = [edge.there && `${there} ${perSecond(edge.there)}`, edge.back && `${back} ${perSecond(edge.back)}`].filter(Boolean);
-  keyed(element, lines.map((line, index) => index), () => h("span")).forEach((span, index) => setText(span, lines[index]));
-  setAttribute(element, "title", `${edge.from} to ${edge.to}${edge.rtt ? `, there and back in ${duration(edge.rtt)}` : ""}`);
+  const lines = [
+    edge.there && `${there} ${perSecond(edge.there)}`,
+    edge.back && `${back} ${perSecond(edge.back)}`,
+  ].filter(Boolean);
+  keyed(
+    element,
+    lines.map((line, index) => index),
+    () => h("span"),
+  ).forEach((span, index) => setText(span, lines[index]));
+  setAttribute(
+    element,
+    "title",
+    `${edge.from} to ${edge.to}${edge.rtt ? `, there and back in ${duration(edge.rtt)}` : ""}`,
+  );
 }
 
 // The same for those who would rather read.
 function table(found) {
   const root = byId("stage-table");
   if (root.hidden) return;
-  const heads = ["Worker", "State", "Where", "Busy", "Memory", "In flight", "Restarts", "Reads", "Receives"];
+  const heads = [
+    "Worker",
+    "State",
+    "Where",
+    "Busy",
+    "Memory",
+    "In flight",
+    "Restarts",
+    "Reads",
+    "Receives",
+  ];
   if (!root.firstChild) {
-    root.append(h("table", { class: "table" }, h("thead", {}, h("tr", {}, ...heads.map((head) => h("th", { scope: "col" }, head)))), h("tbody")));
+    root.append(
+      h(
+        "table",
+        { class: "table" },
+        h("thead", {}, h("tr", {}, ...heads.map((head) => h("th", { scope: "col" }, head)))),
+        h("tbody"),
+      ),
+    );
   }
   const rows = found.nodes.flatMap((node) => node.workers.map((worker) => [node, worker]));
-  const elements = keyed(root.querySelector("tbody"), rows.map(([, worker]) => worker.label), () =>
-    h("tr", {}, h("th", { scope: "row" }), ...heads.slice(1).map(() => h("td"))),
+  const elements = keyed(
+    root.querySelector("tbody"),
+    rows.map(([, worker]) => worker.label),
+    () => h("tr", {}, h("th", { scope: "row" }), ...heads.slice(1).map(() => h("td"))),
   );
   rows.forEach(([node, worker], index) => {
     const reads = found.edges.filter((edge) => edge.to === node.name);

@@ -13,10 +13,19 @@ import { theming } from "./theme.js";
 import { timeline } from "./timeline.js";
 
 const data = byId("data") ? JSON.parse(byId("data").textContent) : null;
-const runs = data ? data.runs.map((run) => ({ name: run.name, model: apply(empty(), run.state) })) : [{ name: "", model: empty() }];
+const runs = data
+  ? data.runs.map((run) => ({ name: run.name, model: apply(empty(), run.state) }))
+  : [{ name: "", model: empty() }];
 let current = runs[0];
 
-const views = { summary: summary(), curves: curves(runs), graph: graph(), timeline: timeline(), shares: shares(), events: events() };
+const views = {
+  summary: summary(),
+  curves: curves(runs),
+  graph: graph(),
+  timeline: timeline(),
+  shares: shares(),
+  events: events(),
+};
 
 function draw() {
   for (const [name, view] of Object.entries(views)) {
@@ -42,7 +51,8 @@ function say(text, state) {
 }
 
 function live() {
-  if (location.search) history.replaceState(null, "", location.pathname); // the token is a cookie now
+  // The token is a cookie now.
+  if (location.search) history.replaceState(null, "", location.pathname);
   follow({
     message: (message) => {
       apply(current.model, message);

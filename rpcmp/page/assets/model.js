@@ -3,7 +3,12 @@
 const EVENTS = 1200;
 
 function empty() {
-  return { version: 0, parts: { progress: {}, workers: [], links: [], evaluations: [], counts: {} }, rows: [], entries: [] };
+  return {
+    version: 0,
+    parts: { progress: {}, workers: [], links: [], evaluations: [], counts: {} },
+    rows: [],
+    entries: [],
+  };
 }
 
 // Take a message of rpcmp/page/state.py.
@@ -26,7 +31,9 @@ function apply(model, message) {
 function columns(model) {
   const names = ["step", "seconds", "loss", "low", "high", "rate"];
   const found = Object.fromEntries(names.map((name) => [name, new Array(model.rows.length)]));
-  model.rows.forEach((row, index) => names.forEach((name, column) => (found[name][index] = row[column])));
+  model.rows.forEach((row, index) =>
+    names.forEach((name, column) => (found[name][index] = row[column])),
+  );
   return found;
 }
 

@@ -10,7 +10,10 @@ function shares() {
   const root = byId("shares");
   const heads = ["Stage", "Shares of the step", "Bubble", "Network", "Overhead", "Computes"];
   const body = h("tbody");
-  root.append(h("thead", {}, h("tr", {}, ...heads.map((head) => h("th", { scope: "col" }, head)))), body);
+  root.append(
+    h("thead", {}, h("tr", {}, ...heads.map((head) => h("th", { scope: "col" }, head)))),
+    body,
+  );
 
   const update = (model) => {
     const shown = model.parts.timeline;
@@ -18,15 +21,29 @@ function shares() {
     byId("bottleneck").hidden = !shown?.bottleneck;
     if (!shown) return;
     setText(byId("bottleneck"), capital(shown.bottleneck));
-    const rows = keyed(body, shown.stages.map((stage) => stage.label), make);
+    const rows = keyed(
+      body,
+      shown.stages.map((stage) => stage.label),
+      make,
+    );
     shown.stages.forEach((stage, index) => fill(rows[index], stage));
   };
   return { update };
 }
 
 function make() {
-  const bar = h("div", { class: "bar", "aria-hidden": "true" }, ...PARTS.map((part) => h("span", { class: `kind-${part.toLowerCase()}` })));
-  return h("tr", {}, h("th", { scope: "row" }), h("td", {}, bar), ...[0, 1, 2, 3].map(() => h("td", { class: "numbers" })));
+  const bar = h(
+    "div",
+    { class: "bar", "aria-hidden": "true" },
+    ...PARTS.map((part) => h("span", { class: `kind-${part.toLowerCase()}` })),
+  );
+  return h(
+    "tr",
+    {},
+    h("th", { scope: "row" }),
+    h("td", {}, bar),
+    ...[0, 1, 2, 3].map(() => h("td", { class: "numbers" })),
+  );
 }
 
 function fill(row, stage) {
@@ -37,7 +54,11 @@ function fill(row, stage) {
   [...bar.firstChild.children].forEach((part, index) => {
     const share = values[PARTS[index]] ?? 0;
     part.style.width = `${share * 100}%`;
-    setAttribute(part, "title", `${KINDS[PARTS[index]] ?? `idle: ${PARTS[index]}`} ${percent(share)}`);
+    setAttribute(
+      part,
+      "title",
+      `${KINDS[PARTS[index]] ?? `idle: ${PARTS[index]}`} ${percent(share)}`,
+    );
   });
   const shown = [...Object.keys(LOSSES).map((loss) => stage.lost[loss]), computes];
   shown.forEach((share, index) => setText(cells[index], percent(share)));

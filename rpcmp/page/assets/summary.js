@@ -19,14 +19,21 @@ function summary() {
     const notice = SENTENCES[progress.status];
     byId("notice").hidden = !notice;
     setAttribute(byId("notice"), "data-status", progress.status ?? "");
-    setText(byId("notice"), notice ? `${notice}${progress.error ? `: ${progress.error}` : "."}` : "");
+    setText(
+      byId("notice"),
+      notice ? `${notice}${progress.error ? `: ${progress.error}` : "."}` : "",
+    );
     showDone(progress);
     const found = figuresOf(progress, workers);
-    const cells = keyed(figures, Object.keys(found), (key) => h("div", {}, h("dt", {}, key), h("dd", { class: "numbers" })));
+    const cells = keyed(figures, Object.keys(found), (key) =>
+      h("div", {}, h("dt", {}, key), h("dd", { class: "numbers" })),
+    );
     Object.values(found).forEach((text, index) => setText(cells[index].lastChild, text));
     const share = progress.steps ? `${percent(progress.step / progress.steps)} ` : "";
     document.title = `${share}${run?.name ?? "run"} – rpcmp`;
-    const told = run ? JSON.stringify({ versions: run.versions, driver: run.driver, config: run.config }, null, 2) : "";
+    const told = run
+      ? JSON.stringify({ versions: run.versions, driver: run.driver, config: run.config }, null, 2)
+      : "";
     setText(byId("config"), told);
     document.querySelector(".config").hidden = !run;
   };
@@ -37,9 +44,15 @@ function showDone(progress) {
   const bar = byId("progress");
   const of = progress.steps ? ` of ${whole(progress.steps)}` : "";
   bar.value = progress.steps ? Math.min(1, progress.step / progress.steps) : 0;
-  const seconds = progress.status === "training" ? (progress.steps - progress.step) * progress.step_s : 0;
+  const seconds =
+    progress.status === "training" ? (progress.steps - progress.step) * progress.step_s : 0;
   const left = seconds > 0 ? `about ${about(seconds)} left` : "";
-  const parts = [`Step ${whole(progress.step ?? 0)}${of}`, progress.epoch ? `epoch ${progress.epoch}` : "", isNumber(progress.seconds) ? about(progress.seconds) : "", left];
+  const parts = [
+    `Step ${whole(progress.step ?? 0)}${of}`,
+    progress.epoch ? `epoch ${progress.epoch}` : "",
+    isNumber(progress.seconds) ? about(progress.seconds) : "",
+    left,
+  ];
   setText(byId("steps"), parts.filter(Boolean).join(" · "));
 }
 
@@ -56,7 +69,9 @@ function figuresOf(progress, workers) {
     Generation: whole(progress.generation),
     Faults: whole((progress.faults ?? []).length),
     Checkpoint: progress.checkpoint ? `step ${whole(progress.checkpoint.step)}` : "–",
-    ...(isNumber(progress.learning_rate) ? { "Learning rate": String(Number(progress.learning_rate.toPrecision(3))) } : {}),
+    ...(isNumber(progress.learning_rate)
+      ? { "Learning rate": String(Number(progress.learning_rate.toPrecision(3))) }
+      : {}),
     ...(isNumber(progress.skipped) ? { Skipped: whole(progress.skipped) } : {}),
   };
 }

@@ -46,15 +46,31 @@ function timeline() {
     if (u && wanted === shape) {
       const kept = isZoomed(u, limits) ? { ...u.scales.x } : null;
       u.batch(() => {
-        u.setData([[0, end], [0, 0]], kept === null);
+        u.setData(
+          [
+            [0, end],
+            [0, 0],
+          ],
+          kept === null,
+        );
         if (kept) show(u, limits, kept.min, kept.max);
       });
       u.redraw(false);
     } else {
       u?.destroy();
       shape = wanted;
-      const hooks = { draw: [(self) => paint(self, shown, chosen)], setCursor: [() => u && !chosen && tell()] };
-      u = new uPlot(settings(root, shown, hooks), [[0, end], [0, 0]], root);
+      const hooks = {
+        draw: [(self) => paint(self, shown, chosen)],
+        setCursor: [() => u && !chosen && tell()],
+      };
+      u = new uPlot(
+        settings(root, shown, hooks),
+        [
+          [0, end],
+          [0, 0],
+        ],
+        root,
+      );
     }
     tell();
   };
@@ -65,7 +81,8 @@ function timeline() {
     chosen = { row, index: clamp(index, 0, spans.length - 1) };
     const [, , start, end] = spans[chosen.index];
     const { min, max } = u.scales.x;
-    if (start < min || end > max) show(u, limits, (start + end - max + min) / 2, (start + end + max - min) / 2);
+    if (start < min || end > max)
+      show(u, limits, (start + end - max + min) / 2, (start + end + max - min) / 2);
     u.redraw(false);
     tell();
   };
@@ -106,11 +123,19 @@ function beside(shown, chosen, by) {
   if (!chosen) return [0, 0];
   const row = clamp(chosen.row + by, 0, shown.stages.length - 1);
   const at = shown.stages[chosen.row].spans[chosen.index][2];
-  return [row, Math.max(0, shown.stages[row].spans.findLastIndex((span) => span[2] <= at))];
+  return [
+    row,
+    Math.max(
+      0,
+      shown.stages[row].spans.findLastIndex((span) => span[2] <= at),
+    ),
+  ];
 }
 
 function length(shown) {
-  const ends = shown.stages.flatMap((stage) => [...stage.spans, ...stage.idle].map((span) => span.at(-1)));
+  const ends = shown.stages.flatMap((stage) =>
+    [...stage.spans, ...stage.idle].map((span) => span.at(-1)),
+  );
   return Math.max(1, ...ends);
 }
 
@@ -129,7 +154,14 @@ function settings(root, shown, hooks) {
       y: { range: () => [-0.5, names.length - 0.5], dir: -1 },
     },
     axes: [
-      { ...axis, size: 32, gap: 8, space: 70, grid: { stroke: colour("grid"), width: 1 }, values: (u, ticks) => ticks.map((tick) => `${Number((tick / 1000).toPrecision(6))} ms`) },
+      {
+        ...axis,
+        size: 32,
+        gap: 8,
+        space: 70,
+        grid: { stroke: colour("grid"), width: 1 },
+        values: (u, ticks) => ticks.map((tick) => `${Number((tick / 1000).toPrecision(6))} ms`),
+      },
       {
         ...axis,
         stroke: colour("text"),
@@ -137,7 +169,10 @@ function settings(root, shown, hooks) {
         gap: 10,
         grid: { show: false },
         splits: () => names.map((name, index) => index),
-        values: () => names.map((name) => (name.length * 7 > root.clientWidth / 4 - 20 ? `${name.slice(0, 8)}…` : name)),
+        values: () =>
+          names.map((name) =>
+            name.length * 7 > root.clientWidth / 4 - 20 ? `${name.slice(0, 8)}…` : name,
+          ),
       },
     ],
     series: [{}, { paths: () => null, points: { show: false } }],
@@ -150,11 +185,18 @@ function paint(u, shown, chosen) {
   const scale = devicePixelRatio;
   const height = (bbox.height / shown.stages.length) * BOX;
   const pattern = hatched(ctx, scale);
-  const fills = Object.fromEntries(Object.keys({ ...KINDS, ...LOSSES }).map((name) => [name, colour(`kind-${name.toLowerCase()}`)]));
+  const fills = Object.fromEntries(
+    Object.keys({ ...KINDS, ...LOSSES }).map((name) => [
+      name,
+      colour(`kind-${name.toLowerCase()}`),
+    ]),
+  );
   const box = (row, start, end) => {
     const left = Math.max(bbox.left, u.valToPos(start, "x", true));
     const right = Math.min(bbox.left + bbox.width, u.valToPos(end, "x", true));
-    return right < left ? null : [left, u.valToPos(row, "y", true) - height / 2, Math.max(scale / 2, right - left), height];
+    return right < left
+      ? null
+      : [left, u.valToPos(row, "y", true) - height / 2, Math.max(scale / 2, right - left), height];
   };
   ctx.save();
   ctx.font = `${11 * scale}px system-ui, sans-serif`;
@@ -214,22 +256,31 @@ function under(u, shown) {
   const at = u.posToVal(left, "x");
   const row = Math.round(u.posToVal(top, "y"));
   const stage = shown.stages[row];
-  const span = stage?.spans.find(([, , start, end]) => start <= at && at <= end) ?? stage?.idle.find(([, start, end]) => start <= at && at <= end);
+  const span =
+    stage?.spans.find(([, , start, end]) => start <= at && at <= end) ??
+    stage?.idle.find(([, start, end]) => start <= at && at <= end);
   return span ? { row, span } : null;
 }
 
 function text(stage, span) {
-  const [start, end] = span.slice(-2);
-  const times = `${milliseconds((end - start) / 1000)}, from ${milliseconds(start / 1000)} to ${milliseconds(end / 1000)}`;
+  const [start, end] = span.slice(-2).map((microseconds) => microseconds / 1000);
+  const [begun, ended] = [start, end].map(milliseconds);
+  const times = `${milliseconds(end - start)}, from ${begun} to ${ended}`;
   const [what, microbatch] = span;
   if (span.length === 3) return `${stage.label}: idle, ${LOSSES[what] ?? what}, ${times}`;
-  return `${stage.label}: ${KINDS[what] ?? what}${what === "O" ? "" : ` of micro-batch ${microbatch}`}, ${times}`;
+  const of = what === "O" ? "" : ` of micro-batch ${microbatch}`;
+  return `${stage.label}: ${KINDS[what] ?? what}${of}, ${times}`;
 }
 
 function legend() {
-  const names = { ...KINDS, ...Object.fromEntries(Object.keys(LOSSES).map((loss) => [loss, `idle: ${loss}`])) };
+  const names = {
+    ...KINDS,
+    ...Object.fromEntries(Object.keys(LOSSES).map((loss) => [loss, `idle: ${loss}`])),
+  };
   byId("timeline-legend").append(
-    ...Object.entries(names).map(([kind, name]) => h("li", {}, h("span", { class: `swatch box kind-${kind.toLowerCase()}` }), name)),
+    ...Object.entries(names).map(([kind, name]) =>
+      h("li", {}, h("span", { class: `swatch box kind-${kind.toLowerCase()}` }), name),
+    ),
   );
 }
 

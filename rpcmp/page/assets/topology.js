@@ -9,8 +9,11 @@ function topology(model) {
   const members = new Map(stages.map((stage) => [stage.name, new Set()]));
   for (const worker of model.parts.workers) members.get(worker.stage)?.add(worker.label);
   members.set(DRIVER, new Set([DRIVER]));
-  const workersOf = (name) => model.parts.workers.filter((worker) => members.get(name).has(worker.label));
-  const nodes = [DRIVER, ...members.keys()].filter((name, index, all) => all.indexOf(name) === index);
+  const workersOf = (name) =>
+    model.parts.workers.filter((worker) => members.get(name).has(worker.label));
+  const nodes = [DRIVER, ...members.keys()].filter(
+    (name, index, all) => all.indexOf(name) === index,
+  );
   return {
     nodes: nodes.map((name) => ({ name, workers: workersOf(name) })),
     edges: edgesOf(stages).map(([from, to]) => ({
@@ -25,7 +28,9 @@ function topology(model) {
 function stagesOf(model) {
   const known = model.parts.run?.graph?.stages;
   if (known) return known;
-  const names = [...new Set(model.parts.workers.map((worker) => worker.stage))].filter((name) => name !== DRIVER);
+  const names = [...new Set(model.parts.workers.map((worker) => worker.stage))].filter(
+    (name) => name !== DRIVER,
+  );
   return names.map((name, index) => ({ name, inputs: [index ? names[index - 1] : "input"] }));
 }
 
@@ -45,7 +50,9 @@ function rates(links, sources, targets) {
   const between = (from, to) => links.filter((link) => from.has(link.from) && to.has(link.to));
   const [there, back] = [between(sources, targets), between(targets, sources)];
   const sum = (found) => found.reduce((total, link) => total + (link.bytes_per_s ?? 0), 0);
-  const times = [...there, ...back].map((link) => link.rtt_s).filter((time) => typeof time === "number");
+  const times = [...there, ...back]
+    .map((link) => link.rtt_s)
+    .filter((time) => typeof time === "number");
   return {
     there: there.length ? sum(there) : null,
     back: back.length ? sum(back) : null,

@@ -7,7 +7,10 @@ const STEP = 0.25; // of what is seen
 function zoom(u, limits, how) {
   const { min, max } = u.scales.x;
   const [first, last] = limits(u);
-  const centre = u.cursor.left >= 0 && how !== "all" ? clamp(u.posToVal(u.cursor.left, "x"), min, max) : (min + max) / 2;
+  const centre =
+    u.cursor.left >= 0 && how !== "all"
+      ? clamp(u.posToVal(u.cursor.left, "x"), min, max)
+      : (min + max) / 2;
   const width = max - min;
   const moved = {
     in: [centre - (centre - min) / FACTOR, centre + (max - centre) / FACTOR],
@@ -34,7 +37,7 @@ function isZoomed(u, limits) {
   return u.scales.x.min > first + slack || u.scales.x.max < last - slack;
 }
 
-const KEYS = { "+": "in", "=": "in", "-": "out", "0": "all", Escape: "all" };
+const KEYS = { "+": "in", "=": "in", "-": "out", 0: "all", Escape: "all" };
 
 // What a key asks for; undefined: nothing.
 function zoomKey(event) {
