@@ -68,7 +68,7 @@ function layout(found, isNarrow, elements) {
     nodesep: 28,
     ranksep: isNarrow ? 12 : 8,
     edgesep: 12,
-    marginx: 2,
+    marginx: isNarrow ? 14 : 2,
     marginy: 2,
   });
   g.setDefaultEdgeLabel(() => ({}));
