@@ -9,14 +9,16 @@ from typing import TYPE_CHECKING
 
 from rpcmp import addresses, graph
 from rpcmp.errors import ConfigError
+from rpcmp.evaluated import OTHER_KEYS
 from rpcmp.kinds import Factory
+from rpcmp.members import DRIVER
 from rpcmp.suggestion import did_you_mean, nearest
 
 if TYPE_CHECKING:
     from rpcmp.config import Config
     from rpcmp.sections import StageConfig
 
-RESERVED_METRICS = {"event", "step", "epoch", "loss"}
+RESERVED_METRICS = {*OTHER_KEYS, "loss"}
 """What an evaluation's event holds besides the metrics."""
 
 
@@ -35,7 +37,7 @@ def _check_stages(config: Config) -> None:
         raise ValueError("a job needs [model] with layers, or [[stages]] with modules")
     names = config.stage_names
     for name in names:
-        if names.count(name) > 1 or name in graph.SOURCES:
+        if names.count(name) > 1 or name in (*graph.SOURCES, DRIVER):
             raise ValueError(f"the stage name {name!r} is taken twice or reserved")
     with_address = sum(bool(stage.addresses) for stage in config.stages)
     if with_address not in (0, config.num_stages):

@@ -55,14 +55,15 @@ def read(path: Path) -> list[dict[str, Any]]:
         OSError: it cannot be read.
         ValueError: another line is no JSON object; says which.
     """
-    found = []
-    *lines, _cut_off = path.read_bytes().split(b"\n")
-    for number, line in enumerate(lines, start=1):
-        try:
-            value = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"line {number} is not JSON: {error}") from error
-        if not isinstance(value, dict):
-            raise ValueError(f"line {number} is not a JSON object")
-        found.append(value)
-    return found
+    with path.open("rb") as file:
+        return [_object(line, number) for number, line in enumerate(file, 1) if line[-1:] == b"\n"]
+
+
+def _object(line: bytes, number: int) -> dict[str, Any]:
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"line {number} is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"line {number} is not a JSON object")
+    return value

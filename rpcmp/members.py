@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 DRIVER = "driver"
-"""The driver's name; no stage can have it, since theirs hold a colon."""
+"""The driver's name; no stage can have it."""
 
 
 @dataclass(frozen=True)

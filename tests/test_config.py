@@ -356,6 +356,7 @@ def test_a_stage_may_have_a_scheduler_where_the_job_has_none() -> None:
         (layers({}, {"name": "stage0"}), "stage name 'stage0' is taken twice"),
         (layers({"name": "input"}), "stage name 'input' is taken twice or reserved"),
         (layers({"name": "target"}), "stage name 'target' is taken twice or reserved"),
+        (layers({"name": "driver"}), "stage name 'driver' is taken twice or reserved"),
         (layers({"name": "a.b"}), "stages.0.name: not of the form letters, digits"),
         (layers({"name": ""}), "stages.0.name: not of the form letters, digits"),
         (layers({"module": "m:A"}), "stage 'stage0': `module`, `kwargs` and `inputs` do not go"),

@@ -93,8 +93,11 @@ def test_plain_lines_where_there_is_no_terminal(job: JobFolder) -> None:
         "3/4",
         "4/4",
     ]
-    assert any(line.startswith("evaluation after step 2: loss") for line in lines)
-    assert any(line.startswith("evaluation after step 4: loss") for line in lines)
+    evaluations = [line for line in lines if line.startswith("evaluation")]
+    assert len(evaluations) == 2
+    for step, line in zip((2, 4), evaluations, strict=True):
+        assert re.fullmatch(rf"evaluation after step {step}: loss [\d.]+(, \w+ [\d.]+)*", line)
+        assert "time" not in line
     assert "the report says (7, 1)" in result.out
     memory, parameters, kept = lines[-3:]
     assert re.fullmatch(r"peak memory(,? stage\d [\d,]+ MiB \(idle [\d,]+\)){2}", memory)

@@ -24,7 +24,7 @@ from rpcmp.logs import capture
 from rpcmp.logs.display import Display, Place
 from rpcmp.logs.entry import Entry, as_json, as_text, entry_of, pass_on
 from rpcmp.logs.fold import BURST, FIRST, KINDS, LONGEST, SECONDS, Fold
-from rpcmp.logs.line import MAX_BYTES, MAX_TEXT, Line, cut, unpack
+from rpcmp.logs.line import MAX_BYTES, MAX_TEXT, NOTE, Line, cut, unpack
 from rpcmp.logs.receiver import Receiver
 from rpcmp.logs.sender import Sender
 from rpcmp.server.loglines import AT_ONCE, KEPT, LogLines
@@ -45,10 +45,13 @@ def test_a_line_arrives_as_it_was_sent(logger: str, text: str, step: int) -> Non
 
 @pytest.mark.parametrize("character", ["x", "\N{SNOWMAN}", "\0", "\ud800"])
 def test_a_line_of_megabytes_is_cut_with_a_note(character: str) -> None:
-    text = cut(f"begin {character * 3_000_000} end")
+    whole = f"begin {character * 3_000_000} end"
+    text = cut(whole)
     assert text.startswith("begin ")
     assert text.endswith(" end")
-    assert f" ... {3_000_010 - MAX_TEXT:,} characters left out ... " in text
+    written = len(whole.encode(errors="backslashreplace").decode())
+    assert f" ... {written - MAX_TEXT + NOTE:,} characters left out ... " in text
+    assert cut(text) == text  # it is cut once, however often it is passed on
     assert len(info(text).pack()) <= MAX_BYTES
 
 
@@ -126,6 +129,15 @@ def test_memory_and_rate_are_bounded_whatever_is_said() -> None:
     left_out = [line.text for line in rest if "lines left out" in line.text]
     counted = sum(int(text.split()[1].replace(",", "")) for text in left_out)
     assert len(told) + len(rest) - len(left_out) + counted == number
+
+
+def test_half_a_character_is_written_out() -> None:
+    """As in the name of a file that is not UTF-8: no file, and no message, takes it as it is."""
+    text = cut("found a\udc80.txt")
+    assert text == "found a\\udc80.txt"
+    lines = LogLines()
+    lines.add(Line("INFO", "stdout", text))
+    assert [line.text for line in lines.after(0)] == [text]
 
 
 def test_long_lines_use_up_more_of_the_budget() -> None:

@@ -404,7 +404,9 @@ def test_a_report_of_two_runs_lays_curves_over_each_other(browser: Browser, tmp_
         expect(table).to_contain_text(re.compile(r"Settings that differ\s*None\."))
         expect(table).to_contain_text("The losses of all 60 steps in common are the same")
         expect(tab.locator(".event.fault")).to_have_count(0)
+        first = tab.locator(".event.evaluation .text").all_inner_texts()
         tab.locator("#runs").select_option("second")
         expect(tab.locator(".event.fault")).to_have_count(1)
         expect(tab.locator("#steps")).to_contain_text("Step 90 of 90")
+        assert tab.locator(".event.evaluation .text").all_inner_texts() != first
         assert seen.errors == []

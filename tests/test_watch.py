@@ -120,6 +120,16 @@ def test_one_that_fails_at_the_very_end_is_named_before_the_end_is_shown() -> No
     assert names(shown) == ["warning", "end"]
 
 
+def test_what_is_soon_out_of_date_is_for_observers_alone() -> None:
+    shown: list[Event] = []
+    observer = Told()
+    with watching([observer], shown.append) as report:
+        for event in ("start", "vitals", "timeline"):
+            report({"event": event})
+    assert names(shown) == ["start", "end"]  # nobody may read the output for hours
+    assert names(observer.events) == ["start", "vitals", "timeline", "end"]
+
+
 def test_one_that_lags_misses_only_what_is_out_of_date() -> None:
     slow = Hanging()
     with watching([slow], lambda event: None) as report:

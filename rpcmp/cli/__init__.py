@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import signal
@@ -98,8 +99,9 @@ def _show(error: RpcmpError, display: Display) -> None:
     if isinstance(error, StageError) and error.traceback:
         text = f"{error.traceback.rstrip()}\n{text}"
     _say(Line("ERROR", "rpcmp", text), display)
-    if command := _remedy(error):
-        _say(Line("INFO", "rpcmp", f"try: {command}"), display)
+    with contextlib.suppress(OSError):  # what helps depends on files; the error itself is said
+        if command := _remedy(error):
+            _say(Line("INFO", "rpcmp", f"try: {command}"), display)
 
 
 def _say(line: Line, display: Display) -> None:

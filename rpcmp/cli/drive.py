@@ -69,7 +69,12 @@ def drive(
     """
     from rpcmp.cli.aside import aside
     from rpcmp.cli.log import logged
-    from rpcmp.cli.observing import observers, path_of, saying_where
+    from rpcmp.cli.observing import (
+        observers,
+        path_of,
+        saying_where,
+        seconds_between_timelines,
+    )
     from rpcmp.cli.output import printer
     from rpcmp.job.drive import drive as run
     from rpcmp.observers.watch import watching
@@ -96,7 +101,7 @@ def drive(
             *(job, report, servers),
             trace=trace,
             resume=resume,
-            timeline=bool(found),
+            timeline=seconds_between_timelines(found),
             last_steps=None if folder is None else folder / TRACE,
         )
         asyncio.run(training)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -40,7 +41,7 @@ def failed(
         tuple(arguments),
         config="" if config is None else str(config),
         options=_options(params),
-        is_there=config is None or config.exists(),
+        is_there=config is None or os.path.exists(config),  # Path's raises where it may not look
         listen=_listens(params) if name == "serve" else "",
         others=others,
         **known,

@@ -18,6 +18,12 @@ from rpcmp.observers.tensorboard import TensorBoard
 from rpcmp.process.channel import Message
 from rpcmp.runfolder.writer import BEGINNINGS, RunFolder
 
+SHOWN_SECONDS = 2.0
+"""Between two timelines that somebody looks at."""
+
+KEPT_SECONDS = 10.0
+"""Between two that are kept for later."""
+
 
 def observers(config: Config) -> list[Observer]:
     """Those of `[log]`: all that can be known to fail fails here, before anything starts.
@@ -57,6 +63,13 @@ def saying_where(found: Sequence[Observer], report: Report) -> Iterator[Report]:
         if begun and path is not None:
             told = {"path": str(path), "time": time.time(), "generation": last}
             report({"event": "kept", **told})
+
+
+def seconds_between_timelines(found: Sequence[Observer]) -> float:
+    """How often a step is looked at; 0: nobody does. A folder alone keeps few of them."""
+    if not found:
+        return 0.0
+    return KEPT_SECONDS if all(isinstance(each, RunFolder) for each in found) else SHOWN_SECONDS
 
 
 def path_of(found: Sequence[Observer]) -> Path | None:

@@ -13,7 +13,7 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from rpcmp import jsonlines, sizes
+from rpcmp import evaluated, jsonlines, sizes
 from rpcmp.cli import bestlines, faultlines
 from rpcmp.cli.aside import Report
 from rpcmp.config import Config
@@ -157,8 +157,8 @@ def _lines(event: Message, run: _Run) -> Iterator[str]:
                 f"data {event['data_share']:.0%}{_scale(event)}"
             )
         case "eval":
-            found = {k: v for k, v in event.items() if k not in ("event", "step", "epoch")}
-            yield f"evaluation after step {event['step']}: {_numbers(found)}"
+            found = _numbers(evaluated.values(event))
+            yield f"evaluation after step {event['step']}: {found}"
         case "early_stop" | "best":
             yield bestlines.line(event)
         case "report":

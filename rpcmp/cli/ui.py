@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -57,7 +58,8 @@ def page_of(job: Config, ui: str | None, observers: list[Observer], show: Report
     place = Place.open(None if ui == ANY else ui, job.certs_folder)
     page = Page(place)
     observers.append(page)
-    show({"event": "ui", "url": place.url})  # to nobody else: there may be a token in it
+    # To nobody else: there may be a token in it.
+    show({"event": "ui", "url": place.url, "time": time.time(), "generation": 1})
     try:
         yield
     finally:

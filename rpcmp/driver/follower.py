@@ -1,7 +1,7 @@
 """Shows what a step looks like at this moment, now and then, while the run goes on.
 
-The stages keep what they did in their last steps; every other second they are asked for it. Nobody
-waits for the answers but a thread of their own: the next step is not held up by it.
+The stages keep what they did in their last steps; now and then they are asked for it. Nobody waits
+for the answers but a thread of their own: the next step is not held up by it.
 """
 
 from __future__ import annotations
@@ -15,16 +15,13 @@ from pathlib import Path
 from rpcmp.config import Config
 from rpcmp.driver.clocks import Clocks
 from rpcmp.driver.group import Group
-from rpcmp.errors import RpcmpError
+from rpcmp.errors import RpcmpError, one_line
 from rpcmp.process.channel import Message
 from rpcmp.trace import chrome
 from rpcmp.trace.clock import Clock, Estimate
 from rpcmp.trace.spans import Span, Trace, Track
 from rpcmp.trace.timeline import timeline
 from rpcmp.worker.recorder import STEPS_KEPT
-
-SECONDS_BETWEEN = 2.0
-"""Between two steps that are shown, at least."""
 
 SHARE = 0.01
 """The most that showing them takes of one processor, however many spans a step has."""
@@ -40,10 +37,18 @@ class Follower:
         config: the job.
         group: its stages, between two steps.
         report: told of the event `timeline`, on another thread.
+        seconds: between two steps that are shown, at least.
     """
 
-    def __init__(self, config: Config, group: Group, report: Callable[[Message], None]) -> None:
+    def __init__(
+        self,
+        config: Config,
+        group: Group,
+        report: Callable[[Message], None],
+        seconds: float,
+    ) -> None:
         self._group, self._report = group, report
+        self._seconds = seconds
         self._clocks = Clocks(config, group)
         self._estimates = self._ask_clocks()
         self._hosts = group.follow()
@@ -59,7 +64,7 @@ class Follower:
         is_free = self._showing is None or self._showing.done()
         if step == self._first or not is_free or time.monotonic() < self._due:
             return
-        self._due = time.monotonic() + SECONDS_BETWEEN
+        self._due = time.monotonic() + self._seconds
         self._showing = self._thread.submit(self._show, self._group.ask_recent(step, 3), step - 1)
 
     def close(self) -> None:
@@ -74,27 +79,37 @@ class Follower:
         """
         if self._last is None:
             return
-        spans = self._group.ask_recent(self._last, STEPS_KEPT)()
-        self._estimates = self._ask_clocks()
         new = path.with_name(f"new-{path.name}")
         try:
+            spans = self._group.ask_recent(self._last, STEPS_KEPT)()
+            self._estimates = self._ask_clocks()
             chrome.write(self._trace(spans), new)
             new.replace(path)
-        except (RpcmpError, OSError) as error:
-            new.unlink(missing_ok=True)
-            self._report({"event": "warning", "text": f"no trace of the last steps: {error}"})
+        except Exception as error:
+            with contextlib.suppress(OSError):
+                new.unlink(missing_ok=True)
+            self._warn("no trace of the last steps", error)
 
     def _show(self, answers: Callable[[], dict[str, list[Span]]], step: int) -> None:
         spent = time.thread_time()
-        with contextlib.suppress(RpcmpError):  # of a stage that is lost, its server will tell
+        try:
             spans = answers()
             if time.monotonic() >= self._clocks_due:
                 self._estimates = self._ask_clocks()
             event = timeline(self._trace(spans), step)
             if event is not None:
                 self._report(event)
+        except RpcmpError:
+            pass  # of a stage that is lost, its server will tell
+        except Exception as error:  # it would be the same every time
+            self._due = float("inf")
+            self._warn("no timelines from here on", error)
         spent = time.thread_time() - spent
         self._due = max(self._due, time.monotonic() + spent / SHARE)
+
+    def _warn(self, what: str, error: Exception) -> None:
+        why = error if isinstance(error, RpcmpError) else one_line(error)
+        self._report({"event": "warning", "text": f"{what}: {why}"})
 
     def _trace(self, spans: dict[str, list[Span]]) -> Trace:
         tracks = (

@@ -118,7 +118,8 @@ class DriverProcess:
 
     def _train(self, config: Config, group: Group, order: Message) -> None:
         tracer = Tracer(config, group) if order["trace"] else None
-        follower = Follower(config, group, self._channel.send) if order["timeline"] else None
+        seconds = order["timeline"]
+        follower = Follower(config, group, self._channel.send, seconds) if seconds else None
         tracers = [each for each in (tracer, follower) if each is not None]
         begin = Progress.from_message(order["progress"]) if order["progress"] else None
         if begin is not None and begin.scaler is not None:

@@ -26,7 +26,7 @@ async def drive(
     save_state: Path | None = None,
     trace: Path | None = None,
     resume: bool = False,
-    timeline: bool = False,
+    timeline: float = 0.0,
     last_steps: Path | None = None,
     forks: Forks | None = None,
 ) -> Message:
@@ -46,7 +46,7 @@ async def drive(
         save_state: where to save the final parameters and buffers, as safetensors.
         trace: where to write a trace of the run.
         resume: go on from the newest checkpoint, where there is one.
-        timeline: whether to report every other second what a step looks like: event `timeline`.
+        timeline: seconds between two events `timeline`, which say what a step looks like; 0: none.
         last_steps: where to write a trace of the last steps at the end of the run; needs
             `timeline`.
         forks: where processes come from; None: one for this run alone.
@@ -77,7 +77,7 @@ async def drive(
                 await run.close()
 
 
-def _order(evaluate: bool, timeline: bool, files: Mapping[str, Path | None]) -> Message:
+def _order(evaluate: bool, timeline: float, files: Mapping[str, Path | None]) -> Message:
     """What the driver's process is told; paths as seen from this process."""
     paths = {key: str(path.absolute()) if path else "" for key, path in files.items()}
     return {"op": "train", "evaluate": evaluate, "timeline": timeline, **paths}

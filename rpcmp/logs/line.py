@@ -11,6 +11,9 @@ MAX_TEXT = 16 * 1024
 TAIL = 4 * 1024
 """Characters that are kept of its end, where a traceback says what happened."""
 
+NOTE = 64
+"""Characters for the note of what is left out, so that a text is cut once."""
+
 MAX_BYTES = 128 * 1024
 """Of a line that is packed: a character takes up to six bytes."""
 
@@ -53,8 +56,13 @@ def unpack(data: bytes) -> Line:
 
 
 def cut(text: str) -> str:
-    """`text`, without its middle where it is too long, and a note of how much that was."""
+    """`text`, without its middle where it is too long, and a note of how much that was.
+
+    What no file takes, such as half a character of a file name's, is written out.
+    """
+    text = text.encode(errors="backslashreplace").decode()
     if len(text) <= MAX_TEXT:
         return text
-    left_out = len(text) - MAX_TEXT
-    return f"{text[: MAX_TEXT - TAIL]} ... {left_out:,} characters left out ... {text[-TAIL:]}"
+    head = MAX_TEXT - TAIL - NOTE
+    left_out = len(text) - head - TAIL
+    return f"{text[:head]} ... {left_out:,} characters left out ... {text[-TAIL:]}"

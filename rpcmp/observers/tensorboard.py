@@ -98,7 +98,7 @@ class TensorBoard:
 
     def _show(self, file: EventFile, event: Message) -> None:
         kind, now = event["event"], event.get("time", time.time())
-        if now - self._shown.get(kind, float("-inf")) < EVERY.get(kind, 0.0):
+        if 0 <= now - self._shown.get(kind, float("-inf")) < EVERY.get(kind, 0.0):
             return
         self._shown[kind] = now
         self._step = event.get("step", self._step)

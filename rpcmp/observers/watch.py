@@ -92,7 +92,8 @@ class _Watch:
 
     def _tell(self, event: Message) -> None:
         self._generation = event.get("generation", self._generation)
-        self._show(event)
+        if event["event"] not in PASSING:  # for observers alone; output may go unread for hours
+            self._show(event)
         for post in self._posts:
             post.tell(event)
 

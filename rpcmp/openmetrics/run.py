@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+from rpcmp import evaluated
 from rpcmp.members import DRIVER
 from rpcmp.openmetrics.store import Family, Store
 from rpcmp.openmetrics.tally import Tally
@@ -116,9 +117,8 @@ class RunMetrics:
             case "step":
                 self._step(event)
             case "eval":
-                for key, value in event.items():
-                    if key not in ("event", "step", "epoch", "time", "generation"):
-                        self.store.set("rpcmp_evaluation", value, key)
+                for name, value in evaluated.values(event).items():
+                    self.store.set("rpcmp_evaluation", value, name)
             case "timeline":
                 self._timeline(event)
             case "vitals":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from typing import TYPE_CHECKING
 
 from rpcmp.openmetrics.run import KINDS
@@ -13,6 +14,8 @@ from rpcmp.v1 import control_pb2 as pb
 if TYPE_CHECKING:
     from rpcmp.server.claim import Claim
     from rpcmp.server.server import StageServer
+
+log = logging.getLogger(__name__)
 
 EVERY_SECONDS = 1.0
 """Between two looks at the server; a scrape finds what the last one saw."""
@@ -92,7 +95,10 @@ class ServerMetrics:
     async def run(self) -> None:
         """Look for ever."""
         while True:
-            self.look()
+            try:
+                self.look()
+            except Exception:  # else the last figures would be scraped for ever
+                log.exception("the figures of this second are missing")
             await asyncio.sleep(EVERY_SECONDS)
 
     def look(self) -> None:
@@ -141,6 +147,7 @@ class ServerMetrics:
         for (name, *labels), count in counts.items():
             total = self._tally.total((name, *labels), source, count)
             self.store.set(name, total, *labels)
+        self.store.forget("rpcmp_server_link_round_trip_seconds")
         for peer, seconds in claim.relay.round_trips.items():
             server = claim.servers.get(peer, peer)
             self.store.set("rpcmp_server_link_round_trip_seconds", seconds, stage, server)

@@ -9,7 +9,7 @@ from collections import Counter, deque
 from collections.abc import Iterator
 from typing import Any
 
-from rpcmp import sizes
+from rpcmp import evaluated, sizes
 from rpcmp.page.values import plain
 from rpcmp.process.channel import Message
 
@@ -112,7 +112,7 @@ def text(event: Message) -> str:
         case "best":
             return f"The best so far: {event['metric']} {_value(event['value'])}"
         case "eval":
-            found = {k: v for k, v in event.items() if k not in NOT_METRICS}
+            found = evaluated.values(event)
             return ", ".join(f"{name} {_value(value)}" for name, value in found.items())
         case "early_stop":
             return f"Stopped early: {event['metric']} has not become better"
@@ -131,10 +131,6 @@ def text(event: Message) -> str:
             why = f": {event['error']}" if event.get("error") else ""
             return f"The run has ended, {event['outcome']}{why}"
     return str(event.get("text", ""))
-
-
-NOT_METRICS = ("event", "step", "epoch", "time", "generation")
-"""Of an evaluation's event."""
 
 
 def _checkpoint(event: Message) -> str:

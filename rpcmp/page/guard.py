@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import secrets
 from http.cookies import CookieError, SimpleCookie
-from urllib.parse import parse_qs
+from urllib.parse import parse_qs, urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import PlainTextResponse
@@ -42,8 +42,8 @@ class Guard:
         self._app = app
         self._token = place.token
         self._cookie = f"__Host-rpcmp-{place.port}"
-        names = (place.host, "127.0.0.1", "localhost", "::1", "[::1]")
-        self._hosts = {f"{name}:{place.port}" for name in names} if place.token is None else None
+        here = {place.host.lower(), "127.0.0.1", "localhost", "::1"}
+        self._hosts = here if place.token is None else None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ASGI."""
@@ -62,7 +62,7 @@ class Guard:
             await send(message)
 
         headers = Headers(scope=scope)
-        if self._hosts is not None and headers.get("host", "") not in self._hosts:
+        if self._hosts is not None and _name(headers.get("host", "")) not in self._hosts:
             refusal = PlainTextResponse("403: this is not the name of this server\n", 403)
             await refusal(scope, receive, answer)
         elif not self._knows_token(scope, headers):
@@ -93,3 +93,11 @@ class Guard:
         except CookieError:
             return ""
         return "" if found is None else found.value
+
+
+def _name(host: str) -> str | None:
+    """The name in a Host header. Its port says nothing: a forwarded one is another."""
+    try:
+        return urlsplit(f"//{host}").hostname
+    except ValueError:
+        return None

@@ -59,8 +59,8 @@ class Place:
         if certs is None:
             raise ConfigError(
                 f"--ui {address}: other machines reach that address, so the page needs a "
-                "certificate: give --certs DIR, which `rpcmp certs issue DIR --driver --host "
-                f"{socket.gethostname()}` makes; or serve it on 127.0.0.1, and reach it by "
+                "certificate: give --certs DIR/driver, which `rpcmp certs issue DIR --driver "
+                f"--host {socket.gethostname()}` makes; or serve it on 127.0.0.1, and reach it by "
                 f"`ssh -L {port or PORT}:127.0.0.1:{port or PORT} {socket.gethostname()}`"
             )
         Credentials(certs)

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from rpcmp import evaluated
 from rpcmp.members import DRIVER
-from rpcmp.page.entries import NOT_METRICS, Entries
+from rpcmp.page.entries import Entries
 from rpcmp.page.series import Row, Series
 from rpcmp.page.timeline import timeline
 from rpcmp.page.values import number, plain
@@ -21,7 +22,7 @@ from rpcmp.page.workers import WEIGHT, Workers
 from rpcmp.process.channel import Message
 
 EVALUATIONS = 500
-"""Of which the newest are kept."""
+"""About so many are kept, over the whole run, and always the newest."""
 
 
 class State:
@@ -146,9 +147,10 @@ class State:
         )
 
     def _evaluation(self, event: Message) -> None:
-        found = {key: plain(value) for key, value in event.items() if key not in NOT_METRICS}
+        found = {name: plain(value) for name, value in evaluated.values(event).items()}
         row = [event["step"], number(self._seconds(event)), found]
-        self._set("evaluations", [*self._parts["evaluations"], row][-EVALUATIONS:])
+        rows = [*self._parts["evaluations"], row]
+        self._set("evaluations", rows if len(rows) <= EVALUATIONS else rows[::-2][::-1])
 
     def _seconds(self, event: Message) -> float:
         """Since the run's begin."""

@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from rpcmp import evaluated
 from rpcmp.process.channel import Message
 from rpcmp.runfolder.reader import Record
 
@@ -51,8 +52,7 @@ def _metrics(run: Record, summary: Message) -> dict[str, Any]:
     if summary.get("metrics"):
         return dict(summary["metrics"])
     last = next(reversed(run.all("eval")), {})
-    others = ("event", "time", "generation", "step", "epoch")
-    return {name: value for name, value in last.items() if name not in others}
+    return evaluated.values(last)
 
 
 def _median(steps: list[Message], key: str) -> float | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from heapq import merge
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +61,8 @@ def read(path: Path) -> Record:
     if not isinstance(config, dict):
         raise _damaged(path / layout.CONFIG, "it is not a JSON object")
     files = (_events(path / name) for name in (layout.METRICS, layout.EVENTS))
-    events = tuple(merge(*files, key=lambda event: float(event["time"])))
+    # Not merged: a clock that was set back leaves them unsorted.
+    events = tuple(sorted(chain(*files), key=lambda event: float(event["time"])))
     return Record(path, info, config, events)
 
 

@@ -25,7 +25,7 @@ class Thinning:
         if self._first is None:
             self._first = now
         since = now - self._passed.get(kind, float("-inf"))
-        if since < max(SECONDS, SHARE * (now - self._first)):
+        if 0 <= since < max(SECONDS, SHARE * (now - self._first)):
             self._held[kind] = event
             return False
         self._passed[kind] = now

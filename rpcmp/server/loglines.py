@@ -28,8 +28,8 @@ class LogLines:
 
     def add(self, line: Line) -> None:
         """Note a line."""
+        self._lines.append(pb.LogLine(number=self.newest + 1, **asdict(line)))
         self.newest += 1
-        self._lines.append(pb.LogLine(number=self.newest, **asdict(line)))
 
     def after(self, number: int) -> list[pb.LogLine]:
         """The first of those that came after `number`, as many as go into one message."""

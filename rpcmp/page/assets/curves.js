@@ -22,7 +22,7 @@ function curves(runs) {
   const update = () => {
     const byTime = options.time.checked;
     const found = runs.map((run, index) =>
-      tables(run.model, Number(options.smoothing.value), byTime, run.name, index),
+      tables(run, Number(options.smoothing.value), byTime, index, runs.length > 1),
     );
     const faults = runs.length === 1 ? marks(runs[0].model, byTime) : [];
     const isLog = options.log.checked;
@@ -41,7 +41,7 @@ function curves(runs) {
 }
 
 // The lines of one run. A line: { name, x, y, style, low?, high? }.
-function tables(model, weight, byTime, name, index) {
+function tables({ model, name }, weight, byTime, index, isOneOfSeveral) {
   const found = columns(model);
   const x = byTime ? found.seconds : found.step;
   const prefix = RUNS[index % RUNS.length];
@@ -72,7 +72,7 @@ function tables(model, weight, byTime, name, index) {
         x: evaluated.map((row) => (byTime ? row[1] : row[0])),
         y: evaluated.map((row) => row[2].loss),
         style: "points",
-        colour: index ? prefix : "evaluation",
+        colour: isOneOfSeveral ? prefix : "evaluation",
       },
     ],
     rate: [
@@ -167,10 +167,12 @@ function chart(root, reading, { floor, read }) {
     if (!u || (how === undefined && step === undefined) || event.altKey) return;
     event.preventDefault();
     if (how !== undefined) return zoom(u, limits, how);
+    reading.setAttribute("aria-live", "polite"); // it is asked for
     const size = u.data[0].length;
     const index = clamp((u.cursor.idx ?? size - 1) + step * (event.shiftKey ? 10 : 1), 0, size - 1);
     u.setCursor({ left: u.valToPos(u.data[0][index], "x"), top: u.over.clientHeight / 2 });
   });
+  root.addEventListener("blur", () => reading.setAttribute("aria-live", "off"));
   new ResizeObserver(() => u?.setSize({ width: root.clientWidth, height: HEIGHT })).observe(root);
 
   return {

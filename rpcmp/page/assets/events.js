@@ -37,7 +37,10 @@ function events() {
       .filter((entry) => !hidden.has(entry.kind))
       .slice(-LINES)
       .reverse();
-    const byKey = new Map(shown.map((entry) => [String(entry.n), entry]));
+    // Another run counts its lines from the same begin.
+    const byKey = new Map(
+      shown.map((entry) => [`${entry.n} ${entry.time} ${entry.text}`, entry]),
+    );
     keyed(root, [...byKey.keys()], (key) => line(byKey.get(key)));
     root.hidden = !shown.length;
     byId("events-none").hidden = shown.length > 0;

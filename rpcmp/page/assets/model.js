@@ -1,6 +1,6 @@
 // What is known of a run: the server's state, put together from its messages.
 
-const EVENTS = 1200;
+const EVENTS = 200; // of each kind, as many as the server keeps
 
 function empty() {
   return {
@@ -20,11 +20,15 @@ function apply(model, message) {
     model.rows.length = message.curve.from;
     model.rows.push(...message.curve.rows);
   }
-  if (message.entries.length) {
-    model.entries.push(...message.entries);
-    model.entries.splice(0, Math.max(0, model.entries.length - EVENTS));
-  }
+  if (message.entries.length) model.entries = newest([...model.entries, ...message.entries]);
   return model;
+}
+
+// The last entries of each kind: a flood of one hides nothing of another.
+function newest(entries) {
+  const counts = {};
+  const isKept = ({ kind }) => (counts[kind] = (counts[kind] ?? 0) + 1) <= EVENTS;
+  return entries.reverse().filter(isKept).reverse();
 }
 
 // The rows by column, for charts.

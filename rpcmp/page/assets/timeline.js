@@ -33,9 +33,16 @@ function timeline() {
     last = model;
     const next = model.parts.timeline;
     byId("timeline-none").hidden = Boolean(next);
+    if (!next && shown) forget(); // another run is looked at
     if (!next || next === shown || (hold.checked && shown)) return;
     shown = next;
     draw();
+  };
+  const forget = () => {
+    u?.destroy();
+    u = shown = chosen = null;
+    setText(byId("timeline-title"), "Last step");
+    setText(reading, "");
   };
   const draw = () => {
     if (!shown || !root.clientWidth) return;
