@@ -394,7 +394,7 @@ def test_a_report_is_a_file_that_needs_no_other(browser: Browser, tmp_path: Path
 
 def test_a_report_of_two_runs_lays_curves_over_each_other(browser: Browser, tmp_path: Path) -> None:
     path = tmp_path / "comparison.html"
-    told = {"first": pageevents.run(60), "second": pageevents.run(90, 30)}
+    told = {"first": [*pageevents.run(60)], "second": [*pageevents.run(90, 30)]}
     for event in told["second"]:
         if event["event"] == "eval":
             event["loss"] = 0.5
