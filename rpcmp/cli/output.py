@@ -17,7 +17,6 @@ from rpcmp import evaluated, jsonlines, sizes
 from rpcmp.cli import bestlines, faultlines
 from rpcmp.cli.aside import Report
 from rpcmp.config import Config
-from rpcmp.observers.watch import PASSING
 from rpcmp.process.channel import Message
 
 PLAIN_SECONDS = 2.0
@@ -39,9 +38,7 @@ def printer(config: Config, as_json: bool, verbose: bool, quiet: bool) -> Iterat
 
 
 def _show_json(event: Message) -> None:
-    """One line; what is told again and again, whatever happens, is for pages and metrics."""
-    if event["event"] not in PASSING:
-        click.echo(jsonlines.dumps(event))
+    click.echo(jsonlines.dumps(event))
 
 
 def plain(config: Config, write: Callable[[str], None]) -> Report:

@@ -12,6 +12,7 @@ import sys
 import threading
 import traceback
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
@@ -29,7 +30,7 @@ def begin(sender: Sender) -> None:
     logging.root.addHandler(handler)
     _let_go_of(before, handler)
     _keep(handler)
-    warnings.showwarning = _warner(sender)
+    show_warnings(lambda text: sender.tell("WARNING", "py.warnings", text))
     sys.excepthook = _hook(sender, "")
     threading.excepthook = lambda args: _hook(sender, f"in thread {_name_of(args.thread)}: ")(
         args.exc_type, args.exc_value, args.exc_traceback
@@ -85,7 +86,9 @@ def warned(message: Warning | str, category: type[Warning], filename: str, linen
     return f"{category.__name__}: {message} ({Path(filename).name}:{lineno})"
 
 
-def _warner(sender: Sender) -> Any:
+def show_warnings(tell: Callable[[str], None]) -> None:
+    """Have `tell` told of this process's warnings, but of those that are written to a file."""
+
     def show(
         message: Warning | str,
         category: type[Warning],
@@ -95,12 +98,11 @@ def _warner(sender: Sender) -> Any:
         line: str | None = None,
     ) -> None:
         if file is None:
-            text = warned(message, category, filename, lineno)
-            sender.tell("WARNING", "py.warnings", text)
+            tell(warned(message, category, filename, lineno))
         else:
             file.write(warnings.formatwarning(message, category, filename, lineno, line))
 
-    return show
+    warnings.showwarning = show
 
 
 def _hook(sender: Sender, where: str) -> Any:

@@ -12,12 +12,11 @@ import queue
 import sys
 import threading
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any, NamedTuple, TextIO
+from typing import NamedTuple, TextIO
 
-from rpcmp.logs.capture import warned
+from rpcmp.logs.capture import show_warnings
 from rpcmp.logs.entry import Entry, as_json, as_text, entry_of, number_of
 from rpcmp.logs.fold import Fold
 from rpcmp.logs.line import Line, cut
@@ -72,7 +71,8 @@ class Display(logging.Handler):
     def install(self) -> None:
         """Have it show all records of `logging` in this process, and warnings."""
         logging.root.addHandler(self)
-        warnings.showwarning = self._show_warning
+        log = logging.getLogger("py.warnings")
+        show_warnings(lambda text: log.warning("%s", text))
 
     def set(self, as_json: bool, lowest: str) -> None:
         """Choose the format, and the lowest level."""
@@ -177,18 +177,6 @@ class Display(logging.Handler):
         stream = sys.stderr if self._stream.isatty() else self._stream
         stream.write((as_json(entry) if self.json else as_text(entry)) + "\n")
         stream.flush()
-
-    def _show_warning(
-        self,
-        message: Warning | str,
-        category: type[Warning],
-        filename: str,
-        lineno: int,
-        file: TextIO | None = None,
-        line: str | None = None,
-    ) -> Any:
-        text = warned(message, category, filename, lineno)
-        logging.getLogger("py.warnings").warning("%s", text)
 
 
 def options() -> list[str]:
