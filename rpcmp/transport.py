@@ -56,6 +56,7 @@ from rpcmp.errors import (
     one_line,
     to_wire,
 )
+from rpcmp.payload import Payload
 from rpcmp.process import network
 from rpcmp.process.listeners import listeners
 from rpcmp.process.network import address_of
@@ -68,6 +69,12 @@ ACKNOWLEDGED_SECONDS = 1.0
 """How long the acknowledgement of a reference may be under way."""
 
 RRef = rpc.RRef
+
+NOBODY = ""
+"""In the place of a member's name: the answer is this process's own."""
+
+answered = Payload()
+"""What the other members have answered to this process."""
 
 rpc_internal._unpickler = unpickling.Unpickler  # what messages may name, see there
 
@@ -209,12 +216,19 @@ def results(calls: Sequence[tuple[str, Future[Any]]]) -> list[Any]:
 
 
 def outcome(future: Future[Any], member: str) -> Any:
-    """The value of a call to `member`, or a Raised; blocks and does not raise."""
+    """The value of a call to `member`, or a Raised; blocks and does not raise.
+
+    Args:
+        member: whose answer it is, which is counted in `answered`.
+    """
     try:
-        return future.wait()
+        value = future.wait()
     except RuntimeError as error:
         lost = WorkerDiedError(f"lost the connection to {member!r}: {one_line(error)}")
         return Raised(to_wire(lost))
+    if member != NOBODY:
+        answered.note(member, value)
+    return value
 
 
 def when_all(
@@ -222,9 +236,9 @@ def when_all(
 ) -> None:
     """Call `callback` with the outcomes of calls to members, in order, once all have ended.
 
-    Each with the member's name. Not `collect_all`, which ends with the first failure. A callback
-    that raises is a bug: torch would swallow it and leave everybody waiting, so it ends the
-    process.
+    Each with the member's name, see `outcome`. Not `collect_all`, which ends with the first
+    failure. A callback that raises is a bug: torch would swallow it and leave everybody waiting, so
+    it ends the process.
     """
     lock = threading.Lock()
     left = len(calls)

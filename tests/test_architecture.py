@@ -20,7 +20,7 @@ LAYERS = """
     starter suggestion evaluated
     pythonfiles logs
     graph partition schedule addresses microbatch treespec turns ties split process scratch
-    simulation sizes work handoff snapshot unpickling
+    simulation sizes work handoff snapshot unpickling payload
     transport store wire
     control kinds
     sections source trace weights configrules

@@ -100,7 +100,7 @@ def test_links_add_up_what_both_ends_have_opened() -> None:
     vitals.hear("b", said(Way(A, 1000, 1, 0.1), listens=B))
     vitals.joined(D)
     doing = Doing("step", 3, -1, 0.1)
-    vitals.hear_driver(9, doing, [[A, 5, 6, 0.3], ["", 70, 80, 0.0]], {A: 0.04})
+    vitals.hear_driver(9, doing, [[A, 5, 6, 0.3], ["", 70, 80, 0.0]], {A: 0.04}, [])
     found = links(vitals)
     assert {pair: link["bytes"] for pair, link in found.items()} == {
         ("a", "b"): 101,
@@ -162,12 +162,37 @@ def test_a_loss_that_nobody_can_name_changes_nothing() -> None:
 def test_the_driver_is_one_of_them() -> None:
     vitals = Vitals()
     vitals.begin()
-    vitals.hear_driver(9, Doing("plan", 0, -1, 0.1), [], {})
+    vitals.hear_driver(9, Doing("plan", 0, -1, 0.1), [], {}, [])
     assert told(vitals)["driver"]["state"] == "building"
     vitals.joined(D)
-    vitals.hear_driver(9, Doing("step", 3, -1, 0.1), [], {})
+    vitals.hear_driver(9, Doing("step", 3, -1, 0.1), [], {}, [])
     driver = told(vitals)["driver"]
     assert (driver["state"], driver["phase"], driver["pid"]) == ("running", "step", 9)
     assert driver["host"] == platform.node()
     vitals.lose(DRIVER)
     assert told(vitals)["driver"]["state"] == "lost"
+
+
+def test_tensors_that_take_another_way_count_where_they_are_more(clock: Clock) -> None:
+    vitals = Vitals()
+    vitals.begin()
+    vitals.hear("a:1", said(listens=A))
+    for now, tensors in ((1.0, 1000), (2.0, 3000)):
+        clock.now = now
+        change = said(Way(A, 50, 5000, 0.1), listens=B)
+        change.vitals.tensors.add(peer="a:1", sent=tensors, received=tensors)
+        vitals.hear("b", change)
+    vitals.joined(D)
+    answers = [["a:1", 0, 7], ["b:0", 0, 8], ["b", 0, 1], ["nobody", 1, 1]]  # names and labels
+    vitals.hear_driver(9, Doing("step", 3, -1, 0.1), [], {}, answers)
+    found = links(vitals)
+    assert {pair: link["bytes"] for pair, link in found.items()} == {
+        ("b", "a:1"): 3000,
+        ("a:1", "b"): 5000,
+        (DRIVER, "a:1"): 0,
+        ("a:1", DRIVER): 7,
+        (DRIVER, "b"): 0,
+        ("b", DRIVER): 9,
+    }
+    assert found["b", "a:1"]["bytes_per_s"] == pytest.approx(2000.0)
+    assert found["b", "a:1"]["rtt_s"] == 0.1

@@ -306,7 +306,7 @@ class Session:
     def _heard_beat(self, driver: Child, beat: Message) -> None:
         doing, carried = driver.activity.read(), self._relay.round_trips
         self._watchdog.note(doing)
-        self._vitals.hear_driver(driver.pid, doing, beat["ways"], carried)
+        self._vitals.hear_driver(driver.pid, doing, beat["ways"], carried, beat["tensors"])
 
     async def _end_driver_if_silent(self, driver: Child) -> None:
         self._pulse.beat()

@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-from rpcmp.members import DRIVER
+from rpcmp.members import DRIVER, member
 from rpcmp.process import usage
 from rpcmp.process.activity import Doing
 from rpcmp.process.channel import Message
@@ -44,7 +44,7 @@ class _Count(NamedTuple):
 
     Attributes:
         at: when.
-        ways: so far.
+        ways: what has gone so far, by peer.
         rates: bytes a second since the count before, sent and received, by peer.
     """
 
@@ -74,7 +74,8 @@ class Vitals:
         self._driver: Message = {}
         self._restarts = -1
         self._listens: dict[str, str] = {}
-        self._counts: dict[str, _Count] = {}
+        self._connections: dict[str, _Count] = {}
+        self._tensors: dict[str, _Count] = {}
         self._heard = asyncio.Event()
 
     def begin(self) -> None:
@@ -82,7 +83,8 @@ class Vitals:
         self._restarts += 1
         self._driver = {}
         self._listens.clear()
-        self._counts.clear()
+        self._connections.clear()
+        self._tensors.clear()
 
     def hear(self, label: str, change: pb.WatchResponse) -> None:
         """Take what a server says of its worker."""
@@ -93,15 +95,18 @@ class Vitals:
             self._listens[change.listens] = label
         if change.HasField("vitals"):
             worker.update(_told(change.vitals))
-            ways = [
-                Way(way.peer, way.sent, way.received, way.round_trip_s)
-                for way in change.vitals.ways
-            ]
-            self._count(label, time.monotonic() - change.vitals.counted_s_ago, ways)
+            at = time.monotonic() - change.vitals.counted_s_ago
+            _count(self._connections, label, at, map(_way, change.vitals.ways))
+            _count(self._tensors, label, at, map(_way, change.vitals.tensors))
             self._heard.set()
 
     def hear_driver(
-        self, pid: int, doing: Doing, ways: Iterable[Any], carried: Mapping[str, float]
+        self,
+        pid: int,
+        doing: Doing,
+        ways: Iterable[Any],
+        carried: Mapping[str, float],
+        tensors: Iterable[Any],
     ) -> None:
         """Take a sign of life of the driver process.
 
@@ -109,12 +114,16 @@ class Vitals:
             pid, doing: its own.
             ways: see rpcmp.process.traffic.
             carried: seconds to other hosts and back, see rpcmp.wire.relay.
+            tensors: see rpcmp.payload.
         """
-        found = [Way(*way) for way in ways]
+        at, found = time.monotonic(), [Way(*way) for way in ways]
         found = [
             way._replace(round_trip_s=carried.get(way.peer, way.round_trip_s)) for way in found
         ]
-        self._count(DRIVER, time.monotonic(), found)
+        _count(self._connections, DRIVER, at, found)
+        _count(
+            self._tensors, DRIVER, at, (Way(peer, sent, back, 0.0) for peer, sent, back in tensors)
+        )
         self._driver = {
             "state": "running" if DRIVER in self._listens.values() else "building",
             "restarts": self._restarts,
@@ -156,21 +165,48 @@ class Vitals:
             "links": self._links(),
         }
 
-    def _count(self, label: str, at: float, ways: list[Way]) -> None:
-        before = self._counts.get(label)
-        self._counts[label] = _Count(at, ways, {}) if before is None else before.next(at, ways)
-
     def _links(self) -> list[Message]:
-        """From member to member, over all connections that either of them has opened."""
-        links: dict[Pair, Message] = {}
-        for label, count in self._counts.items():
-            for way in count.ways:
-                if (peer := self._listens.get(way.peer)) is None:
-                    continue  # something of the user's own, or opened by another member
-                there, back = count.rates.get(way.peer, (0.0, 0.0))
-                _add(links, (label, peer), way.sent, there, way.round_trip_s)
-                _add(links, (peer, label), way.received, back, way.round_trip_s)
+        """From member to member.
+
+        What has gone over all connections that either of them has opened; or the tensors alone
+        where they are more, since on one machine they take another way.
+        """
+        links = _links(self._connections, self._listens)
+        for pair, of_tensors in _links(self._tensors, self._names()).items():
+            link = links.setdefault(pair, of_tensors)
+            for key in ("bytes", "bytes_per_s"):
+                link[key] = max(link[key], of_tensors[key])
         return list(links.values())
+
+    def _names(self) -> dict[str, str]:
+        """The labels of all members, by label, name, and stage where it is the first replica."""
+        return {
+            name: label
+            for label in self._listens.values()
+            for name in (label, member(label), label.removesuffix(":0"))
+        }
+
+
+def _way(said: pb.Way) -> Way:
+    return Way(said.peer, said.sent, said.received, said.round_trip_s)
+
+
+def _count(counts: dict[str, _Count], label: str, at: float, ways: Iterable[Way]) -> None:
+    before, now = counts.get(label), list(ways)
+    counts[label] = _Count(at, now, {}) if before is None else before.next(at, now)
+
+
+def _links(counts: Mapping[str, _Count], labels: Mapping[str, str]) -> dict[Pair, Message]:
+    """Made of what each member has counted, by its label; `labels` says who a peer is."""
+    links: dict[Pair, Message] = {}
+    for label, count in counts.items():
+        for way in count.ways:
+            if (peer := labels.get(way.peer)) is None:
+                continue  # something of the user's own, or opened by another member
+            there, back = count.rates.get(way.peer, (0.0, 0.0))
+            _add(links, (label, peer), way.sent, there, way.round_trip_s)
+            _add(links, (peer, label), way.received, back, way.round_trip_s)
+    return links
 
 
 def _add(links: dict[Pair, Message], pair: Pair, sent: int, rate: float, seconds: float) -> None:

@@ -58,7 +58,7 @@ FAMILIES = [
     Family(
         "rpcmp_link_bytes",
         "counter",
-        "Sent over TCP from one member to another; tensors on one machine go through memory",
+        "Sent from one member to another: over TCP, or the tensors alone where these are more",
         LINK,
     ),
     Family(

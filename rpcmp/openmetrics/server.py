@@ -51,8 +51,13 @@ FAMILIES = [
         "Micro-batches whose activations its worker keeps for their backward",
         STAGE,
     ),
-    Family("rpcmp_server_sent_bytes", "counter", "Sent by its workers to all others", STAGE),
-    Family("rpcmp_server_received_bytes", "counter", "Received by its workers", STAGE),
+    Family(
+        "rpcmp_server_sent_bytes",
+        "counter",
+        "Sent by its workers over TCP; tensors on one machine go through memory",
+        STAGE,
+    ),
+    Family("rpcmp_server_received_bytes", "counter", "Received by them, likewise", STAGE),
     Family(
         "rpcmp_server_link_round_trip_seconds",
         "gauge",

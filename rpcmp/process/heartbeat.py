@@ -17,7 +17,7 @@ BEAT_SECONDS = 0.5
 """Between two beats."""
 
 
-def begin(channel: Channel, tell: Callable[[], Message] = dict) -> None:
+def begin(channel: Channel, tell: Callable[[], Message]) -> None:
     """Beat from now on.
 
     Args:

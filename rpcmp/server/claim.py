@@ -97,6 +97,7 @@ class Claim:
         self.servers: dict[str, str] = {}
         self._in_flight = 0
         self._ways: list[pb.Way] = []
+        self._tensors: list[pb.Way] = []
         self._counted = time.monotonic()
         self._forks = forks
         self._dialer = dialer
@@ -231,6 +232,7 @@ class Claim:
                 )
                 for way in self._ways
             ],
+            tensors=self._tensors,
         )
 
     async def stacks(self) -> str:
@@ -299,6 +301,10 @@ class Claim:
         self._ways = [
             pb.Way(peer=peer, sent=sent, received=received, round_trip_s=seconds)
             for peer, sent, received, seconds in beat["ways"]
+        ]
+        self._tensors = [
+            pb.Way(peer=peer, sent=sent, received=received)
+            for peer, sent, received in beat["tensors"]
         ]
 
     def _start_if_ready(self) -> None:

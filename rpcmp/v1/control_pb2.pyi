@@ -696,6 +696,7 @@ class Vitals(_message.Message):
     IN_FLIGHT_FIELD_NUMBER: _builtins.int
     WAYS_FIELD_NUMBER: _builtins.int
     COUNTED_S_AGO_FIELD_NUMBER: _builtins.int
+    TENSORS_FIELD_NUMBER: _builtins.int
     host: _builtins.str
     pid: _builtins.int
     """0: there is none"""
@@ -705,11 +706,15 @@ class Vitals(_message.Message):
     in_flight: _builtins.int
     """micro-batches whose activations it keeps"""
     counted_s_ago: _builtins.float
-    """when `ways` were"""
+    """when `ways` and `tensors` were"""
     @_builtins.property
     def doing(self) -> Global___Doing: ...
     @_builtins.property
     def ways(self) -> _containers.RepeatedCompositeFieldContainer[Global___Way]: ...
+    @_builtins.property
+    def tensors(self) -> _containers.RepeatedCompositeFieldContainer[Global___Way]:
+        """answers of other members, and their gradients; see rpcmp.payload"""
+
     def __init__(
         self,
         *,
@@ -721,10 +726,11 @@ class Vitals(_message.Message):
         in_flight: _builtins.int = ...,
         ways: _abc.Iterable[Global___Way] | None = ...,
         counted_s_ago: _builtins.float = ...,
+        tensors: _abc.Iterable[Global___Way] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["doing", b"doing"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["counted_s_ago", b"counted_s_ago", "cpu_seconds", b"cpu_seconds", "doing", b"doing", "host", b"host", "in_flight", b"in_flight", "memory", b"memory", "pid", b"pid", "ways", b"ways"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["counted_s_ago", b"counted_s_ago", "cpu_seconds", b"cpu_seconds", "doing", b"doing", "host", b"host", "in_flight", b"in_flight", "memory", b"memory", "pid", b"pid", "tensors", b"tensors", "ways", b"ways"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -732,7 +738,9 @@ Global___Vitals: _TypeAlias = Vitals  # noqa: Y015
 
 @_typing.final
 class Way(_message.Message):
-    """What has gone over the connections that a process has opened to another member's agent."""
+    """What has gone between a process and another member: over the connections that the process has
+    opened to the other's agent, or, of `tensors`, in whatever way.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -741,7 +749,7 @@ class Way(_message.Message):
     RECEIVED_FIELD_NUMBER: _builtins.int
     ROUND_TRIP_S_FIELD_NUMBER: _builtins.int
     peer: _builtins.str
-    """HOST:PORT where that agent listens; empty: those that others opened"""
+    """HOST:PORT where that agent listens, or the member's name; empty: of connections to this process"""
     sent: _builtins.int
     """bytes"""
     received: _builtins.int

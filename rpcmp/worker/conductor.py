@@ -23,7 +23,7 @@ from torch.futures import Future
 
 from rpcmp import transport
 from rpcmp.errors import NonFiniteLossError
-from rpcmp.transport import Raised
+from rpcmp.transport import NOBODY, Raised
 from rpcmp.work import Bundle, Outputs, Trained, Work
 
 
@@ -31,8 +31,7 @@ class Conductor:
     """Keeps bundles in flight, one thread and one autograd context each.
 
     Args:
-        stage: the name of the stage that computes the loss.
-        ask: that stage's answer to one bundle.
+        ask: the answer to one bundle of the stage that computes the loss, in this process.
         in_flight: how many may be under way at once.
         is_scaled: whether gradients are those of a scaled loss: then it is them that decide whether
             a step is skipped, and a loss that is not finite is no error.
@@ -40,12 +39,10 @@ class Conductor:
 
     def __init__(
         self,
-        stage: str,
         ask: Callable[[Bundle], Future[Any]],
         in_flight: int,
         is_scaled: bool = False,
     ) -> None:
-        self._stage = stage
         self._ask = ask
         self._check = _unchecked if is_scaled else _finite
         self._threads = ThreadPoolExecutor(in_flight, "rpcmp-bundle")
@@ -85,7 +82,7 @@ class Conductor:
 
     def _train(self, bundle: Bundle) -> list[Trained]:
         with transport.autograd_context() as context_id:
-            answer: list[Outputs] = transport.result(self._ask(bundle), self._stage)
+            answer: list[Outputs] = transport.result(self._ask(bundle), NOBODY)
             trained = [
                 Trained(self._check(outputs.value.item(), work), outputs.reports or {})
                 for work, outputs in zip(bundle.works, answer, strict=True)

@@ -17,7 +17,7 @@ from rpcmp import microbatch, transport
 from rpcmp.errors import RpcmpError, StageError, to_wire
 from rpcmp.graph import Reference
 from rpcmp.inflight import STEPS_AHEAD
-from rpcmp.transport import Raised
+from rpcmp.transport import NOBODY, Raised
 from rpcmp.work import Bundle, Drawn, Holding, Outputs, Work
 from rpcmp.worker.loaders import Loaders
 from rpcmp.worker.loading import Parts
@@ -83,7 +83,7 @@ class Feed:
         def loaded(found: list[Any]) -> None:
             answer.set_result(_slices(found[0], bundle.works, reference))
 
-        transport.when_all([(str(reference), mini_batch.parts)], loaded)
+        transport.when_all([(NOBODY, mini_batch.parts)], loaded)
         return answer
 
     def skip(self, bundle: Bundle) -> None:

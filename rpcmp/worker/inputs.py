@@ -10,6 +10,7 @@ from torch.futures import Future
 from rpcmp import transport
 from rpcmp.graph import SOURCES, Graph, Port, Reference
 from rpcmp.members import member
+from rpcmp.transport import NOBODY
 from rpcmp.turns import Share, Turns
 from rpcmp.work import Bundle, Mode
 from rpcmp.worker.feed import Feed
@@ -62,7 +63,7 @@ class Inputs:
         asked = [self._ask_one(bundle, index) for index in range(len(self.references))]
         if self._is_sink and bundle.mode is not Mode.PREDICT:
             targets = self._ask_batch(bundle, Reference(SOURCES[1]), len(self.references))
-            asked.append(("the targets", targets))
+            asked.append((NOBODY, targets))
         transport.when_all(asked, callback)
 
     def forget(self) -> None:
@@ -79,11 +80,9 @@ class Inputs:
     def _ask_one(self, bundle: Bundle, index: int) -> tuple[str, Future[Any]]:
         reference = self.references[index]
         if reference.from_batch:
-            answer = self._ask_batch(bundle, reference, index)
-        else:
-            producer = self.producer(index, bundle)
-            answer = transport.call(producer, self._forward, bundle, self.ports[index])
-        return f"{reference} (input {index})", answer
+            return NOBODY, self._ask_batch(bundle, reference, index)
+        producer = self.producer(index, bundle)
+        return producer, transport.call(producer, self._forward, bundle, self.ports[index])
 
     def _ask_batch(self, bundle: Bundle, reference: Reference, index: int) -> Future[Any]:
         if self._feed is not None and bundle.works[0].drawn:

@@ -103,7 +103,8 @@ class WorkerProcess:
         os._exit(0)  # no destructors: RPC threads may still be about
 
     def _vitals(self) -> Message:
-        return {} if self._stage is None else self._stage.vitals()
+        own = {} if self._stage is None else self._stage.vitals()
+        return {"tensors": transport.answered.read(), **own}
 
     def _restore(self, stage: Stage, step: int, files: list[str]) -> None:
         """Make the stage what it was after `step`; without files, from a snapshot in memory."""

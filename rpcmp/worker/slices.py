@@ -16,7 +16,7 @@ from torch.futures import Future
 from rpcmp import transport
 from rpcmp.members import DRIVER
 from rpcmp.source import Source
-from rpcmp.transport import Raised
+from rpcmp.transport import NOBODY, Raised
 from rpcmp.turns import Share
 from rpcmp.work import Bundle, Outputs, microbatches_of
 
@@ -66,7 +66,7 @@ class Slices:
             slices = zip(places, found, strict=True)
             answer.set_result(failed or [Outputs(group[at % GROUP]) for at, group in slices])
 
-        transport.when_all([(DRIVER, group) for group in groups], arrived)
+        transport.when_all([(NOBODY, group) for group in groups], arrived)
         return answer
 
     def _group(

@@ -129,7 +129,6 @@ class Stage:
             lambda: self.optimizer.report,
         )
         self._conductor = Conductor(
-            self.name,
             lambda bundle: self.forward(bundle, DRIVER_PORT),
             assignment.conducted,
             is_scaled=scale is not None,
