@@ -21,7 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rpcmp.logs import capture
-from rpcmp.logs.display import Display, Place
+from rpcmp.logs.display import Display, Place, unreported
 from rpcmp.logs.entry import Entry, as_json, as_text, entry_of, pass_on
 from rpcmp.logs.fold import BURST, FIRST, KINDS, LONGEST, SECONDS, Fold
 from rpcmp.logs.line import MAX_BYTES, MAX_TEXT, NOTE, Line, cut, unpack
@@ -480,3 +480,41 @@ def test_one_that_does_not_log_sees_them_on_standard_error(
     monkeypatch.setattr(logging.root, "handlers", [])
     pass_on(entry_of(info("printed"), "stage0", 1))
     assert "INFO generation 1 stage0: printed\n" in capsys.readouterr().err
+
+
+def test_the_end_of_a_log_comes_at_once_however_often() -> None:
+    stream = Reader()
+    display = Display(stream)
+    display.show(entry_of(info("said"), "stage0", 1))
+    for _ in range(2):
+        display.finish()
+    assert stream.getvalue().endswith("said\n")
+    assert not [thread for thread in threading.enumerate() if thread.name == "rpcmp-log"]
+
+
+def test_a_report_that_fails_stops_no_other_line(capsys: pytest.CaptureFixture[str]) -> None:
+    def fail(entry: Entry) -> None:
+        raise KeyError("a bug")
+
+    stream = Reader()
+    display = Display(stream)
+    with display.reporting(fail):
+        display.emit(logging.makeLogRecord({"levelname": "INFO", "levelno": 20, "msg": "lost"}))
+    display.show(entry_of(info("found"), "stage0", 1))
+    display.finish()
+    assert stream.getvalue().endswith("found\n")
+    assert "KeyError: 'a bug'" in capsys.readouterr().err
+
+
+def test_lines_that_are_not_reported_are_counted_by_themselves() -> None:
+    stream, reported = Reader(), list[Entry]()
+    display = Display(stream)
+    record = logging.makeLogRecord({"levelname": "INFO", "levelno": 20, "msg": "again"})
+    with display.reporting(reported.append):
+        for _ in range(FIRST + 15):
+            display.emit(record)
+        with unreported():
+            display.emit(record)
+    display.finish()
+    assert sum(entry["count"] for entry in reported) == FIRST + 15
+    assert len(stream.getvalue().splitlines()) == 1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import logging
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -9,6 +11,7 @@ from typing import Any
 import pytest
 
 from rpcmp.errors import DrainingError, InterruptedJobError, JobError
+from rpcmp.logs.display import Display
 from rpcmp.observers import watch
 from rpcmp.observers.watch import LAG, MOST, watching
 
@@ -193,3 +196,20 @@ def test_an_output_that_cannot_be_written_ends_the_run_and_is_told() -> None:
         report({"event": "start"})
     assert names(told.events) == ["end"]
     assert told.events[0]["outcome"] == "failed"
+
+
+def test_what_an_observer_says_is_shown_but_not_reported() -> None:
+    stream = io.StringIO()
+    display = Display(stream)
+
+    def say(text: str) -> None:
+        display.emit(logging.makeLogRecord({"levelname": "INFO", "levelno": 20, "msg": text}))
+
+    observer = Told(lambda event: say(f"heard {event['event']}"))
+    with watching([observer], lambda event: None) as report, display.reporting(report):
+        report({"event": "start"})
+        say("a word of the run's")
+    display.finish()
+    assert names(observer.events) == ["start", "log", "end"]
+    shown = [line.rpartition(": ")[2] for line in stream.getvalue().splitlines()]
+    assert shown == ["heard start", "heard log", "heard end"]

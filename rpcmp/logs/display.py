@@ -12,6 +12,7 @@ import queue
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import NamedTuple, TextIO
@@ -19,13 +20,40 @@ from typing import NamedTuple, TextIO
 from rpcmp.logs.capture import show_warnings
 from rpcmp.logs.entry import Entry, as_json, as_text, entry_of, number_of
 from rpcmp.logs.fold import Fold
-from rpcmp.logs.line import Line, cut
+from rpcmp.logs.line import Line, Unreported, cut
 
 MOST = 10_000
 """Entries that may wait to be written; more are counted and left out."""
 
 PATIENCE = 10.0
 """Seconds for the last entries to be written."""
+
+
+DUE = "due"
+"""Nothing was said, but what flood control has counted has to be told."""
+
+_Waiting = Entry | Line | threading.Event | str | None
+"""What the writing thread takes: what was said, who waits until it is written, DUE, or the end."""
+
+_here = threading.local()
+
+
+@contextlib.contextmanager
+def unreported() -> Iterator[None]:
+    """Have what this thread says within the block shown, but not reported.
+
+    For whoever hears of all that is reported: each line of his would give him another to hear of.
+    """
+    before = _is_unreported()
+    _here.is_unreported = True
+    try:
+        yield
+    finally:
+        _here.is_unreported = before
+
+
+def _is_unreported() -> bool:
+    return getattr(_here, "is_unreported", False)
 
 
 class Place(NamedTuple):
@@ -62,9 +90,10 @@ class Display(logging.Handler):
         self.place: Callable[[], Place] = Place
         self.report: Callable[[Entry], None] | None = None
         self._stream = stream or sys.stderr
-        self._waiting: queue.SimpleQueue[Entry | Line | None] = queue.SimpleQueue()
+        self._waiting: queue.SimpleQueue[_Waiting] = queue.SimpleQueue()
         self._left_out = 0
-        self._fold = Fold()
+        self._folds: dict[type[Line], Fold] = {Line: Fold(), Unreported: Fold()}
+        self._patience = PATIENCE
         self._thread: threading.Thread | None = None
         self._starting = threading.Lock()
 
@@ -101,7 +130,8 @@ class Display(logging.Handler):
             self.handleError(record)
         else:
             if record.levelno >= number_of(self.lowest):
-                self._put(Line(record.levelname, record.name, text))
+                kind = Unreported if _is_unreported() else Line
+                self._put(kind(record.levelname, record.name, text))
 
     @contextlib.contextmanager
     def reporting(self, report: Callable[[Entry], None]) -> Iterator[None]:
@@ -115,15 +145,20 @@ class Display(logging.Handler):
 
     def drain(self) -> None:
         """Return when all that was said before is written; or after PATIENCE."""
-        thread, self._thread = self._thread, None
-        if thread is not None:
-            self._waiting.put(None)
-            thread.join(PATIENCE)
+        if self._thread is not None:
+            written = threading.Event()
+            self._waiting.put(written)
+            if not written.wait(self._patience):
+                self._patience = 0.0  # nobody reads: once is enough
 
     def finish(self) -> None:
         """Show the rest, and no more from now on."""
         logging.root.removeHandler(self)
         self.drain()
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            self._waiting.put(None)
+            thread.join(self._patience)
 
     def _put(self, said: Entry | Line) -> None:
         if self._waiting.qsize() >= MOST:
@@ -136,37 +171,40 @@ class Display(logging.Handler):
                 self._thread.start()
 
     def _run(self) -> None:
-        try:
-            while True:
-                said = self._next()
-                if said is None:
-                    self._tell(self._fold.flush())
-                    return
-                if isinstance(said, Line):
-                    self._tell(self._fold.take(said, time.monotonic()))
-                else:
-                    self._write(said)
-        except (OSError, ValueError):  # nobody reads it any more
-            self._waiting = queue.SimpleQueue()
-
-    def _next(self) -> Entry | Line | None:
-        """What was said next; what flood control has counted is told meanwhile."""
-        while True:
-            due = self._fold.next_due()
-            wait = None if due is None else max(0.0, due - time.monotonic())
+        while (said := self._next()) is not None:
             try:
-                return self._waiting.get(timeout=wait)
-            except queue.Empty:
-                self._tell(self._fold.due(time.monotonic()))
+                self._take(said)
+            except (OSError, ValueError):  # nobody reads it any more
+                pass
+            except Exception:
+                traceback.print_exc()
+            finally:
+                if isinstance(said, threading.Event):
+                    said.set()
+
+    def _next(self) -> _Waiting:
+        """What was said next, or DUE."""
+        due = min((at for fold in self._folds.values() if (at := fold.next_due())), default=None)
+        try:
+            return self._waiting.get(timeout=due and max(0.0, due - time.monotonic()))
+        except queue.Empty:
+            return DUE
+
+    def _take(self, said: Entry | Line | threading.Event | str) -> None:
+        if isinstance(said, Line):
+            self._tell(self._folds[type(said)].take(said, time.monotonic()))
+        elif isinstance(said, dict):
+            self._write(said)
+        else:
+            for fold in self._folds.values():
+                self._tell(fold.due(time.monotonic()) if said is DUE else fold.flush())
 
     def _tell(self, lines: list[Line]) -> None:
         for line in lines:
             stage, generation, step = self.place()
             entry = entry_of(replace(line, step=step), stage, generation)
-            if self.report is None:
-                self._write(entry)
-            else:
-                self.report(entry)
+            report = None if isinstance(line, Unreported) else self.report
+            (report or self._write)(entry)
 
     def _write(self, entry: Entry) -> None:
         left_out, self._left_out = self._left_out, 0

@@ -41,6 +41,10 @@ class Line:
         return json.dumps(astuple(self), ensure_ascii=False).encode(errors="backslashreplace")
 
 
+class Unreported(Line):
+    """A line of one who is told of all others: it is shown, and reported to nobody."""
+
+
 def unpack(data: bytes) -> Line:
     """The line that `Line.pack` wrote.
 

@@ -20,6 +20,7 @@ from queue import Empty, SimpleQueue
 
 from rpcmp import factory
 from rpcmp.errors import DrainingError, InterruptedJobError, RpcmpError, one_line
+from rpcmp.logs.display import unreported
 from rpcmp.observers.observer import Observer
 from rpcmp.process.channel import Message
 
@@ -125,7 +126,7 @@ class _Post:
         self._thread.start()
 
     def tell(self, event: Message) -> None:
-        """Never waits. What an observer itself reports, such as a log line, it is not told."""
+        """Never waits. What an observer reports on this thread it is not told."""
         waiting = self._events.qsize()
         if self.failure is not None or threading.current_thread() is self._thread:
             return
@@ -155,6 +156,10 @@ class _Post:
             self.failure = f"{self._observer.name} {why}; the run goes on without it"
 
     def _run(self) -> None:
+        with unreported():
+            self._tell_all()
+
+    def _tell_all(self) -> None:
         try:
             while (event := self._events.get()) is not None:
                 self._observer.tell(event)
