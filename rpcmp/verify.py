@@ -15,6 +15,7 @@ from rpcmp.config import Config
 from rpcmp.errors import MismatchError, WorkerDiedError, from_wire
 from rpcmp.job.balancing import balanced
 from rpcmp.job.drive import drive
+from rpcmp.job.sharing import shares_of_before
 from rpcmp.logs.entry import pass_on
 from rpcmp.process.channel import Message
 from rpcmp.process.child import Child
@@ -84,6 +85,7 @@ def verify(config: Config, connect: Sequence[str] | None = None) -> Verified:
 
     Raises:
         MismatchError: the first difference; not with a `wire_dtype`, which is expected to differ.
+        CheckpointError: the folder where measured shares may be kept cannot be read.
         RpcmpError: one of the runs failed.
     """
     config, pipelined, reference = asyncio.run(_both(config, connect))
@@ -156,7 +158,8 @@ async def _both(config: Config, connect: Sequence[str] | None) -> tuple[Config, 
     """The job with its balance, and the two runs of it."""
     with tempfile.TemporaryDirectory(prefix="rpcmp-verify-") as folder:
         async with Forks([WORKERS, DRIVERS]) as forks:
-            config, _ = await balanced(config, connect, forks)  # the same stages for both
+            given = shares_of_before(config)  # those of a run that has left checkpoints, if any
+            config, _ = await balanced(given, connect, forks)  # the same stages for both
             pipelined = await _pipelined(config, connect, Path(folder) / "pipelined", forks)
             return config, pipelined, await _reference(config, Path(folder) / "reference", forks)
 

@@ -193,8 +193,10 @@ def test_a_slow_replica_gets_less_and_a_resumed_run_leaves_it_at_that(job: JobFo
     more = ("--json", "--resume", "--set", "steps=4")
     with servers_of_replicas({}, {}) as addresses:
         resumed = rpcmp("drive", config, *more, "--connect", addresses)
+        verified = rpcmp("verify", config, "--steps", "4", "--connect", addresses)
     assert resumed.code == 0, resumed.err
     assert resumed.event("shares")["shares"] == {"stage0": [fast, slow]}
+    assert resumed.event("summary")["parameters_sha256"] in verified.out, verified.err
 
 
 @contextlib.contextmanager
