@@ -7,11 +7,21 @@ from rpcmp.errors import ConfigError
 HERE = "127.0.0.1"
 FIRST_PORT = 50051
 PORTS_A_REPLICA = 100
+LAST_PORT = 65535
 
 
 def default_port(stage_index: int, replica: int = 0) -> int:
-    """The port that a stage's server listens on unless told otherwise."""
-    return FIRST_PORT + stage_index + PORTS_A_REPLICA * replica
+    """The port that a stage's server listens on unless told otherwise.
+
+    Raises:
+        ConfigError: there are not so many.
+    """
+    port = FIRST_PORT + stage_index + PORTS_A_REPLICA * replica
+    if port > LAST_PORT:
+        raise ConfigError(
+            f"stage {stage_index} replica {replica} has no default port: give HOST:PORT"
+        )
+    return port
 
 
 def with_port(address: str, stage_index: int, replica: int = 0) -> str:
@@ -37,6 +47,6 @@ def parse(address: str) -> tuple[str, int]:
     """
     host, separator, port = address.rpartition(":")
     odd = any(character.isspace() for character in host)
-    if not separator or not host or odd or not port.isdecimal() or int(port) > 65535:
+    if not separator or not host or odd or not port.isdecimal() or int(port) > LAST_PORT:
         raise ConfigError(f"{address!r} is not HOST:PORT, such as 127.0.0.1:{FIRST_PORT}")
     return host.strip("[]"), int(port)

@@ -35,6 +35,8 @@ def test_a_host_alone_means_its_stages_default_port() -> None:
 def test_every_stage_has_a_default_port_and_replicas_lie_a_hundred_apart() -> None:
     assert [addresses.default_port(stage) for stage in range(3)] == [50051, 50052, 50053]
     assert addresses.default_port(1, replica=2) == 50252
+    with pytest.raises(ConfigError, match="stage 1 replica 200 has no default port: give HOST"):
+        addresses.default_port(1, replica=200)
 
 
 @pytest.mark.parametrize(

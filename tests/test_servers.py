@@ -171,12 +171,12 @@ def test_a_message_of_a_generation_that_is_gone_is_refused(servers: list[Server]
         assert "generation 3" in (refused.value.details() or "")
 
 
-@pytest.mark.long
 def test_the_default_ports_are_what_a_bare_connect_uses(job: JobFolder) -> None:
-    config = job.config('[model]\nlayers = "zoo:mlp"\nbalance = [4]')
-    with running("serve", "--stage", "0") as server:
-        line = server.wait_for_line("SERVING on|cannot listen")
-        assert str(addresses.default_port(0)) in line.string
+    config = job.config('[model]\nlayers = "zoo:mlp"\nbalance = [2, 2]')
+    with running("serve", "--stage", "0") as first, running("serve", "--stage", "1") as second:
+        for stage, server in enumerate((first, second)):
+            line = server.wait_for_line("SERVING on|cannot listen")
+            assert str(addresses.default_port(stage)) in line.string
         result = rpcmp("drive", config, "--connect", "--json")
         assert result.code == 0, result.err
         assert rpcmp("status", config).code == 0
@@ -189,6 +189,23 @@ def test_a_server_for_another_stage_is_refused(job: JobFolder) -> None:
         result = rpcmp("drive", config, "--connect", connect(servers[::-1]))
         assert result.code == 2
         assert "serves stage 1 replica 0, not stage 0" in result.err
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ([], "give --stage N, or --spare"),
+        (["--stage", "0", "--spare"], "give --stage N, or --spare"),
+        (["--spare"], "a spare has no port of its own: give --listen HOST:PORT"),
+        (["--spare", "--listen", "127.0.0.1:0", "--replica", "1"], "leave --replica out"),
+        (["--stage", "0", "--replica", "200"], "stage 0 replica 200 has no default port"),
+        (["--stage", "0", "--replica", "-1"], "-1 is not in the range x>=0"),
+    ],
+)
+def test_what_cannot_be_served_is_refused(options: list[str], said: str) -> None:
+    result = rpcmp("serve", *options)
+    assert result.code == 2
+    assert said in result.err
 
 
 def test_an_address_off_loopback_is_refused() -> None:

@@ -78,6 +78,8 @@ def serve(
         raise click.UsageError("give --stage N, or --spare")
     if stage is None and listen is None:
         raise click.UsageError("a spare has no port of its own: give --listen HOST:PORT")
+    if spare and replica:
+        raise click.UsageError("a spare takes the place of any replica: leave --replica out")
     from rpcmp.wire.security import Security
 
     if parent is not None:
