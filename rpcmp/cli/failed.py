@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Sequence
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from rpcmp.cli.remedy import Command
-from rpcmp.errors import RpcmpError
+from rpcmp.errors import ConfigError, RpcmpError
 
 if TYPE_CHECKING:
     from rpcmp.config import Config
@@ -92,7 +93,10 @@ def _known(job: Config, certs: Path | None) -> dict[str, Any]:
 
 
 def _listens(params: dict[str, Any]) -> str:
+    """Where a server was to listen; empty where there is no such port, which is what failed."""
     from rpcmp import addresses
 
-    here = f"{addresses.HERE}:{addresses.default_port(params.get('stage') or 0, params['replica'])}"
-    return params.get("listen") or here
+    with contextlib.suppress(ConfigError):
+        stage, replica = params.get("stage") or 0, params["replica"]
+        return params.get("listen") or addresses.with_port(addresses.HERE, stage, replica)
+    return ""
