@@ -28,7 +28,7 @@ GROWTH = 4 * 2**20
 """Bytes by which a server may be larger after the second half than after the first."""
 
 COUNTS = [
-    pytest.param(600, id="short"),
+    pytest.param(400, id="short"),
     pytest.param(50_000, id="long", marks=[pytest.mark.long, pytest.mark.timeout(3000)]),
 ]
 

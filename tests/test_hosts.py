@@ -34,8 +34,8 @@ AT_ONCE = 20.0
 Committed = tuple[list[tuple[int, str]], str]
 
 
-def slow_config(job: JobFolder, stages: int = 2) -> Path:
-    return Faults(job).config(STEPS, stages, SLOW)
+def slow_config(job: JobFolder, stages: int = 2, milliseconds: float = SLOW) -> Path:
+    return Faults(job).config(STEPS, stages, milliseconds)
 
 
 @pytest.fixture(scope="module")
@@ -174,11 +174,8 @@ def test_a_host_that_stays_away_ends_the_run_with_a_checkpoint(
 def test_a_server_that_is_drained_hands_its_state_over(
     job: JobFolder, undisturbed: Committed, how: str
 ) -> None:
-    with (
-        server(0) as first,
-        server(1) as second,
-        driving(slow_config(job), [first, second]) as run,
-    ):
+    config = slow_config(job, milliseconds=4 * SLOW)  # a command takes a while to start
+    with server(0) as first, server(1) as second, driving(config, [first, second]) as run:
         if how == "SIGTERM":
             second.run.process.terminate()
         else:

@@ -172,6 +172,20 @@ def test_a_lost_stage_is_red_has_a_sign_and_says_so(browser: Browser) -> None:
         assert seen.errors == []
 
 
+def test_nodes_and_shares_say_what_each_worker_is_and_does(browser: Browser) -> None:
+    with serving(going_on(20)) as (_, url), opened(browser, url) as (tab, seen):
+        fine, lift = node(tab, "fine"), node(tab, "lift")
+        expect(fine.locator(".where")).to_have_text("host-a · cpu")
+        expect(fine.locator(".facts")).to_have_text("300 MiB · 4 in flight")
+        expect(fine.locator(".share")).to_have_text("50 %")
+        expect(lift.locator(".where")).to_have_text(["0 ● host-c · cpu", "1 ● host-d · cpu"])
+        expect(lift.locator(".share")).to_have_text(["66 %", "74 %"])
+        row = tab.locator("#shares tbody tr", has_text="coarse")
+        expect(row.locator("td.numbers")).to_have_text(["32 %", "12 %", "6 %", "52 %"])
+        expect(row.locator(".kind-bubble")).to_have_attribute("title", "idle: bubble 32 %")
+        assert seen.errors == []
+
+
 def test_a_page_that_lost_the_run_says_so_and_goes_on_with_the_next(
     browser: Browser, monkeypatch: pytest.MonkeyPatch
 ) -> None:

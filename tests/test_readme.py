@@ -26,11 +26,12 @@ WORD_FOR_WORD = "From nothing to two hosts"
 """The section whose commands tests/test_newcomer.py runs as they stand."""
 
 RUN_BY = {
-    ".ci/run": ["pip install -e '.[test]'", "pytest"],
-    "tests/test_packaging.py::test_the_wheel_in_a_fresh_environment_makes_a_model_and_trains_it": [
+    ".ci/run": [
+        "pip install -e '.[test]'",  # which contains the next
         "pip install -e '.[examples]'",
+        "pytest",
     ],
-    "tests/test_examples.py::test_an_example_learns": [
+    "tests/test_drive.py::test_digits_reaches_98_percent": [
         "rpcmp drive rpcmp/examples/digits.toml",
     ],
     "tests/test_readme.py::test_the_model_and_config_run_as_they_stand": [
@@ -52,6 +53,8 @@ RUN_BY = {
     ],
     "tests/test_openmetrics.py::test_a_run_and_its_servers_are_scraped_while_one_is_lost": [
         "rpcmp drive config.toml --metrics 127.0.0.1:9464",
+    ],
+    "tests/test_lan.py::test_nothing_but_the_one_port_of_each_server_answers": [
         "rpcmp serve --stage 1 --certs stage1 --listen 0.0.0.0:50052 --metrics 0.0.0.0:9465",
     ],
     "tests/test_page.py::test_a_run_that_trains_loses_a_stage_comes_back_and_ends": [
@@ -129,15 +132,18 @@ CHECKED_BY = {
 
 def test_every_command_has_its_test() -> None:
     """A new command in the README needs a test, whose name goes into a table above."""
-    listed = [(c, test) for table in (RUN_BY, CHECKED_BY) for test in table for c in table[test]]
+    tables = (RUN_BY, CHECKED_BY)
+    listed = [(c, test, table) for table in tables for test in table for c in table[test]]
     typed = commands(section(WORD_FOR_WORD))
-    assert sorted(set(ALL).difference(typed)) == sorted(dict(listed))
-    for command, test in listed:
+    assert sorted(set(ALL).difference(typed)) == sorted(command for command, *_ in listed)
+    for command, test, table in listed:
         path, _, name = test.partition("::")
         text = (ROOT / path).read_text()
         if name:
-            functions = [n.name for n in ast.parse(text).body if isinstance(n, ast.FunctionDef)]
-            assert name in functions, f"{command}: there is no {test}"
+            found = [n for n in ast.parse(text).body if isinstance(n, ast.FunctionDef)]
+            assert name in [n.name for n in found], f"{command}: there is no {test}"
+            marks = [ast.unparse(d) for n in found if n.name == name for d in n.decorator_list]
+            assert "pytest.mark.long" not in marks or table is CHECKED_BY, f"{test} runs nowhere"
 
 
 @pytest.mark.parametrize("command", [c for c in ALL if c.startswith("rpcmp ")])
@@ -193,7 +199,6 @@ def test_the_model_and_config_run_as_they_stand(
     assert list(driven.event("summary")["memory"]) == ["stage0", "stage1", "stage2"]
 
 
-@pytest.mark.long
 def test_bench_prints_ours_beside_a_peer() -> None:
     small = ("--stages", "2", "--microbatches", "4", "--pairs", "1", "--steps", "2")
     result = rpcmp("bench", "sleep", *small, "--peers", "torch-1f1b", "--json", timeout=250)

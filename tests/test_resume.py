@@ -192,7 +192,6 @@ def test_an_export_is_the_unsplit_models_state(whole: tuple[JobFolder, Result]) 
     assert all(not name.startswith("model.") for name in state)
 
 
-@pytest.mark.long
 def test_a_run_can_start_from_given_weights(
     whole: tuple[JobFolder, Result], job: JobFolder
 ) -> None:

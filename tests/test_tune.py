@@ -298,11 +298,13 @@ def test_it_measures_a_real_job(job: JobFolder, tmp_path: Path) -> None:
     path = job.config('schedule = "zero-bubble"\n[model]\nlayers = "zoo:mlp"\nnum_stages = 2')
     picture = tmp_path / "curve.png"
     sweep = ["--microbatches", "2", "--schedules", "gpipe", "--rounds", "1", "--steps", "1"]
+    sweep += ["--microbatches-per-message", "1,2"]
     result = rpcmp("tune", path, *sweep, "--png", picture, "--json")
     assert result.code == 0, result.err
     found = json.loads(result.out)
-    measured = [(one["schedule"], one["num_microbatches"]) for one in found["settings"]]
-    assert measured == [("gpipe", 2), ("zero-bubble", 4)]
+    keys = ("schedule", "num_microbatches", "microbatches_per_message")
+    measured = [tuple(one[key] for key in keys) for one in found["settings"]]
+    assert measured == [("gpipe", 2, 1), ("gpipe", 2, 2), ("zero-bubble", 4, 1)]
     assert all(0 < one["busiest_stage_s"] < one["step_s"] for one in found["settings"])
     assert found["recommended"] == found["own"]  # one round tells nothing
     assert picture.read_bytes().startswith(b"\x89PNG")
