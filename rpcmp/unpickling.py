@@ -17,7 +17,7 @@ import pickle
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from enum import Enum
+from enum import Enum, EnumType
 from types import FunctionType
 from typing import Any
 
@@ -133,7 +133,9 @@ def _is_named_tuple(kind: type) -> bool:
 
 
 def _receiver(owner: Any, name: str) -> Any:
-    """All of `getattr` that messages need."""
+    """All of `getattr` that messages need. Python before 3.11.4 names members of enums by it."""
+    if isinstance(owner, EnumType) and name in owner.__members__:
+        return owner[name]
     if name not in _RECEIVERS:
         raise SecurityError(f"a message names the attribute {name!r}, which nobody may send")
     return getattr(owner, name)

@@ -58,6 +58,13 @@ def test_what_the_protocol_is_made_of_arrives(value: Any) -> None:
     assert load(value) == value
 
 
+def test_members_of_enums_arrive_from_a_python_that_names_them() -> None:
+    """As Python 3.11.0 to 3.11.3 do, Debian's among them."""
+    assert load(Evil(getattr, Mode, "TRAIN")) is Mode.TRAIN
+    with pytest.raises(SecurityError, match="'mro'"):
+        load(Evil(getattr, Mode, "mro"))
+
+
 def test_what_is_called_from_afar_arrives_but_cannot_be_called_yet() -> None:
     method = load(Stage.train)
     assert method.function is Stage.train
