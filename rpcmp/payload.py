@@ -7,22 +7,10 @@ process through one machine's memory nobody counts, so this does, where answers 
 from __future__ import annotations
 
 import threading
-from typing import Any, NamedTuple
+from typing import Any
 
 from rpcmp import tree
-
-
-class Carried(NamedTuple):
-    """Between this process and another member, since the process began.
-
-    Attributes:
-        peer: the member's name.
-        sent, received: bytes of tensors.
-    """
-
-    peer: str
-    sent: int
-    received: int
+from rpcmp.process.traffic import Way
 
 
 class Payload:
@@ -30,7 +18,7 @@ class Payload:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._carried: dict[str, Carried] = {}
+        self._ways: dict[str, Way] = {}
 
     def note(self, peer: str, answer: Any) -> None:
         """Count what a member has answered.
@@ -45,10 +33,12 @@ class Payload:
             sent += size if tensor.requires_grad else 0
         if received:
             with self._lock:
-                so_far = self._carried.get(peer, Carried(peer, 0, 0))
-                self._carried[peer] = Carried(peer, so_far.sent + sent, so_far.received + received)
+                way = self._ways.get(peer, Way(peer, 0, 0, 0.0))
+                self._ways[peer] = way._replace(
+                    sent=way.sent + sent, received=way.received + received
+                )
 
-    def read(self) -> list[Carried]:
-        """What was counted, member by member."""
+    def read(self) -> list[Way]:
+        """What was counted since the process began, by the members' names."""
         with self._lock:
-            return list(self._carried.values())
+            return list(self._ways.values())

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rpcmp.payload import Carried, Payload
+from rpcmp.payload import Payload
+from rpcmp.process.traffic import Way
 from rpcmp.work import Outputs
 from tests.processes import JobFolder, poll_for, running
 from tests.scraping import HERE, scrape, url_of, value
@@ -31,7 +32,7 @@ def test_answers_add_up_by_member_and_gradients_go_back_for_what_requires_them()
     payload.note("a:0", {"weight": torch.zeros(2, 2, dtype=torch.float16)})
     payload.note("b:0", torch.zeros(1))
     payload.note("c:0", {"loss": 0.5})  # no tensors: not worth a mention
-    assert payload.read() == [Carried("a:0", 40, 40 + 24 + 8), Carried("b:0", 0, 4)]
+    assert payload.read() == [Way("a:0", 40, 40 + 24 + 8, 0.0), Way("b:0", 0, 4, 0.0)]
 
 
 @pytest.mark.usefixtures("own_forks")  # the width is in the environment

@@ -183,7 +183,7 @@ def test_tensors_that_take_another_way_count_where_they_are_more(clock: Clock) -
         change.vitals.tensors.add(peer="a:1", sent=tensors, received=tensors)
         vitals.hear("b", change)
     vitals.joined(D)
-    answers = [["a:1", 0, 7], ["b:0", 0, 8], ["b", 0, 1], ["nobody", 1, 1]]  # names and labels
+    answers = [[name, 0, n, 0.0] for name, n in (("a:1", 7), ("b:0", 8), ("b", 1), ("nobody", 1))]
     vitals.hear_driver(9, Doing("step", 3, -1, 0.1), [], {}, answers)
     found = links(vitals)
     assert {pair: link["bytes"] for pair, link in found.items()} == {

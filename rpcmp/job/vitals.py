@@ -121,9 +121,7 @@ class Vitals:
             way._replace(round_trip_s=carried.get(way.peer, way.round_trip_s)) for way in found
         ]
         _count(self._connections, DRIVER, at, found)
-        _count(
-            self._tensors, DRIVER, at, (Way(peer, sent, back, 0.0) for peer, sent, back in tensors)
-        )
+        _count(self._tensors, DRIVER, at, map(Way._make, tensors))
         self._driver = {
             "state": "running" if DRIVER in self._listens.values() else "building",
             "restarts": self._restarts,

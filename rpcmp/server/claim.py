@@ -298,14 +298,13 @@ class Claim:
         self._counted = time.monotonic()
         self._in_flight = beat.get("in_flight", 0)
         self.busy_seconds = beat.get("busy", {})
-        self._ways = [
-            pb.Way(peer=peer, sent=sent, received=received, round_trip_s=seconds)
-            for peer, sent, received, seconds in beat["ways"]
-        ]
-        self._tensors = [
-            pb.Way(peer=peer, sent=sent, received=received)
-            for peer, sent, received in beat["tensors"]
-        ]
+        self._ways, self._tensors = (
+            [
+                pb.Way(peer=peer, sent=sent, received=received, round_trip_s=seconds)
+                for peer, sent, received, seconds in beat[counted]
+            ]
+            for counted in ("ways", "tensors")
+        )
 
     def _start_if_ready(self) -> None:
         if self._ready and self._start is not None and self._child is not None:
