@@ -18,10 +18,10 @@ INCOMING = ""
 
 
 class Way(NamedTuple):
-    """All that went over the connections to one address, since the process began.
+    """All that went between this process and one peer, since the process began.
 
     Attributes:
-        peer: HOST:PORT that they lead to, or INCOMING.
+        peer: HOST:PORT that connections lead to, or INCOMING; of tensors the member's name.
         sent, received: bytes.
         round_trip_s: of the fastest that is open; 0: none is.
     """
