@@ -57,6 +57,17 @@ def split(batch: Any, num_microbatches: int) -> list[Any]:
     return [cut(batch, count, microbatch) for microbatch in range(count)]
 
 
+def join(parts: list[Any]) -> Any:
+    """The other way round: trees of equal shape as one, each tensor joined with its likes."""
+    columns = zip(*(tree.leaves(part) for part in parts), strict=True)
+
+    def joined(leaf: Any) -> Any:
+        column = next(columns)
+        return torch.cat(column) if isinstance(leaf, torch.Tensor) and leaf.dim() else leaf
+
+    return tree.map_leaves(joined, parts[0])
+
+
 def cut(batch: Any, num_microbatches: int, microbatch: int) -> Any:
     """One slice of `batch`.
 

@@ -35,9 +35,8 @@ _CALLED = {
     ("rpcmp.worker.stage", "Stage"),
     ("rpcmp.worker.optimizer", "StageOptimizer"),
     ("rpcmp.source", "Source"),
-    ("rpcmp.driver.group", ""),
 }
-"""Whose functions are called from afar."""
+"""Whose methods are called from afar."""
 
 _PLAIN = {
     "builtins": {"complex", "bytearray", "set", "frozenset", "range", "slice"}
@@ -100,7 +99,7 @@ class Unpickler(pickle.Unpickler):
         )
         if is_its_own and isinstance(found, FunctionType):
             owner, _, method = name.rpartition(".")
-            if (module, owner) in _CALLED and not method.startswith("__"):
+            if (module, owner) in _CALLED and not method.startswith("_"):
                 return Method(found)
             if module == "rpcmp.transport" and name in _ENTRANCES:
                 return found

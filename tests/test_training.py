@@ -16,16 +16,17 @@ from rpcmp.configfile import parse
 from rpcmp.driver.best import Best
 from rpcmp.driver.datasets import Datasets
 from rpcmp.driver.evaluation import Evaluation
-from rpcmp.driver.group import Batch, Group, Round
+from rpcmp.driver.group import Group
 from rpcmp.driver.metrics import Metrics
 from rpcmp.driver.progress import Progress
+from rpcmp.driver.rounds import Batch, Round
 from rpcmp.driver.tracer import Tracer
 from rpcmp.driver.training import Training
 from rpcmp.members import Member
 from rpcmp.process.channel import Message
 from rpcmp.trace import chrome
 from rpcmp.trace.spans import Kind, Span
-from rpcmp.work import End, StepReport, Trained
+from rpcmp.work import End, Mode, StepReport, Trained, Work
 
 STAGES = ("stage0", "stage1")
 
@@ -58,12 +59,12 @@ class Stages:
     ) -> Round:
         self.log.append(f"start{step}" + ("+save" if save else ""))
         self.ends.add(end)
-        return Round(step, step, list)
+        return Round([Work(step, step, 0, 1, 0, 1, 1, Mode.TRAIN, end)], list)
 
     def finish_step(self, started: Round) -> Trained:
-        self.log.append(f"finish{started.step}")
-        before, self._done = self._done, started.step
-        return Trained(float(started.step), {} if self.is_held else self._reports(before))
+        self.log.append(f"finish{started.number}")
+        before, self._done = self._done, started.number
+        return Trained(float(started.number), {} if self.is_held else self._reports(before))
 
     def end_step(self, started: Round, loss: float) -> dict[str, StepReport]:
         self.log.append(f"end{loss:.0f}")

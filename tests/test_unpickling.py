@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from rpcmp import transport, unpickling
+from rpcmp.driver import rounds
 from rpcmp.errors import SecurityError
 from rpcmp.work import End, Mode, Work
 from rpcmp.worker.optimizer import StageOptimizer
@@ -91,6 +92,8 @@ class Evil:
         Stage,
         StageOptimizer,
         Stage.__init__,
+        Stage._guard_saving,
+        Evil(rounds._root_cause, [], None),
         NoTuple(),
     ],
 )

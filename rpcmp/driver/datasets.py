@@ -11,7 +11,8 @@ from rpcmp import data
 from rpcmp.config import Config
 from rpcmp.data import Order
 from rpcmp.driver.draws import AHEAD, Announcer, Draws
-from rpcmp.driver.group import Batch, Group
+from rpcmp.driver.group import Group
+from rpcmp.driver.rounds import Batch
 from rpcmp.errors import ConfigError
 from rpcmp.sections import DataConfig
 from rpcmp.work import Holding

@@ -1,8 +1,7 @@
 """The stages as the driver sees them: one call for a train step, an evaluation or a prediction.
 
-A round cuts a mini-batch into micro-batches, asks the last stage for them and puts the answers
-together. The backward of micro-batch 0 runs while micro-batch 3 still goes forward: which stage
-does what, and when, is the business of the stages' schedules and not of the driver.
+Whatever concerns the model as a whole is here: each stage has a part of it, and an answer of all of
+them is put together as if there were one process. How micro-batches go through them is in `rounds`.
 """
 
 from __future__ import annotations
@@ -10,66 +9,26 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
-from torch.futures import Future
 
-from rpcmp import digest, inflight, microbatch, transport, tree
+from rpcmp import digest, inflight, microbatch, transport
 from rpcmp.config import Config
 from rpcmp.data import Loaded
 from rpcmp.driver import replicas
 from rpcmp.driver.evaluation import Evaluation, mean
 from rpcmp.driver.metrics import Metrics
 from rpcmp.driver.optimizer import DistributedOptimizer
+from rpcmp.driver.rounds import Batch, Round, Rounds
 from rpcmp.driver.scaler import LossScaler
 from rpcmp.driver.workers import Workers
-from rpcmp.errors import (
-    ConfigError,
-    JobError,
-    RpcmpError,
-    StageError,
-    from_wire,
-)
-from rpcmp.members import DRIVER, Member, member
+from rpcmp.errors import ConfigError, JobError, RpcmpError
+from rpcmp.members import DRIVER, Member
 from rpcmp.source import Source
 from rpcmp.trace.spans import Span
-from rpcmp.transport import Raised
-from rpcmp.work import (
-    Bundle,
-    Drawn,
-    End,
-    Evaluated,
-    Holding,
-    Mode,
-    Outputs,
-    StepReport,
-    Trained,
-    Work,
-    bundles,
-)
-from rpcmp.worker.optimizer import StageOptimizer
-from rpcmp.worker.stage import DRIVER_PORT, Stage
-
-Batch: TypeAlias = Loaded | Drawn
-"""A mini-batch: its tensors, or which samples the stages have been told to load."""
-
-
-@dataclass(frozen=True)
-class Round:
-    """Micro-batches under way.
-
-    Attributes:
-        number: counts rounds, from 1.
-        step: the optimizer step that it is or follows.
-        answer: waits for what comes of each micro-batch, in order.
-    """
-
-    number: int
-    step: int
-    answer: Callable[[], list[Any]]
+from rpcmp.work import Drawn, End, Evaluated, Holding, Mode, Outputs, StepReport, Trained
+from rpcmp.worker.stage import Stage
 
 
 class Group:
@@ -84,23 +43,16 @@ class Group:
 
     def __init__(self, config: Config, source: Source) -> None:
         self._config = config
-        self._source = source
-        self._sink = config.graph().sink
         self._workers = Workers.join(config.workers)
+        self._rounds = Rounds(config, source, self._workers)
         graph = config.graph()
-        self._turns = {stage: config.turns_of(stage) for stage in config.stage_names}
         self._readers = [worker for worker in config.workers if graph.parts(worker.stage)]
         self.optimizer = DistributedOptimizer(
-            self._workers.parts(_optimizer_of),
+            self._workers.parts(Stage.its_optimizer),
             self._sum_gradients,
             None if config.loss_scaling is None else LossScaler(config.loss_scaling),
         )
-        self._round = 0
-        self._conducted: dict[int, int] = {}
         self._unsummed = 0
-        self._step = 0
-        self._accumulated = 0
-        self._threads = ThreadPoolExecutor(inflight.in_flight(config), "rpcmp-bundle")
         self._unite()
 
     def reschedule(self, config: Config) -> None:
@@ -109,8 +61,7 @@ class Group:
         Args:
             config: the job with that setting.
         """
-        self._threads.shutdown()
-        self._threads = ThreadPoolExecutor(inflight.in_flight(config), "rpcmp-bundle")
+        self._rounds.reschedule(config)
         self._everywhere(Stage.reschedule, config.schedule, inflight.limits(config))
         self._config = config
 
@@ -134,26 +85,9 @@ class Group:
             version: the number under which they keep what they are then; 0: they do not.
             save: whether that goes to their disks.
         """
-        if step != self._step:
-            self._step, self._accumulated = step, 0
-        works = self._works(Mode.TRAIN, step, batch, end, version, save)
-        self._accumulated += len(works)
-        parts, standing_by = self._begin(works)
-        asked = {owner: self._conduct(owner, part) for owner, part in parts.items()}
-        self._unsummed = self._round if end is End.NOTHING else 0
-
-        def answer() -> list[Trained]:
-            found = transport.results([(self._sink_name(r), asked[r]) for r in asked])
-            transport.results(standing_by)
-            by_owner = dict(zip(asked, map(iter, found), strict=True))
-            turns = self._turns[self._sink]
-            return [
-                next(by_owner[turns.owner(bundle.number)])
-                for bundle in self._bundles(works)
-                for _ in bundle.works
-            ]
-
-        return Round(self._round, step, answer)
+        started = self._rounds.train(batch, step, end, version, save)
+        self._unsummed = started.number if end is End.NOTHING else 0
+        return started
 
     def finish_step(self, started: Round) -> Trained:
         """Wait for a train step, the earliest under way.
@@ -163,9 +97,9 @@ class Group:
             NonFiniteLossError: the loss is NaN or infinite, and not scaled.
         """
         try:
-            trained: list[Trained] = self._finish(started)
+            trained: list[Trained] = self._rounds.finish(started)
         except JobError:
-            self._accumulated = 0
+            self._rounds.discard()
             self._let_go_of_gradients()
             raise
         reports = {name: report for part in trained for name, report in part.reports.items()}
@@ -190,7 +124,7 @@ class Group:
             self._sum_after(started.number)
             return self.optimizer.finish(self._config.max_grad_norm, watched)
         except RpcmpError as error:  # no stage may be left that holds the round
-            cause = _root_cause(self._abort(started.number), error)
+            cause = self._rounds.abort(started, error)
             self._let_go_of_gradients()
             raise cause from error
 
@@ -227,8 +161,8 @@ class Group:
             step: the optimizer step that this follows.
             own: the driver's metrics, which take in every micro-batch, in order.
         """
-        works = self._works(Mode.EVALUATE, step, batch)
-        found: list[Evaluated] = self._finish(self._ask_all(works))
+        started = self._rounds.forward(Mode.EVALUATE, batch, step)
+        found: list[Evaluated] = self._rounds.finish(started)
         if own is not None and own.names:
             parts = (
                 microbatch.split(batch.targets, self._config.num_microbatches)
@@ -239,14 +173,14 @@ class Group:
                 own.update(answer.outputs, part)
         return mean(
             Evaluation(work.num_samples, answer.loss, answer.metrics)
-            for work, answer in zip(works, found, strict=True)
+            for work, answer in zip(started.works, found, strict=True)
         )
 
     def predict(self, inputs: Any, step: int) -> Any:
         """The last stage's outputs for `inputs`, joined again along the first dimension."""
-        works = self._works(Mode.PREDICT, step, Loaded(inputs))
-        found: list[Outputs] = self._finish(self._ask_all(works))
-        return _concatenate([answer.value for answer in found])
+        started = self._rounds.forward(Mode.PREDICT, Loaded(inputs), step)
+        found: list[Outputs] = self._rounds.finish(started)
+        return microbatch.join([answer.value for answer in found])
 
     def parameters_sha256(self) -> str:
         """The hash of `rpcmp.digest` over the unsplit model.
@@ -337,74 +271,10 @@ class Group:
 
     def close(self) -> None:
         """Tell all workers to leave the group, and let go of what lives there."""
-        self._threads.shutdown()
+        self._rounds.close()
         self._everywhere(Stage.finish)
         self.optimizer.release()
         self._workers.release()
-
-    def _works(
-        self,
-        mode: Mode,
-        step: int,
-        batch: Batch,
-        end: End = End.NOTHING,
-        version: int = 0,
-        save: bool = False,
-    ) -> list[Work]:
-        """The micro-batches of a new round, whose slices the stages can ask for from now on."""
-        count = self._config.num_microbatches
-        samples = batch.num_samples
-        sizes = microbatch.sizes(samples, count)
-        self._round += 1
-        if isinstance(batch, Loaded):
-            targets = None if batch.targets is None else microbatch.split(batch.targets, count)
-            self._source.load(self._round, microbatch.split(batch.inputs, count), targets)
-        return [
-            Work(
-                round=self._round,
-                step=step,
-                microbatch=index,
-                num_microbatches=len(sizes),
-                accumulated=self._accumulated if mode is Mode.TRAIN else 0,
-                num_samples=size,
-                total_samples=samples,
-                mode=mode,
-                end=end,
-                version=version,
-                save=save,
-                drawn=batch.number if isinstance(batch, Drawn) else 0,
-            )
-            for index, size in enumerate(sizes)
-        ]
-
-    def _begin(
-        self, works: list[Work]
-    ) -> tuple[dict[int, list[Bundle]], list[tuple[str, Future[Any]]]]:
-        """The bundles of a round, by the replica of the sink that they end at.
-
-        Replicas for which there are no bundles are told of the round, which they count as well:
-        with them, their answers.
-        """
-        bundles = self._bundles(works)
-        standing_by = [
-            (worker.label, transport.call(worker.name, Stage.stand_by, bundles[0]))
-            for worker in self._workers
-            if not self._turns[worker.stage].numbers(worker.replica, len(bundles))
-        ]
-        turns = self._turns[self._sink]
-        parts: dict[int, list[Bundle]] = {}
-        for bundle in bundles:
-            parts.setdefault(turns.owner(bundle.number), []).append(bundle)
-        return parts, standing_by
-
-    def _conduct(self, replica: int, bundles: list[Bundle]) -> Future[Any]:
-        """Have a replica of the sink train with its part of a round."""
-        after = self._conducted.get(replica, 0)
-        self._conducted[replica] = bundles[0].round
-        return transport.call(self._sink_name(replica), Stage.train, bundles, after)
-
-    def _sink_name(self, replica: int) -> str:
-        return member(self._sink, replica)
 
     def _let_go_of_gradients(self) -> None:
         self._unsummed = 0
@@ -426,81 +296,9 @@ class Group:
         if self._config.sums_gradients:
             self._everywhere(Stage.sum, round_number)
 
-    def _bundles(self, works: list[Work]) -> list[Bundle]:
-        return bundles(works, self._config.microbatches_per_message)
-
-    def _ask_all(self, works: list[Work]) -> Round:
-        """Begin a round without backwards, a few bundles at once; what comes of each micro-batch.
-
-        Where one fails, the answer is its error, without waiting for the others.
-        """
-        _, standing_by = self._begin(works)
-        answers = [self._threads.submit(self._ask, bundle) for bundle in self._bundles(works)]
-
-        def answer() -> list[Any]:
-            transport.results(standing_by)
-            done, waiting = wait(answers, return_when=FIRST_EXCEPTION)
-            for future in waiting:  # those that run are freed by the abort
-                future.cancel()
-            ended = [future for future in answers if not waiting or future in done]
-            return [found for future in ended for found in future.result()]
-
-        return Round(self._round, works[0].step, answer)
-
-    def _finish(self, started: Round) -> list[Any]:
-        """What came of each micro-batch, in order."""
-        try:
-            return started.answer()
-        except RpcmpError as error:
-            raise _root_cause(self._abort(started.number), error) from error
-        finally:
-            self._source.clear(started.number)
-
-    def _abort(self, first: int) -> list[RpcmpError]:
-        """Free whoever waits since round `first`; returns what failed, at whichever stage."""
-        futures = {
-            worker.label: self._workers.on(worker, Stage.abort, first, self._round)
-            for worker in self._workers
-        }
-        answers = [transport.outcome(future, name) for name, future in futures.items()]
-        lost = [from_wire(answer.error) for answer in answers if isinstance(answer, Raised)]
-        noted = [answer for answer in answers if not isinstance(answer, Raised)]
-        return [*(from_wire(raised.error) for found in noted for raised in found), *lost]
-
-    def _ask(self, bundle: Bundle) -> list[Any]:
-        sink = self._sink_name(self._turns[self._sink].owner(bundle.number))
-        future = transport.call(sink, Stage.forward, bundle, DRIVER_PORT)
-        answer: list[Any] = transport.result(future, sink)
-        return answer
-
     def _merge(self, method: Callable[..., Any]) -> dict[str, Any]:
         parts = self._workers.on_firsts(method).values()
         return {name: value for part in parts for name, value in part.items()}
 
     def _everywhere(self, method: Callable[..., Any], *args: Any) -> dict[str, Any]:
         return self._workers.everywhere(method, *args)
-
-
-def _optimizer_of(stage: Stage) -> StageOptimizer:
-    return stage.optimizer
-
-
-def _root_cause(failures: list[RpcmpError], first: RpcmpError) -> RpcmpError:
-    """Which of all errors of a round to show: the user's own, the earliest micro-batch's first."""
-    own = [error for error in failures if isinstance(error, StageError)]
-    if own:  # a sum fails because of something else, where that is known
-        return min(own, key=lambda error: (error.phase == "sum", error.microbatch or 0))
-    if type(first) is not JobError:
-        return first
-    return failures[0] if failures else first
-
-
-def _concatenate(parts: list[Any]) -> Any:
-    """Trees of equal shape as one, tensors joined along the first dimension."""
-    columns = zip(*(tree.leaves(part) for part in parts), strict=True)
-
-    def join(leaf: Any) -> Any:
-        column = next(columns)
-        return torch.cat(column) if isinstance(leaf, torch.Tensor) and leaf.dim() else leaf
-
-    return tree.map_leaves(join, parts[0])

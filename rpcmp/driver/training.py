@@ -23,9 +23,10 @@ from rpcmp.driver.datasets import Datasets, total_steps
 from rpcmp.driver.earlystopping import EarlyStopping
 from rpcmp.driver.evaluator import Evaluator
 from rpcmp.driver.follower import Follower
-from rpcmp.driver.group import Batch, Group, Round
+from rpcmp.driver.group import Group
 from rpcmp.driver.metrics import Metrics
 from rpcmp.driver.progress import Progress
+from rpcmp.driver.rounds import Batch, Round
 from rpcmp.driver.saves import Saves
 from rpcmp.driver.tracer import Tracer
 from rpcmp.errors import FactoryError, LossScaleError

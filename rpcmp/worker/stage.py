@@ -332,6 +332,10 @@ class Stage:
         """This host's clock, that of the spans."""
         return time.perf_counter_ns()
 
+    def its_optimizer(self) -> StageOptimizer:
+        """The part of this stage that the driver's optimizer keeps a reference to."""
+        return self.optimizer
+
     def finish(self) -> None:
         """Tell the worker to leave the group."""
         self.finished.set()
