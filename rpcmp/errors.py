@@ -177,7 +177,7 @@ class WorkerHungError(JobError):
 
     Args:
         stage: name of the stage; "driver" for the driver process.
-        host, pid: where it was.
+        host, pid: where it was; empty and 0 where that is not known.
         phase: what it was doing; empty: it waited for others.
         step: optimizer step; 0 before the first.
         microbatch: index within the step; negative where it does not apply.
@@ -198,9 +198,12 @@ class WorkerHungError(JobError):
     ) -> None:
         of = "" if microbatch < 0 else f" of micro-batch {microbatch}"
         doing = f"in {phase}{of}" if phase else "waiting for others"
+        who = "the driver process" if stage == "driver" else f"the worker of stage {stage!r}"
+        place = f" on {host}" if host else ""
+        process = f" (pid {pid})" if pid else ""
         super().__init__(
-            f"stage {stage!r} on {host} (pid {pid}) hangs: nothing was heard of it for "
-            f"{seconds:.0f} s, {doing} at step {step}\n{stacks}".rstrip()
+            f"{who}{place}{process} hangs: no sign of progress for {seconds:.0f} s, {doing} at "
+            f"step {step}\n{stacks}".rstrip()
         )
         self.stage, self.phase, self.step, self.microbatch = stage, phase, step, microbatch
         self.fields = {

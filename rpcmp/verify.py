@@ -17,6 +17,7 @@ from rpcmp.job.balancing import balanced
 from rpcmp.job.drive import drive
 from rpcmp.job.sharing import shares_of_before
 from rpcmp.logs.entry import pass_on
+from rpcmp.process import exitcode
 from rpcmp.process.channel import Message
 from rpcmp.process.child import Child
 from rpcmp.process.environment import compute_environment
@@ -205,4 +206,4 @@ async def _reference(config: Config, path: Path, forks: Forks) -> Run:
                     return Run(losses, load_tensors(path), {"reference": message["host"]})
     finally:
         await child.kill()
-    raise WorkerDiedError(f"the reference process ended early: {child.exit_code}")
+    raise WorkerDiedError(f"the reference process {exitcode.told(child.exit_code)}")

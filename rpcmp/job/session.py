@@ -40,6 +40,7 @@ from rpcmp.job.watchdog import Watchdog
 from rpcmp.logs.entry import Entry, entry_of, pass_on
 from rpcmp.logs.line import Line
 from rpcmp.members import DRIVER
+from rpcmp.process import exitcode
 from rpcmp.process.channel import Message
 from rpcmp.process.child import Child
 from rpcmp.process.environment import compute_environment
@@ -298,7 +299,7 @@ class Session:
                     self._failure.ignore()
             self._events.put_nowait(message)
         code = await driver.wait()
-        died = f"the driver process (pid {driver.pid}) ended with code {code}"
+        died = f"the driver process (pid {driver.pid}) {exitcode.told(code)}"
         error = WorkerDiedError("\n".join(filter(None, [died, driver.stacks.read()])))
         error.stage = DRIVER
         raise error

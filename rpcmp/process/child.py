@@ -22,7 +22,7 @@ from rpcmp.errors import WorkerDiedError, WorkerHungError, from_wire
 from rpcmp.logs.entry import entry_of, pass_on
 from rpcmp.logs.line import Line
 from rpcmp.logs.receiver import Hear, Receiver
-from rpcmp.process import interpreter
+from rpcmp.process import exitcode, interpreter
 from rpcmp.process.activity import Activity
 from rpcmp.process.channel import STACKS_SIGNAL, Message
 from rpcmp.process.forking import Forked, Forks
@@ -136,7 +136,8 @@ class Child:
             code = await self.wait()
         finally:
             await self.kill()
-        raise WorkerDiedError(f"a process that was to {order['op']} (pid {self.pid}) ended: {code}")
+        how = exitcode.told(code)
+        raise WorkerDiedError(f"a process that was to {order['op']} (pid {self.pid}) {how}")
 
     async def messages(self) -> AsyncGenerator[Message, None]:
         """What the child says, until it has ended.

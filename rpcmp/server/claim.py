@@ -27,7 +27,7 @@ from rpcmp.errors import WorkerDiedError, one_line, to_wire
 from rpcmp.logs.entry import Entry, entry_of, pass_on
 from rpcmp.logs.line import Line
 from rpcmp.members import DRIVER
-from rpcmp.process import usage
+from rpcmp.process import exitcode, usage
 from rpcmp.process.activity import NO_MICROBATCH, Doing
 from rpcmp.process.channel import Message
 from rpcmp.process.child import Child
@@ -346,13 +346,11 @@ class Claim:
             self._child.send(message)
 
     def _obituary(self, child: Child) -> str:
-        code = self.exit_code
-        how = f"was ended by signal {-code}" if code < 0 else f"exited with code {code}"
         stage = repr(self.stage_name) if self.stage_name else "this server"
         place = f"on {platform.node()} (pid {child.pid})"
         doing = self.doing
         of = "" if doing.microbatch < 0 else f" of micro-batch {doing.microbatch}"
         what = f" in {doing.phase}{of}" if doing.phase else ""
         step = f" at step {doing.step}" if doing.step else ""
-        died = f"the worker of stage {stage} {place} {how}{what}{step}"
+        died = f"the worker of stage {stage} {place} {exitcode.told(self.exit_code)}{what}{step}"
         return "\n".join(filter(None, [died, child.stacks.read()]))

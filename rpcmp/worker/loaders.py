@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 from rpcmp.config import Config
 from rpcmp.errors import ConfigError, RpcmpError, WorkerDiedError, from_wire
 from rpcmp.handoff import Handoff
+from rpcmp.process import exitcode
 from rpcmp.work import Drawn, Holding
 from rpcmp.worker import loading
 from rpcmp.worker.loading import Parts
@@ -112,11 +113,9 @@ class Loaders:
 
     def _died(self, loader: _Loader) -> WorkerDiedError:
         loader.process.join(END_SECONDS)
-        code = loader.process.exitcode
-        how = f"was ended by signal {-code}" if code and code < 0 else f"exited with code {code}"
         return WorkerDiedError(
             f"a process that loads samples for stage {self._stage!r} on {platform.node()} "
-            f"(pid {loader.process.pid}) {how}"
+            f"(pid {loader.process.pid}) {exitcode.told(loader.process.exitcode)}"
         )
 
     def _fork(self, config: Config) -> _Loader:

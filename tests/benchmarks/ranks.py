@@ -10,6 +10,7 @@ from pathlib import Path
 
 from rpcmp.bench.contestant import Segment
 from rpcmp.errors import WorkerDiedError, from_wire
+from rpcmp.process import exitcode
 from rpcmp.process.channel import Message
 from rpcmp.process.child import Child
 from rpcmp.process.environment import compute_environment
@@ -75,8 +76,8 @@ class Ranks:
             if message["event"] == "error":
                 raise from_wire(message["error"])
             return message
-        code = self._children[rank].exit_code
-        raise WorkerDiedError(f"{self.name}: the process of rank {rank} ended with code {code}")
+        how = exitcode.told(self._children[rank].exit_code)
+        raise WorkerDiedError(f"{self.name}: the process of rank {rank} {how}")
 
 
 def _environment() -> dict[str, str]:

@@ -12,6 +12,7 @@ from rpcmp.bench.cases import Case
 from rpcmp.bench.contestant import Segment
 from rpcmp.bench.peers.order import Kind, Order
 from rpcmp.errors import UnfitError, WorkerDiedError, from_wire
+from rpcmp.process import exitcode
 from rpcmp.process.channel import Message
 from rpcmp.process.child import Child
 from rpcmp.process.environment import compute_environment
@@ -89,8 +90,8 @@ class Processes:
             if message["event"] == "error":
                 raise from_wire(message["error"])
             return message
-        code = self._children[rank].exit_code
-        raise WorkerDiedError(f"{self._kind}: the process of rank {rank} ended with code {code}")
+        how = exitcode.told(self._children[rank].exit_code)
+        raise WorkerDiedError(f"{self._kind}: the process of rank {rank} {how}")
 
     def _order(self, rank: int, store: Path) -> Order:
         return Order(
