@@ -76,4 +76,4 @@ def test_a_stage_without_parameters_has_no_optimizer() -> None:
     train(model, optimizer)
     assert optimizer.report is not None
     assert optimizer.report.learning_rate is None
-    assert optimizer.parts() == ({}, None, None)
+    assert optimizer.parts() == ({}, None, None, None)

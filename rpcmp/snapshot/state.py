@@ -2,7 +2,8 @@
 
     model.<name>                     parameters and buffers, by their names in the unsplit model
     optimizer.<parameter>.<key>      what the optimizer keeps of a parameter
-    metadata "rpcmp"                 step, stage, options, scheduler, and what is no tensor
+    metadata "rpcmp"                 step, stage, options and scheduler, now and as they were
+                                     built, and what is no tensor
 
 Names are those of layers, so a stage with other cuts finds what it needs in the files of several.
 No random state: every random number is drawn from the seed and what it is for (`rpcmp.seeds`).
@@ -34,6 +35,7 @@ class StageState:
         state: of the optimizer, by parameter.
         groups: the optimizer's options; None without an optimizer.
         scheduler: its state; None without one.
+        built: "groups" and "scheduler" as the config had them built; None without an optimizer.
     """
 
     step: int
@@ -42,6 +44,7 @@ class StageState:
     state: dict[str, Any]
     groups: Any
     scheduler: Any
+    built: Any = None
 
 
 def pack(state: StageState) -> tuple[dict[str, Tensor], str]:
@@ -56,6 +59,7 @@ def pack(state: StageState) -> tuple[dict[str, Tensor], str]:
         "stage": state.stage,
         "groups": treespec.encode(state.groups, tensors, "optimizer"),
         "scheduler": treespec.encode(state.scheduler, tensors, "scheduler"),
+        "built": treespec.encode(state.built, tensors, "built"),
         "state": {
             name: treespec.encode(value, tensors, f"optimizer.{name}")
             for name, value in state.state.items()
@@ -96,6 +100,7 @@ def unpack(
         state=optimizer,
         groups=first.groups if first else None,
         scheduler=first.scheduler if first else None,
+        built=first.built if first else None,
     )
 
 
@@ -119,6 +124,7 @@ def _read(path: str, model: set[str], trained: set[str]) -> StageState:
                 },
                 groups=treespec.decode(about["groups"], tensors),
                 scheduler=treespec.decode(about["scheduler"], tensors),
+                built=treespec.decode(about["built"], tensors) if "built" in about else None,
             )
     except Exception as error:  # the library raises its own, and KeyError is ours
         raise CheckpointError(f"{path} is no stage's state: {error}") from error

@@ -6,6 +6,7 @@ unchanged. `rpcmp.driver.optimizer` is the handle for all stages together.
 
 from __future__ import annotations
 
+import copy
 import time
 import traceback
 from collections.abc import Callable
@@ -25,6 +26,7 @@ from rpcmp.work import StepReport
 from rpcmp.worker.compute import ComputeThread
 from rpcmp.worker.model import StageModel
 from rpcmp.worker.precision import LossScale, require_unscalable, unscale
+from rpcmp.worker.renewal import Options, renewed
 
 
 class StageOptimizer:
@@ -78,6 +80,8 @@ class StageOptimizer:
         schedule = config.scheduler_of(assignment.stage_index)
         if self._optimizer is not None and schedule is not None:
             self._scheduler = factory.create(schedule, "scheduler", self._optimizer)
+        # What is restored may have been built otherwise; nothing else asks.
+        self._built = copy.deepcopy(self._options()) if config.takes_snapshots else None
 
     def step_now(self) -> None:
         """Step, at the end of a round that nobody has to look at; on the compute thread.
@@ -144,20 +148,28 @@ class StageOptimizer:
         """Let the scheduler step; `loss` is for those that watch one."""
         return self._run(lambda: self._step_scheduler(loss))
 
-    def parts(self) -> tuple[dict[str, Any], Any, Any]:
-        """State by parameter, options, the scheduler's state; not copied, on the compute thread."""
-        state = self._state_dict()
+    def parts(self) -> tuple[dict[str, Any], Any, Any, Any]:
+        """State by parameter, options, the scheduler's state, and both of these as they were built.
+
+        Not copied, on the compute thread.
+        """
+        state, built = self._state_dict(), self._built
         groups, scheduler = state["param_groups"], state["scheduler"]
-        return state["state"], groups.get(self.stage), scheduler.get(self.stage)
+        began = None if built is None else built._asdict()
+        return state["state"], groups.get(self.stage), scheduler.get(self.stage), began
 
     def restore(self, state: StageState) -> None:
-        """Go on where `state` was, before the group begins."""
+        """Go on where `state` was, before the group begins; under the config's own options."""
         self.steps = state.step
+        options = Options(state.groups, state.scheduler)
+        if self._optimizer is not None and self._built is not None and state.built is not None:
+            then = Options(**state.built)
+            options = renewed(options, then, self._built, self._optimizer.defaults)
         self._load_state_dict(
             {
                 "state": state.state,
-                "param_groups": {self.stage: state.groups},
-                "scheduler": {self.stage: state.scheduler},
+                "param_groups": {self.stage: options.groups},
+                "scheduler": {self.stage: options.scheduler},
             }
         )
         self._undo_casts(state)
@@ -241,19 +253,25 @@ class StageOptimizer:
             self._scheduler.step()
 
     def _state_dict(self) -> dict[str, Any]:
-        if self._optimizer is None:
+        options = self._options()
+        if self._optimizer is None or options is None:
             return {"state": {}, "param_groups": {}, "scheduler": {}}
-        state = self._optimizer.state_dict()
+        state = self._optimizer.state_dict()["state"]
         return {
-            "state": {self.names[index]: value for index, value in state["state"].items()},
-            "param_groups": {
-                self.stage: [
-                    {key: value for key, value in group.items() if key != "params"}
-                    for group in state["param_groups"]
-                ]
-            },
-            "scheduler": {self.stage: self._scheduler.state_dict() if self._scheduler else None},
+            "state": {self.names[index]: value for index, value in state.items()},
+            "param_groups": {self.stage: options.groups},
+            "scheduler": {self.stage: options.scheduler},
         }
+
+    def _options(self) -> Options | None:
+        """What the optimizer and the scheduler are now, not copied; None: there is none."""
+        if self._optimizer is None:
+            return None
+        groups = [
+            {key: value for key, value in group.items() if key != "params"}
+            for group in self._optimizer.param_groups
+        ]
+        return Options(groups, self._scheduler.state_dict() if self._scheduler else None)
 
     def _load_state_dict(self, state: dict[str, Any]) -> None:
         if self._optimizer is None:
