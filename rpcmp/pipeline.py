@@ -47,8 +47,8 @@ def launch(config: Config, connect: Sequence[str] | None = None) -> Pipeline:
         config: from `rpcmp.load_config`, or built in code. `epochs` and `steps` are not used, nor
             is `data` except to measure layers for `balance = "auto"`: the caller brings the
             mini-batches.
-        connect: addresses of running stage servers, one a stage; None uses the config's or, where
-            it has none, starts servers on this machine.
+        connect: addresses of running stage servers, one for each stage, or for each replica of it;
+            None uses the config's or, where it has none, starts servers on this machine.
 
     Raises:
         RpcmpError: why the job cannot start; nothing is left running.
@@ -63,6 +63,11 @@ class Pipeline:
     takes longer; what it returns does not change. After an error in the user's model the gradients
     are cleared and the pipeline can be used on; not so after an error in an optimizer, when some
     stages have stepped and some have not: launch again.
+
+    Raises:
+        JobError: every call, that of its optimizer too, once the pipeline is closed.
+        WorkerDiedError, UnavailableError: every such call, where a process or host is gone and
+            recovery is off or has not helped.
 
     Attributes:
         optimizer: the optimizers of all stages as one.
@@ -101,14 +106,15 @@ class Pipeline:
             NonFiniteLossError: the loss is NaN or infinite, without `loss_scaling`.
             JobError: with `loss_scaling`, after clipping and before a step; see
                 `forward_backward`.
-            WorkerDiedError, UnavailableError: a process or host is gone, and recovery is off or has
-                not helped.
+            ConfigError: the inputs or targets are no such trees, or have no samples.
         """
         loss: float = self._call("train_step", inputs, targets)
         return loss
 
     def forward_backward(self, inputs: Any, targets: Any) -> float:
         """Accumulate the gradients of a mini-batch without a step; returns the mean loss.
+
+        Takes what `train_step` takes, and raises what it raises.
 
         Raises:
             JobError: with `loss_scaling`, after clipping and before a step: what is clipped is
@@ -118,24 +124,64 @@ class Pipeline:
         return loss
 
     def evaluate(self, inputs: Any, targets: Any) -> Evaluation:
-        """Loss and metrics of a mini-batch, with the model in evaluation mode."""
+        """Loss and metrics of a mini-batch, with the model in evaluation mode.
+
+        Args:
+            inputs, targets: trees of tensors whose first dimension counts the samples.
+
+        Raises:
+            StageError: the user's code raised at a stage.
+            JobError: a metric that keeps a state raised.
+            ConfigError: the inputs or targets are no such trees, or have no samples.
+        """
         return Evaluation(**self._call("evaluate", inputs, targets))
 
     def predict(self, inputs: Any) -> Any:
-        """The model's outputs for `inputs`, in evaluation mode, without gradients."""
+        """The model's outputs for `inputs`, in evaluation mode, without gradients.
+
+        Args:
+            inputs: a tree of tensors whose first dimension counts the samples.
+
+        Returns:
+            The last stage's tree, its tensors on the host; their first dimension counts the same
+            samples, in the same order.
+
+        Raises:
+            StageError: the user's code raised at a stage.
+            JobError: the outputs have something that is neither a tensor nor a plain value.
+            ConfigError: the inputs are no such tree, or have no samples.
+        """
         return self._call("predict", inputs)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Parameters and buffers of the unsplit model, by name."""
+        """Parameters and buffers of the unsplit model, by name: copies, on the host.
+
+        Shapes and dtypes are those of the unsplit model.
+        """
         state: dict[str, Tensor] = self._call("state_dict")
         return state
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Take over the parameters and buffers of the unsplit model."""
+        """Take over the parameters and buffers of the unsplit model.
+
+        Args:
+            state: what `state_dict` returned, or the unsplit model's.
+
+        Raises:
+            ConfigError: a name is missing or unknown, and nothing has been loaded; or a shape
+                differs, and some layers may have been.
+        """
         self._call("load_state_dict", dict(state))
 
     def parameters_sha256(self) -> str:
-        """One hash of all parameters and buffers; see `rpcmp.parameters_sha256`."""
+        """One hash of all parameters and buffers; see `rpcmp.parameters_sha256`.
+
+        Returns:
+            64 hexadecimal digits.
+
+        Raises:
+            MismatchError: the replicas of a stage have become different models.
+        """
         found: str = self._call("parameters_sha256")
         return found
 
@@ -277,6 +323,9 @@ class PipelineOptimizer:
         Returns:
             Whether they were updated: with `loss_scaling` a step is skipped, at all stages, where
             any of them has a gradient that is not finite.
+
+        Raises:
+            StageError: an optimizer raised, or replicas could not sum their gradients.
         """
         has_stepped: bool = self._pipeline._call("optimizer_step")
         return has_stepped
@@ -298,23 +347,47 @@ class PipelineOptimizer:
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> float:
         """Scale the gradients so that their norm over all stages is at most `max_norm`.
 
+        Args:
+            max_norm: the largest norm that they may have.
+            norm_type: which norm, such as 2.0, or infinity for the largest absolute value.
+
         Returns:
             The norm before scaling.
+
+        Raises:
+            StageError: replicas could not sum their gradients.
         """
         norm: float = self._pipeline._call("clip_grad_norm_", max_norm, norm_type)
         return norm
 
     def step_scheduler(self, loss: float = 0.0) -> None:
-        """Step the learning-rate schedulers; `loss` is for those that watch one."""
+        """Step the learning-rate schedulers; `loss` is for those that watch one.
+
+        Raises:
+            StageError: a scheduler raised.
+        """
         self._pipeline._call("step_scheduler", loss)
 
     def state_dict(self) -> dict[str, Any]:
-        """Optimizer and scheduler state: by parameter name, and by stage; the loss scaler's."""
+        """What the optimizers and schedulers of all stages are, for `load_state_dict`.
+
+        Returns:
+            "state", by the parameter's name in the unsplit model; "param_groups" and "scheduler",
+            by the stage's name; "step", optimizer steps done; with `loss_scaling` "scaler".
+        """
         state: dict[str, Any] = self._pipeline._call("optimizer_state_dict")
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what `state_dict` returned."""
+        """Take over what `state_dict` returned.
+
+        Args:
+            state: all of it, "step" too: the number of the next step rules its dropout.
+
+        Raises:
+            ConfigError: it knows no stage of this name, or is another optimizer's.
+            StageError: a stage's optimizer or scheduler refuses it.
+        """
         self._pipeline._call("load_optimizer_state_dict", state)
 
 
