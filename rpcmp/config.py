@@ -87,7 +87,7 @@ class Config(Strict):
     )
     optimizer: FactoryOrName = Field(
         default_factory=lambda: Factory(callable="torch.optim:SGD", kwargs={"lr": 0.01}),
-        description="one a stage",
+        description="the optimizer; each stage has one of its own",
     )
     scheduler: FactoryOrName | None = Field(default=None, description="learning-rate scheduler")
     scheduler_interval: Literal["epoch", "step"] = Field(

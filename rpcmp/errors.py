@@ -21,7 +21,7 @@
     │   ├── WorkerHungError                 one is stopped, stuck or cut off
     │   ├── NonFiniteLossError              the loss became NaN or infinite
     │   ├── LossScaleError                  no gradient of a scaled loss is ever finite
-    │   ├── MismatchError                   `rpcmp verify` or `bench` found a difference
+    │   ├── MismatchError                   `verify`, `bench` or a run's replicas differ
     │   └── UnfitError                      a peer of `rpcmp bench` cannot run the case
     └── InterruptedJobError        exit 128+n  a signal ended the job
 
@@ -123,7 +123,10 @@ class WorkerDiedError(JobError):
 
 
 class MismatchError(JobError):
-    """`rpcmp verify` found bits that differ, or `rpcmp bench` losses."""
+    """Bits differ that should not: `rpcmp verify`'s, `rpcmp bench`'s losses, or those of replicas.
+
+    The last are compared whenever the parameters are hashed, so at the end of every run too.
+    """
 
 
 class UnfitError(JobError):
@@ -136,7 +139,8 @@ class StageError(JobError):
     Args:
         stage: name of the stage.
         phase: "build", "data" (samples that the stage loads itself), "forward" (loss and metrics
-            included), "backward" or "optimizer".
+            included), "backward", "sum" (of the gradients of replicas and shared parameters),
+            "optimizer" (and scheduler) or "saving" (what the stage is after a step).
         cause: one line, "ValueError: ...".
         traceback: the remote traceback, formatted.
         step: optimizer step, counted from 1; None before the first.

@@ -77,7 +77,8 @@ class Manifest(Strict):
         cursor: where in the data.
         driver: the driver's own state.
         best: marks the best checkpoint up to this step; the newest that is marked is the best.
-        rng: the states of its random generators.
+        rng: how random numbers are drawn, for no generator has a state: the run's seed, and which
+            version of the rules of rpcmp.seeds.
         versions: of rpcmp, torch and Python.
         config: the job's, see rpcmp.checkpoint.redaction.
         written: when.

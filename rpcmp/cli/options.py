@@ -65,7 +65,8 @@ def connect_option(command: Command) -> Command:
         metavar="[HOST[:PORT],...]",
         is_flag=False,
         flag_value=DEFAULT_PORTS,
-        help="Use running stage servers, one address a stage; bare: localhost's default ports.",
+        help="Use running stage servers, one address for each stage, or for each replica of it; "
+        "bare: localhost's default ports.",
     )(command)
 
 

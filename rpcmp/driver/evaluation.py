@@ -9,12 +9,13 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Means over the samples that were evaluated.
+    """What came of the samples that were evaluated.
 
     Attributes:
         num_samples: how many.
         loss: the mean loss.
-        metrics: the mean of each metric, by name.
+        metrics: by name: the mean over the samples, or what the `compute` of a metric that keeps a
+            state gave for all of them ("name.key" for each key, where that is a dict).
     """
 
     num_samples: int

@@ -47,7 +47,7 @@ async def balanced(config: Config, connect: Sequence[str] | None, forks: Forks) 
 
     Args:
         config: the job.
-        connect: addresses of running stage servers; see Session.
+        connect: addresses of running stage servers; see Fleet.
         forks: where processes come from.
 
     Raises:
@@ -73,7 +73,7 @@ async def stage_hosts(
 
     Args:
         config: the job; where it has no list of layers, each stage is one layer.
-        connect: addresses of running stage servers; see Session.
+        connect: addresses of running stage servers; see Fleet.
         forks: where processes come from.
 
     Raises:

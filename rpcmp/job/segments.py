@@ -39,7 +39,7 @@ class Segments:
 
     Args:
         config: the job; how long it says to train does not count.
-        connect: addresses of running stage servers; see Session.
+        connect: addresses of running stage servers; see Fleet.
         settings: what it may change to on the way, besides the config's own.
         forks: where processes come from; see Fleet.
     """

@@ -44,7 +44,7 @@ class GroupRunner:
     Args:
         config: the job.
         settings: all that are to be measured.
-        connect: addresses of running stage servers; see Session.
+        connect: addresses of running stage servers; see rpcmp.job.fleet.Fleet.
     """
 
     def __init__(
