@@ -83,12 +83,6 @@ def test_what_comes_once_a_generation_is_told_once(told: Told, event: str) -> No
     assert told.events == [{"event": event, "steps": 10, "text": "t"}]
 
 
-def test_the_steps_of_the_whole_run_are_known(told: Told) -> None:
-    assert told.log.total == 0
-    told.log.tell({"event": "start", "steps": 230})
-    assert told.log.total == 230
-
-
 # Evaluations
 
 

@@ -18,7 +18,6 @@ class EventLog:
 
     Attributes:
         step: the last that was reported.
-        total: how many there will be.
         step_seconds: of the steps that were reported.
     """
 
@@ -28,22 +27,18 @@ class EventLog:
         self._losses: dict[int, float] = {}
         self._evaluated = -1
         self.step = 0
-        self.total = 0
         self.step_seconds: list[float] = []
 
     def tell(self, event: Message) -> None:
         """Pass on an event, unless it tells what is known."""
         match event["event"]:
-            case "start":
-                self.total = event["steps"]
-                self._tell_once(event)
             case "step":
                 self._tell_step(event)
             case "eval":
                 if event["step"] > self._evaluated:
                     self._evaluated = event["step"]
                     self._report(event)
-            case "report" | "early_stop":
+            case "start" | "report" | "early_stop":
                 self._tell_once(event)
             case _:
                 self._report(event)

@@ -36,13 +36,12 @@ class Estimate(NamedTuple):
 
     Attributes:
         remote_ns: when, on the remote clock.
-        offset_ns: what to add to the remote clock to get the driver's.
-        error_ns: the most by which `offset_ns` can be wrong.
+        offset_ns: what to add to the remote clock to get the driver's; wrong by half of the
+            shortest round trip at most.
     """
 
     remote_ns: int
     offset_ns: int
-    error_ns: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +71,7 @@ def estimate(pings: Iterable[Ping]) -> Estimate:
     """The best that `pings`, at least one, can tell."""
     best = min(pings, key=lambda ping: ping.round_trip_ns)
     middle_ns = (best.sent_ns + best.received_ns) // 2
-    return Estimate(best.remote_ns, middle_ns - best.remote_ns, (best.round_trip_ns + 1) // 2)
+    return Estimate(best.remote_ns, middle_ns - best.remote_ns)
 
 
 def between(before: Estimate, after: Estimate) -> Clock:

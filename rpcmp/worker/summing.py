@@ -32,7 +32,6 @@ from rpcmp.errors import JobError, RpcmpError, from_wire, one_line, to_wire
 from rpcmp.transport import Raised
 from rpcmp.work import Part
 from rpcmp.worker import buckets
-from rpcmp.worker.buckets import Bucket
 
 
 class Others(Protocol):
@@ -262,7 +261,7 @@ class Summing:
         with self._lock:
             found = self._sums.get(key)
             if found is None:
-                found = [self._begun(bucket, n) for n, bucket in enumerate(self.buckets)]
+                found = [self._begun(number) for number in range(len(self.buckets))]
                 if key > self._over and key not in self._aborted:
                     self._sums[key] = found
                     return found
@@ -270,7 +269,7 @@ class Summing:
                     one.fail(JobError(f"the step of round {key} was aborted"))
         return found
 
-    def _begun(self, bucket: Bucket, number: int) -> BucketSum:
+    def _begun(self, number: int) -> BucketSum:
         is_mine = self._owns(self.rank, number)
         owners = sum(self._owns(member, number) for member in self._members)
         totals = len(self._members) if is_mine and not self._is_pair else 0
