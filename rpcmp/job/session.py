@@ -22,8 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rpcmp.config import Config
-from rpcmp.control.client import StageClient
-from rpcmp.control.exchange import Exchange
+from rpcmp.control.storeproxy import StoreProxy
 from rpcmp.errors import (
     DrainingError,
     RpcmpError,
@@ -121,7 +120,7 @@ class Session:
         self._dialer = fleet.dialer
         self._identity = Identity(fleet.job_id, generation)
         self._relay = Relay(fleet.job_id, generation, fleet.forks, fleet.dialer)
-        self._exchange: Exchange | None = None
+        self._store: StoreProxy | None = None
         self._settings = settings
         self._choose = choose
         self._log = log
@@ -252,15 +251,16 @@ class Session:
         await self._hear_out()
         await self._failure.close()
         await self._relay.close()
-        if self._exchange is not None:
-            await self._exchange.close()
+        if self._store is not None:
+            await self._store.close()
         await self._stages.close()
 
     async def _join(self, assignments: list[str]) -> None:
         self.begin = await self._choose(assignments, self._stages.holdings)
         await self._stages.start(assignments, self.begin.restores, self.begin.step)
-        rendezvous = StageClient("rendezvous", self._stages.rendezvous, self._dialer, stage_index=0)
-        self._exchange = Exchange(rendezvous, **vars(self._identity), tell=self.send)
+        self._store = StoreProxy.at(
+            self._stages.rendezvous, self._dialer, **vars(self._identity), tell=self.send
+        )
         self.send({"op": "join", **self._stages.place(rank=len(assignments))})
         joined = await self._expect("joined")
         self._vitals.joined(joined["address"])
@@ -287,8 +287,8 @@ class Session:
                 case "beat":
                     self._heard_beat(driver, message)
                     continue
-                case "store" if self._exchange is not None:
-                    self._exchange.heard(message)
+                case "store" if self._store is not None:
+                    self._store.heard(message)
                     continue
                 case "error":
                     error = from_wire(message["error"])

@@ -21,8 +21,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rpcmp import scratch
-from rpcmp.control.client import StageClient
-from rpcmp.control.exchange import Exchange
+from rpcmp.control.storeproxy import StoreProxy
 from rpcmp.errors import WorkerDiedError, one_line, to_wire
 from rpcmp.logs.entry import Entry, entry_of, pass_on
 from rpcmp.logs.line import Line
@@ -104,7 +103,7 @@ class Claim:
         self._allowed = list(allowed)
         self._show = show
         self.relay = Relay(request.job_id, request.generation, forks, dialer)
-        self._exchange: Exchange | None = None
+        self._store: StoreProxy | None = None
         self._pulse = Pulse(request.heartbeat_timeout)
         self._threads = request.threads
         self._folder: Path | None = None
@@ -153,8 +152,9 @@ class Claim:
             CheckpointError, UnavailableError: what it has to begin with is not to be had.
         """
         self.stage_name = request.label
-        rendezvous = StageClient("rendezvous", request.rendezvous, self._dialer, stage_index=0)
-        self._exchange = Exchange(rendezvous, self.job_id, self.generation, self._tell)
+        self._store = StoreProxy.at(
+            request.rendezvous, self._dialer, self.job_id, self.generation, self._tell
+        )
         restore = request.restore if request.HasField("restore") else None
         self.step = restore.step if restore else 0
         files = await self._vault.prepare(request.stage_name, restore)
@@ -194,8 +194,8 @@ class Claim:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.relay.close()
-        if self._exchange is not None:
-            await self._exchange.close()
+        if self._store is not None:
+            await self._store.close()
         if self._folder is not None:
             scratch.remove(self._folder)
         await self._become(State.SERVER_STATE_ENDED)
@@ -276,8 +276,8 @@ class Claim:
                 self._start_if_ready()
             case "built":
                 self.num_parameters = message["num_parameters"]
-            case "store" if self._exchange is not None:
-                self._exchange.heard(message)
+            case "store" if self._store is not None:
+                self._store.heard(message)
             case "joined":
                 self.listens = message["address"]
                 await self._become(State.SERVER_STATE_RUNNING)

@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import base64
 from collections.abc import Callable
+from typing import Self
 
 from rpcmp.control.client import StageClient
 from rpcmp.errors import JobError, RpcmpError, one_line, to_wire
 from rpcmp.process.channel import Message
+from rpcmp.wire.dialer import Dialer
 
 
-class Exchange:
-    """Passes on what a child's `rpcmp.store.ChannelStore` asks.
+class StoreProxy:
+    """Passes on what a child's `rpcmp.store.ChannelStore` asks; its other end.
 
     Args:
         client: of the server that serves the store; owned from now on.
@@ -27,6 +29,19 @@ class Exchange:
         self._job = {"job_id": job_id, "generation": generation}
         self._tell = tell
         self._asking: set[asyncio.Task[None]] = set()
+
+    @classmethod
+    def at(
+        cls,
+        address: str,
+        dialer: Dialer,
+        job_id: str,
+        generation: int,
+        tell: Callable[[Message], None],
+    ) -> Self:
+        """The proxy of the store at `address`, which the server of the first stage has."""
+        client = StageClient("rendezvous", address, dialer, stage_index=0)
+        return cls(client, job_id, generation, tell)
 
     def heard(self, message: Message) -> None:
         """Pass on one question; the child is told the answer."""
