@@ -18,8 +18,8 @@ from rpcmp.checkpoint.folder import CheckpointFolder
 from rpcmp.checkpoint.manifest import Manifest, StageFile, check_model
 from rpcmp.config import Config
 from rpcmp.errors import CheckpointError
+from rpcmp.job.begin import Begin
 from rpcmp.job.fleet import Fleet
-from rpcmp.job.session import Begin
 from rpcmp.process.channel import Message
 from rpcmp.v1 import control_pb2 as pb
 

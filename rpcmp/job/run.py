@@ -22,7 +22,7 @@ from rpcmp.checkpoint.folder import CheckpointFolder
 from rpcmp.config import Config
 from rpcmp.errors import DrainingError, InterruptedJobError, RpcmpError
 from rpcmp.job.balancing import balanced
-from rpcmp.job.begin import Beginning
+from rpcmp.job.beginning import Beginning
 from rpcmp.job.checkpoints import Checkpoints
 from rpcmp.job.dialing import warnings
 from rpcmp.job.fleet import Fleet

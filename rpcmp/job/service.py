@@ -13,11 +13,11 @@ from typing import Any
 
 from rpcmp.config import Config
 from rpcmp.errors import ConfigError, RpcmpError
-from rpcmp.job.begin import from_memory
+from rpcmp.job.begin import Begin, from_memory
 from rpcmp.job.fleet import Fleet
 from rpcmp.job.recovery import History, decide
 from rpcmp.job.restore import Holdings, newest_common
-from rpcmp.job.session import Begin, Session
+from rpcmp.job.session import Session
 
 EXPLAIN_SECONDS = 5.0
 """A driver process that is gone says nothing; how long to wait for the reason."""

@@ -17,8 +17,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import platform
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rpcmp.config import Config
@@ -30,9 +29,9 @@ from rpcmp.errors import (
     from_wire,
 )
 from rpcmp.job import code
+from rpcmp.job.begin import Begin, Choose, afresh
 from rpcmp.job.failure import FirstFailure, both
 from rpcmp.job.fleet import Fleet
-from rpcmp.job.restore import Holdings
 from rpcmp.job.stages import Identity, Stages
 from rpcmp.job.vitals import Vitals
 from rpcmp.job.watchdog import Watchdog
@@ -45,7 +44,6 @@ from rpcmp.process.child import Child
 from rpcmp.process.environment import compute_environment
 from rpcmp.process.pulse import Pulse
 from rpcmp.setting import Setting
-from rpcmp.v1 import control_pb2 as pb
 from rpcmp.wire.relay import Relay
 
 LEAVE_SECONDS = 15.0
@@ -56,28 +54,6 @@ LAST_WORDS_SECONDS = 1.0
 
 EXPLAIN_SECONDS = 2.0
 """A lost connection says little; how long to wait for the server to say why."""
-
-
-@dataclass(frozen=True)
-class Begin:
-    """Where a generation begins.
-
-    Attributes:
-        step: optimizer steps done.
-        restores: what each worker begins with, by its label; empty: all start from the config.
-    """
-
-    step: int = 0
-    restores: Mapping[str, pb.Restore] = field(default_factory=dict)
-
-
-Choose = Callable[[list[str], dict[str, Holdings]], Awaitable[Begin]]
-"""Where to begin, given the stages' assignments and what their servers hold."""
-
-
-async def afresh(assignments: list[str], holdings: dict[str, Holdings]) -> Begin:
-    """From the config."""
-    return Begin()
 
 
 class Session:
