@@ -144,6 +144,21 @@ class Config(Strict):
         copy._folder = folder
         return copy
 
+    def require_data(self, use: str) -> DataConfig:
+        """The `[data]` section.
+
+        Args:
+            use: what needs it, such as "training".
+
+        Raises:
+            ConfigError: there is none.
+        """
+        if self.data is None:
+            raise ConfigError(
+                f"the config has no [data] section, which {use} needs: give it `train`"
+            )
+        return self.data
+
     @property
     def num_stages(self) -> int:
         """How many stages the job has."""

@@ -112,6 +112,12 @@ def test_the_boundary_of_a_case_is_as_large_as_it_says(name: str) -> None:
     assert second(boundary).shape == targets.chunk(config.num_microbatches)[0].shape
 
 
+def test_a_case_without_data_says_what_needs_them() -> None:
+    config = cases.load("sleep").config.model_copy(update={"data": None})
+    with pytest.raises(ConfigError, match=r"\[data\] section, which a benchmark needs: give it"):
+        next(part.endless_batches(config))
+
+
 @pytest.mark.parametrize(
     ("name", "stages", "microbatches", "batch_size"),
     [("sleep", 32, 64, 64), ("activations", 4, 3, 3), ("transformer", 8, 16, 32)],

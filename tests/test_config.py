@@ -222,6 +222,14 @@ def test_a_copy_in_another_folder_leaves_the_original_where_it_is(tmp_path: Path
     assert config.folder == Path.cwd()
 
 
+def test_what_needs_data_says_what_for_and_what_to_give() -> None:
+    data = {"train": "m:train", "batch_size": 8}
+    assert parse({**LAYERS, "data": data}).require_data("training").batch_size == 8
+    needed = r"no \[data\] section, which training needs: give it `train`"
+    with pytest.raises(ConfigError, match=needed):
+        parse(LAYERS).require_data("training")
+
+
 @pytest.mark.parametrize(
     ("data", "names"),
     [

@@ -14,7 +14,6 @@ from rpcmp.driver.draws import AHEAD, Announcer, Draws
 from rpcmp.driver.group import Group
 from rpcmp.driver.rounds import Batch
 from rpcmp.errors import ConfigError
-from rpcmp.sections import DataConfig
 from rpcmp.work import Holding
 
 
@@ -45,7 +44,7 @@ class Datasets:
         Raises:
             ConfigError: there is no `[data]`, or a dataset cannot be used.
         """
-        section, seed = _section(config), config.seed
+        section, seed = config.require_data("training"), config.seed
         train = data.load(section.train, "data.train", section, seed, training=True)
         if section.test is None:
             return cls(train, None)
@@ -58,7 +57,7 @@ class Datasets:
         Raises:
             ConfigError: there is no `[data]`, a dataset is too small, or hosts have others.
         """
-        section, seed = _section(config), config.seed
+        section, seed = config.require_data("training"), config.seed
         sizes = _common_sizes(group.holdings())
         num_ahead = AHEAD * section.num_loaders
         announcer = Announcer(group.announce, num_ahead, itertools.count(1))
@@ -82,12 +81,6 @@ class Datasets:
 def total_steps(config: Config, per_epoch: int) -> int:
     """Optimizer steps of the whole run."""
     return config.steps if config.steps is not None else (config.epochs or 1) * per_epoch
-
-
-def _section(config: Config) -> DataConfig:
-    if config.data is None:
-        raise ConfigError("the config has no [data] section, which training from it needs")
-    return config.data
 
 
 def _common_sizes(holdings: Mapping[str, Holding]) -> dict[str, int]:

@@ -34,9 +34,8 @@ def _sample(order: Message) -> Message:
     sys.path.insert(0, str(folder))
     config = Config.model_validate_json(order["config"]).with_folder(folder)
     count = config.num_stages if config.model is None else len(layers.chain_layers(config))
-    if config.data is None:
-        raise ConfigError("there is no [data], with whose samples layers are measured")
-    batches = data.load(config.data.train, "data.train", config.data, config.seed, training=True)
+    section = config.require_data("measuring layers")
+    batches = data.load(section.train, "data.train", section, config.seed, training=True)
     batch = next(batches.epoch(1))
     batches.close()
     sample = handoff.dumps(microbatch.split(batch, config.num_microbatches)[0])

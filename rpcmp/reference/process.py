@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rpcmp import data, host, plan
 from rpcmp.config import Config
-from rpcmp.errors import ConfigError, JobError, RpcmpError, to_wire
+from rpcmp.errors import JobError, RpcmpError, to_wire
 from rpcmp.factory import explain
 from rpcmp.process.channel import Channel
 from rpcmp.reference.training import UnsplitModel
@@ -32,9 +32,7 @@ def _run(channel: Channel) -> None:
     folder = Path(order["folder"])
     sys.path.insert(0, str(folder))
     config = Config.model_validate_json(order["config"]).with_folder(folder)
-    section = config.data
-    if section is None:
-        raise ConfigError("the config has no [data] section")
+    section = config.require_data("training the unsplit model")
     batches = data.load(section.train, "data.train", section, config.seed, training=True)
     model = UnsplitModel(config, {part.stage_name: part.layers for part in plan.assign(config)})
     for loss in model.train(batches, order["steps"]):

@@ -68,15 +68,14 @@ def grid(config: Config, axes: Axes) -> Grid:
     Raises:
         ConfigError: the config has no data, or a value is none that a config could have.
     """
-    if config.data is None:
-        raise ConfigError("the config has no [data] section, which tuning it needs")
+    batch_size = config.require_data("tuning").batch_size
     own = Setting.of(config)
     kept: dict[Hashable, Setting] = {_effect(config, own): own}
     left_out: defaultdict[tuple[str, str], list[int]] = defaultdict(list)
     for setting in dict.fromkeys(_product(config, axes)):
         if setting == own:
             continue
-        why = _nonsense(setting, config.data.batch_size)
+        why = _nonsense(setting, batch_size)
         if not why:
             same = kept.setdefault(_effect(config, setting), setting)
             why = "" if same is setting else f"the same as {same.way}"

@@ -77,8 +77,7 @@ def plain(config: Config) -> Config:
     Raises:
         ConfigError: there is no `[data]`, or the replicas' shares are not known.
     """
-    if config.data is None:
-        raise ConfigError("the config has no [data] section, which tuning it needs")
+    section = config.require_data("tuning")
     if config.balance_replicas and any(
         stage.num_replicas > 1 and stage.shares is None for stage in config.stages
     ):
@@ -86,5 +85,5 @@ def plain(config: Config) -> Config:
             "balance_replicas = true: give the `shares` that `rpcmp drive` shows, so that all "
             "settings are measured with the same"
         )
-    data = config.data.model_copy(update={"test": None, "drop_last": True})
+    data = section.model_copy(update={"test": None, "drop_last": True})
     return config.without_schedulers().without_evaluation().model_copy(update={"data": data})

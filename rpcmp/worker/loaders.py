@@ -18,7 +18,7 @@ from multiprocessing.context import ForkProcess
 from typing import Any, NamedTuple
 
 from rpcmp.config import Config
-from rpcmp.errors import ConfigError, RpcmpError, WorkerDiedError, from_wire
+from rpcmp.errors import RpcmpError, WorkerDiedError, from_wire
 from rpcmp.handoff import Handoff
 from rpcmp.process import exitcode
 from rpcmp.work import Drawn, Holding
@@ -47,12 +47,11 @@ class Loaders:
     """
 
     def __init__(self, config: Config, stage: str) -> None:
-        if config.data is None:
-            raise ConfigError("the config has no [data] section, which its stages are to load")
+        section = config.require_data("loading samples at a stage")
         self._stage = stage
         self._references = config.graph().parts(stage)
         self._all: list[_Loader] = []
-        for _ in range(config.data.num_loaders):
+        for _ in range(section.num_loaders):
             self._all.append(self._fork(config))
         self._idle: queue.SimpleQueue[_Loader] = queue.SimpleQueue()
         for loader in self._all:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from rpcmp import data, devices, factory, graph, layers, plan
 from rpcmp.config import Config
-from rpcmp.errors import ConfigError, UnfitError
+from rpcmp.errors import UnfitError
 
 
 @dataclass(frozen=True)
@@ -86,11 +86,10 @@ def endless_batches(config: Config) -> Iterator[tuple[Tensor, Tensor]]:
     """The job's mini-batches, epoch after epoch.
 
     Raises:
+        ConfigError: there is no `[data]`.
         UnfitError: they are not one tensor in and one out.
     """
-    section = config.data
-    if section is None:
-        raise ConfigError("the config has no [data] section")
+    section = config.require_data("a benchmark")
     batches = data.load(section.train, "data.train", section, config.seed, training=True)
     for epoch in itertools.count(1):
         for inputs, targets in batches.epoch(epoch):
