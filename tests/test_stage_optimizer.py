@@ -63,6 +63,99 @@ def test_an_optimizer_goes_on_where_another_of_its_kind_was() -> None:
     assert str(other.parts()) == str(optimizer.parts())
 
 
+def own(*, scheduler: dict[str, Any] | None = None, **kwargs: Any) -> dict[str, Any]:
+    """OWN, with other arguments."""
+    found = {"optimizer": {**OWN["optimizer"], "kwargs": {"lr": 0.5, **kwargs}}}
+    return {**found, "scheduler": {**OWN["scheduler"], "kwargs": scheduler or {"step_size": 1}}}
+
+
+def taken_over(before: dict[str, Any], after: dict[str, Any], steps: int = 2) -> StageState:
+    """What a stage under the config `after` makes of the state of one under `before`."""
+    model, optimizer = made(before)
+    for _ in range(steps):
+        train(model, optimizer)
+    other_model, other = made(after)
+    other.restore(state(model, optimizer))
+    return state(other_model, other)
+
+
+def rates(found: StageState) -> list[float]:
+    return [group["lr"] for group in found.groups]
+
+
+def test_a_changed_learning_rate_wins_over_the_saved_one() -> None:
+    plain = {"optimizer": OWN["optimizer"]}
+    changed = {"optimizer": own(lr=0.125, weight_decay=0.25)["optimizer"]}
+    found = taken_over(plain, changed)
+    assert rates(found) == [0.125]
+    assert found.groups[0]["weight_decay"] == 0.25
+    assert all(int(each["step"]) == 2 for each in found.state.values())  # what it has learnt stays
+
+
+def test_a_scheduler_goes_on_from_where_it_was_at_a_changed_rate() -> None:
+    found = taken_over(own(), own(lr=0.25))
+    assert rates(found) == pytest.approx([0.25 * 0.1**2])
+    assert found.scheduler["base_lrs"] == [0.25]
+    assert found.scheduler["last_epoch"] == 2
+    assert found.scheduler["_last_lr"] == rates(found)
+
+
+def test_changed_arguments_of_a_scheduler_win_over_the_saved_ones() -> None:
+    found = taken_over(own(), own(scheduler={"step_size": 5, "gamma": 0.5}))
+    assert (found.scheduler["step_size"], found.scheduler["gamma"]) == (5, 0.5)
+    assert found.scheduler["last_epoch"] == 2
+    assert rates(found) == pytest.approx([0.005])  # what the old ones have made of it stays
+
+
+def test_a_scheduler_inside_of_another_one_takes_a_changed_rate_over() -> None:
+    def warming_up(lr: float) -> dict[str, Any]:
+        return {**own(lr=lr), "scheduler": {"callable": f"{__name__}:warm_up"}}
+
+    assert rates(taken_over(warming_up(0.5), warming_up(0.25), 3)) == pytest.approx(
+        [rate / 2 for rate in rates(taken_over(warming_up(0.5), warming_up(0.5), 3))]
+    )
+
+
+def warm_up(optimizer: torch.optim.Optimizer) -> Any:
+    """Two steps up from a tenth, then down."""
+    schedulers = torch.optim.lr_scheduler
+    up = schedulers.LinearLR(optimizer, 0.1, total_iters=2)
+    return schedulers.SequentialLR(optimizer, [up, schedulers.StepLR(optimizer, 1)], [2])
+
+
+def test_a_scheduler_that_a_run_has_not_had_finds_what_it_needs() -> None:
+    cycle = {
+        "callable": "torch.optim.lr_scheduler:OneCycleLR",
+        "kwargs": {"max_lr": 0.1, "total_steps": 9},
+    }
+    model, optimizer = made({"optimizer": OWN["optimizer"]})
+    train(model, optimizer)
+    other_model, other = made({"optimizer": OWN["optimizer"], "scheduler": cycle})
+    other.restore(state(model, optimizer))
+    train(other_model, other)
+    assert other.report is not None
+    assert other.report.learning_rate is not None
+
+
+def test_what_an_optimizer_keeps_among_its_options_is_no_change() -> None:
+    """As those do that need no schedule: it is not the config that has changed it."""
+    counting = {"optimizer": {"callable": f"{__name__}:Counting", "kwargs": {"lr": 0.5}}}
+    found = taken_over(counting, {"optimizer": {**counting["optimizer"], "kwargs": {"lr": 0.25}}})
+    assert (rates(found), found.groups[0]["k"]) == ([0.25], 2)
+
+
+class Counting(torch.optim.SGD):
+    """Counts its steps in its options."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, lr)
+        self.param_groups[0]["k"] = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.param_groups[0]["k"] += 1
+        return super().step(closure)
+
+
 def test_the_state_of_another_kind_of_optimizer_is_refused() -> None:
     model, optimizer = made({})
     train(model, optimizer)
