@@ -112,6 +112,22 @@ def test_a_program_sees_one_parameter() -> None:
 # What is wrong
 
 
+@pytest.mark.parametrize("owner", [0, pytest.param(2, marks=pytest.mark.long)])
+def test_nobody_waits_for_an_owner_whose_optimizer_fails(job: JobFolder, owner: int) -> None:
+    """The others wait for what the parameter has become, in a step that nothing else holds."""
+    text = BODY.replace("max_grad_norm = 0.5\n", "")
+    if owner:
+        text = text.replace('["embed.weight", "head.weight"]', '["head.weight", "embed.weight"]')
+    troubled = '\n[[stages]]\noptimizer = "zoo:TroubledSGD"\n'
+    text += "\n[[stages]]\n" * owner + troubled + "\n[[stages]]\n" * (2 - owner)
+    once = ("--set", "recovery.watchdog=30.0", "--set", "recovery.max_restarts=0")
+    result = rpcmp("drive", job.config(text), *once)
+    assert result.code != 0
+    said = f"stage 'stage{owner}' failed in optimizer at step 2: ValueError: planted"
+    assert said in result.err
+    assert "hangs" not in result.err
+
+
 @pytest.mark.parametrize(
     ("tied", "said"),
     [

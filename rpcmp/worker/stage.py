@@ -383,6 +383,7 @@ class Stage:
                 self._guard_saving(lambda s: s.take(work.version, work.save))
         except RpcmpError as error:
             self._failures.broken = error
+            self._together.abort(work.round, work.round, error)  # or others wait for it for ever
 
     def _failed(self, round_number: int) -> RpcmpError | None:
         """Why this stage lacks a part of a round's gradient; others that wait for it hear of it."""

@@ -124,10 +124,14 @@ class Together:
 
     @contextlib.contextmanager
     def _named(self, step: int) -> Iterator[None]:
-        """Errors say where they are from; but of a lost worker its supervisor knows better."""
+        """Errors say where they are from.
+
+        What another worker has failed with says so already; of a lost one its supervisor knows
+        better.
+        """
         try:
             yield
-        except WorkerDiedError:
+        except (WorkerDiedError, StageError):
             raise
         except Exception as error:
             raise StageError(self._own.label, "sum", one_line(error), step=step) from error
