@@ -11,9 +11,9 @@ a stage's forward runs on a thread that watches. Everything else, and all that c
 its weight gradients in the backward as always: bits are those of a plain backward in every case.
 
 Not split are parameters that a micro-batch uses more than once (autograd sums their gradients
-before it adds them to `.grad`: another order of sums) or that have hooks, what is checkpointed,
-autocast, double backwards, and of course what does not go through these functions (a fused LSTM,
-custom functions, normalizations).
+before it adds them to `.grad`: another order of sums) or that have the user's hooks, what is
+checkpointed, autocast, double backwards, and of course what does not go through these functions (a
+fused LSTM, custom functions, normalizations).
 
 Next to `torch.distributed.pipelining._backward` (arXiv:2401.10241), which walks the graph of every
 micro-batch in Python, this costs some 10 microseconds a layer.
@@ -32,6 +32,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 from torch.autograd.graph import Node
+
+from rpcmp.additions import Additions
 
 Operation = Callable[..., Tensor]
 
@@ -101,7 +103,7 @@ class WeightGradients:
         return all(
             parameter in self._splittable
             and not parameter._backward_hooks
-            and not parameter._post_accumulate_grad_hooks
+            and all(isinstance(hook, Additions) for hook in _hooks(parameter))
             for parameter in parameters
         )
 
@@ -109,6 +111,8 @@ class WeightGradients:
         """Keep `add` for later, if it is all that its parameters get in this micro-batch."""
         if not self._deferring or any(self._uses[parameter] > 1 for parameter in parameters):
             return False
+        for hook in (hook for parameter in parameters for hook in _hooks(parameter)):
+            hook.leave()
         self._waiting.append(add)
         return True
 
@@ -357,3 +361,10 @@ def _add_to_grad(parameter: Tensor, grad: Tensor) -> None:
         parameter.grad = grad
     else:
         parameter.grad.add_(grad)
+    for hook in _hooks(parameter):
+        hook(parameter)
+
+
+def _hooks(parameter: Tensor) -> list[Any]:
+    """Those that autograd calls when it has added to a gradient; of what is split, our own."""
+    return list((parameter._post_accumulate_grad_hooks or {}).values())

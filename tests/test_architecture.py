@@ -18,7 +18,7 @@ LAYERS = """
     jsonlines tablekeys
     __init__ errors members seeds metrics direction tree tensorfile digest v1 host examples devices
     starter suggestion evaluated
-    pythonfiles logs
+    pythonfiles logs additions
     graph partition schedule addresses microbatch treespec turns ties split process scratch
     simulation sizes work handoff snapshot unpickling payload
     transport store wire

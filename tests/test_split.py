@@ -21,6 +21,7 @@ from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 from rpcmp import split
+from rpcmp.additions import Additions
 from rpcmp.split import Splitter, WeightGradients, splittable
 
 NUM_MICROBATCHES = 4
@@ -447,6 +448,29 @@ def test_hooks_of_a_parameter_fire_once_a_micro_batch(layer: nn.Module, kind: st
     train(layer, inputs, squares, Late(layer))
     assert len(seen) == 2 * NUM_MICROBATCHES
     assert all(isinstance(found, Tensor) for found in seen)
+
+
+@pytest.mark.parametrize("layer", [nn.Linear(6, 6), nn.Conv1d(6, 6, 1)], ids=["linear", "conv"])
+def test_who_only_hears_of_additions_hears_of_late_ones_too(layer: nn.Module) -> None:
+    """And does not keep a parameter from being split."""
+    layer = copy.deepcopy(layer)
+    plain = copy.deepcopy(layer)
+    heard: list[float] = []
+    for name in BOTH:
+        parameter = layer.get_parameter(name)
+        Additions(parameter, functools.partial(hear, heard, parameter))
+    inputs = [random(2, 6, 6)(number).requires_grad_() for number in range(NUM_MICROBATCHES)]
+    late = Late(layer)
+    found = train(layer, inputs, squares, late)
+    assert late.names == BOTH
+    assert len(heard) == len(set(heard)) == 2 * NUM_MICROBATCHES  # each after another addition
+    expected = train(plain, [value.detach().requires_grad_() for value in inputs], squares, None)
+    assert all(same(found[name], expected[name]) for name in BOTH)
+
+
+def hear(heard: list[float], parameter: Tensor) -> None:
+    assert parameter.grad is not None
+    heard.append(parameter.grad.sum().item())
 
 
 def test_a_hook_may_change_a_gradient() -> None:

@@ -1,16 +1,19 @@
 """Which gradients of a round are final, before the round is over.
 
-Autograd says when it has added to a gradient, not whether that was the last time. How often that
-happens in a micro-batch is learned from the round before: a parameter is ready when it has been
-added to as often as that in all of the round's micro-batches. Where a model does as it likes, with
+One hears when something has been added to a gradient, not whether that was the last time. How often
+that happens in a micro-batch is learned from the round before: a parameter is ready when it has
+been added to as often as that in all of the micro-batches. Where a model does as it likes, with
 layers that it sometimes leaves out, nothing is early, and nothing is wrong.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 
 from torch import nn
+
+from rpcmp.additions import Additions
 
 
 class Readiness:
@@ -38,8 +41,10 @@ class Readiness:
         self._microbatches = 0
         self._is_early = False
         self.told: set[int] = set()
-        for index, parameter in enumerate(parameters):
-            parameter.register_post_accumulate_grad_hook(self._watcher(index))
+        self._additions = [
+            Additions(parameter, functools.partial(self._added, index))
+            for index, parameter in enumerate(parameters)
+        ]
 
     def begin(self, num_microbatches: int, is_early: bool) -> None:
         """A round begins.
@@ -49,6 +54,8 @@ class Readiness:
             is_early: whether anybody wants to know what is ready before its end.
         """
         self._microbatches, self._is_early = num_microbatches, is_early
+        for additions in self._additions:
+            additions.reset()
         self._counts = [0] * len(self._counts)
         self._expected = [
             num_microbatches * self._per_microbatch.get(index, 0)
@@ -78,15 +85,12 @@ class Readiness:
             }
         return [number for number in range(len(self._groups)) if number not in self.told]
 
-    def _watcher(self, index: int) -> Callable[[nn.Parameter], None]:
-        def added(_: nn.Parameter) -> None:
-            self._counts[index] += 1
-            if not self._is_early or self._counts[index] != self._expected[index]:
-                return
-            group = self._group_of[index]
-            self._left[group] -= 1
-            if not self._left[group]:
-                self.told.add(group)
-                self._ready(group)
-
-        return added
+    def _added(self, index: int) -> None:
+        self._counts[index] += 1
+        if not self._is_early or self._counts[index] != self._expected[index]:
+            return
+        group = self._group_of[index]
+        self._left[group] -= 1
+        if not self._left[group]:
+            self.told.add(group)
+            self._ready(group)
