@@ -275,6 +275,26 @@ def test_a_run_that_goes_on_from_an_epochs_last_step_ends_that_epoch_once() -> N
     assert go_on(config, beyond) == ["start5", "finish5", "settle"]
 
 
+def test_an_evaluation_that_was_stopped_is_made_by_the_run_that_goes_on() -> None:
+    """Its step was saved when the schedulers had had the epoch's end: that is not done again."""
+    where = {"checkpoint": {"dir": "saved"}, "recovery": {"enabled": False}}
+    config = job(**WATCHING, **where, data=TESTED)
+
+    class Stopped(Stages):
+        def evaluate(self, batch: Batch, step: int, own: Metrics) -> Evaluation:
+            stop.set()
+            return super().evaluate(batch, step, own)
+
+    stages, stop = Stopped(config), threading.Event()
+    training = _training(config, stages, lambda event: None, stop)
+    training.run(evaluate=True)
+    training.save()
+    begin = training.progress
+    assert (begin.step, begin.has_ended_epoch, begin.evaluated_after) == (2, True, 0)
+    assert go_on(config, begin)[:3] == ["evaluate2", "evaluate2", "start3"]
+    assert go_on(config, replace(begin, evaluated_after=2))[0] == "start3"
+
+
 def test_steps_that_are_due_are_saved_and_the_last_one() -> None:
     config = job(steps=5, checkpoint={"dir": "saved", "every_steps": 2})
 

@@ -28,7 +28,8 @@ class Progress:
         best: which of them was the best; None: no step is kept for it, or there was none.
         is_saved: whether a checkpoint has all this already.
         since_saved: seconds since the run's last checkpoint, when it went on from here.
-        has_ended_epoch: whether what follows an epoch's last step has been done as well.
+        has_ended_epoch: whether the schedulers have had the epoch's last step as well.
+        evaluated_after: the step that the last evaluation followed; 0: there was none.
         scaler: the loss scaler's state; None: the loss is not scaled.
     """
 
@@ -43,6 +44,7 @@ class Progress:
     is_saved: bool = False
     since_saved: float = 0.0
     has_ended_epoch: bool = False
+    evaluated_after: int = 0
     scaler: ScalerState | None = None
 
     def after(self, step: int, epoch: int, loss: float, scaler: ScalerState | None = None) -> Self:
@@ -82,7 +84,9 @@ class Progress:
         if (saved := config.checkpoint) is not None and saved.best is not None:
             found = Best(saved.best, saved.best_direction, values[saved.best], self.step)
             best = found.against(best)
-        return replace(self, metrics=values, stopping=stopping, best=best)
+        return replace(
+            self, metrics=values, stopping=stopping, best=best, evaluated_after=self.step
+        )
 
     @property
     def mean_loss(self) -> float:

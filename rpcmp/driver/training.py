@@ -180,6 +180,12 @@ class Training:
         step = _Step(begin.step, begin.epoch, ends_epoch, Loaded(None), 0.0)
         if begin.step and not begin.has_ended_epoch and self._must_drain(step, evaluate):
             self._follow(step, evaluate)
+        elif (
+            begin.has_ended_epoch
+            and begin.evaluated_after != begin.step
+            and self._is_evaluation_due(step, evaluate)
+        ):
+            self._evaluate(begin.epoch)  # it was stopped in the middle of that
         elif begin.best is not None and begin.best.step == begin.step:
             self._keep_best(None)
 

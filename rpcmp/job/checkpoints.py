@@ -40,6 +40,7 @@ DRIVERS_OWN = {
     "stopping",
     "best",
     "has_ended_epoch",
+    "evaluated_after",
     "scaler",
 }
 """What of a progress event is the driver's state: rpcmp.driver.progress.Progress."""
