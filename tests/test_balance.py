@@ -15,6 +15,7 @@ from rpcmp.balance.profile import HostProfile, LayerProfile
 from rpcmp.config import Config
 from rpcmp.configfile import parse
 from rpcmp.errors import ConfigError
+from rpcmp.job.balancing import as_one
 
 
 def layer(seconds: float = 1.0, state: int = 0, activations: int = 0) -> LayerProfile:
@@ -160,3 +161,37 @@ def test_the_next_step_overlaps_with_this_one_unless_the_driver_looks_at_all_sta
     assert predicted([0, 0, 3]).step_s == 12.0
     assert predicted([0, 0, 6]).step_s == 8.0 + 6.0
     assert predicted([0, 0, 6], max_grad_norm=1.0).step_s == 12.0 + 6.0
+
+
+# Replicas
+
+
+@pytest.mark.parametrize(
+    ("seconds", "more", "expected"),
+    [
+        ([1, 1], {}, 2),  # two of four each
+        ([1, 1, 1], {}, 2),  # in turn: one of them has two
+        ([1] * 8, {}, 1),  # four have one, the others none
+        ([1, 3], {}, 6),
+        ([1, 3], {"balance_replicas": True}, 3),  # three and one
+        ([1, 3], {"stages": [{"replicas": 2, "shares": [3, 1]}]}, 3),
+        ([1, 1], {"microbatches_per_message": 4}, 4),  # one message, one replica
+    ],
+)
+def test_replicas_take_what_the_last_of_them_takes(
+    seconds: list[float], more: dict[str, Any], expected: float
+) -> None:
+    config = parse(
+        {
+            "loss": "torch.nn:MSELoss",
+            "model": {"layers": "tests.models:layers"},
+            "stages": [{"replicas": len(seconds)}],
+            "num_microbatches": 4,
+            **more,
+        }
+    )
+    profiles = [host([layer(each), layer(each)]).profile for each in seconds]
+    profile = as_one(config, 0, profiles)
+    one = StageHost("stage0", profile, None, config.num_microbatches, 1)
+    assert one.seconds(0, 1) == pytest.approx(expected)
+    assert profile.base_bytes == 10

@@ -80,7 +80,7 @@ def times_of(hosts: Sequence[StageHost], balance: Sequence[int]) -> dict[str, Ti
 
 
 def simulate(config: Config, times: Mapping[str, Times]) -> Simulation:
-    """One step by itself. A stage's replicas count as one that is as fast as all of them.
+    """One step by itself. A stage's replicas count as one; see `balance.profile.together`.
 
     Args:
         config: the job.

@@ -62,25 +62,31 @@ class HostProfile(Strict):
     available_bytes: Bytes | None
 
 
-def together(replicas: Sequence[HostProfile]) -> HostProfile:
-    """Hosts that share a stage's micro-batches by their speed, as if they were one.
+def together(replicas: Sequence[HostProfile], shares: Sequence[float]) -> HostProfile:
+    """Hosts that share a stage's micro-batches, as one that ends a step when the last of them does.
 
     Each steps its own optimizer, and has the whole stage in its memory.
 
     Args:
         replicas: the same layers on each.
+        shares: of a step's micro-batches that each computes; together 1.
     """
+    last, share = max(
+        zip(replicas, shares, strict=True), key=lambda each: each[1] * seconds(each[0])
+    )
     layers = [
         LayerProfile(
-            forward_s=_shared([layer.forward_s for layer in each]),
-            backward_s=_shared([layer.backward_s for layer in each]),
-            weight_s=_shared([layer.weight_s for layer in each]),
+            forward_s=share * slowest.forward_s,
+            backward_s=share * slowest.backward_s,
+            weight_s=share * slowest.weight_s,
             update_s=max(layer.update_s for layer in each),
             state_bytes=max(layer.state_bytes for layer in each),
             activation_bytes=max(layer.activation_bytes for layer in each),
             input_bytes=max(layer.input_bytes for layer in each),
         )
-        for each in zip(*(replica.layers for replica in replicas), strict=True)
+        for slowest, *each in zip(
+            last.layers, *(replica.layers for replica in replicas), strict=True
+        )
     ]
     available = [one.available_bytes for one in replicas if one.available_bytes is not None]
     return HostProfile(
@@ -90,6 +96,6 @@ def together(replicas: Sequence[HostProfile]) -> HostProfile:
     )
 
 
-def _shared(seconds: Sequence[float]) -> float:
-    """Seconds that those who each need so many take together."""
-    return 1 / sum(1 / each for each in seconds) if all(seconds) else 0.0
+def seconds(host: HostProfile) -> float:
+    """What one micro-batch takes there, if the host has all layers."""
+    return sum(layer.forward_s + layer.backward_s + layer.weight_s for layer in host.layers)

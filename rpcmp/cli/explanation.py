@@ -183,7 +183,7 @@ def _step(found: Explanation, width: int) -> Iterator[str]:
     what = "messages" if found.microbatches_per_message > 1 else "micro-batches"
     yield f"F forward{split}, by numbers of {what}; F0 of stage {last} is the action {last}F0"
     if any(stage.replicas > 1 for stage in found.stages):
-        yield "a stage's replicas are drawn as one that is as fast as all of them"
+        yield "a stage's replicas are drawn as one, which is as fast as the last of them"
 
 
 def _listeners(found: Explanation) -> Table:

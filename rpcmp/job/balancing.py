@@ -6,8 +6,9 @@ For the balance every host is asked, the cuts are chosen, and the step is predic
 (2) each host runs every layer with it, in a process of its own      job.hostprofiles
 (3) the cuts with the fastest slowest stage that fit into memory     rpcmp.balance
 
-Replicas of a stage count as one host that is as fast as all of them. What each of them then takes
-of the micro-batches is measured afterwards (`job.sharing`).
+Replicas of a stage count as one host, which is as fast as the last of them to end its part of a
+step. Where `balance_replicas` leaves the parts to a measurement, that comes afterwards
+(`job.sharing`); until then each is taken to have one by its speed.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import NamedTuple
 from rpcmp import inflight
 from rpcmp.balance.cuts import StageHost, choose
 from rpcmp.balance.prediction import Prediction, predict
-from rpcmp.balance.profile import together
+from rpcmp.balance.profile import HostProfile, seconds, together
 from rpcmp.config import Config
 from rpcmp.errors import ConfigError
 from rpcmp.job.calls import require_one_each
@@ -28,6 +29,7 @@ from rpcmp.job.sharing import with_shares
 from rpcmp.process.child import Child
 from rpcmp.process.environment import compute_environment
 from rpcmp.process.forking import Forks
+from rpcmp.turns import Turns, by_speed
 
 
 class Balanced(NamedTuple):
@@ -91,7 +93,7 @@ async def stage_hosts(
     return [
         StageHost(
             stage=name,
-            profile=together([measured[rank].profile for rank in ranks[name]]),
+            profile=as_one(config, index, [measured[rank].profile for rank in ranks[name]]),
             limit_bytes=min(
                 (b for rank in ranks[name] if (b := _limit(config, rank, measured)) is not None),
                 default=None,
@@ -102,6 +104,22 @@ async def stage_hosts(
         )
         for index, name in enumerate(config.stage_names)
     ]
+
+
+def as_one(config: Config, index: int, replicas: Sequence[HostProfile]) -> HostProfile:
+    """The hosts of a stage's replicas as one.
+
+    Args:
+        config: the job.
+        index: which stage.
+        replicas: what was measured on each.
+    """
+    stage, bundles = config.stage(index), inflight.num_bundles(config)
+    turns = stage.turns
+    if config.balance_replicas and stage.shares is None:
+        turns = Turns(by_speed([max(seconds(each), 1e-9) for each in replicas], bundles))
+    parts = [len(turns.numbers(replica, bundles)) / bundles for replica in range(len(replicas))]
+    return together(replicas, parts)
 
 
 async def _sample(config: Config, forks: Forks) -> bytes:
