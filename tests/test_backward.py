@@ -15,10 +15,11 @@ from rpcmp.errors import StageError, from_wire
 from rpcmp.schedule import Action, Limits, policy
 from rpcmp.split import WeightGradients, splittable
 from rpcmp.work import Bundle, Mode, Outputs, Work
-from rpcmp.worker.backward import Backwards, Kept, Memory, Missing
+from rpcmp.worker.backward import Backwards, Kept, Memory
 from rpcmp.worker.boundary import LocalTape
 from rpcmp.worker.compute import ComputeThread
 from rpcmp.worker.failure import Failures
+from rpcmp.worker.missing import Missing
 from rpcmp.worker.rounds import Round, Task
 
 SECONDS = 30.0  # after which a test that hangs fails
@@ -46,16 +47,10 @@ class Stage:
         self.compute = ComputeThread(policy("zero-bubble" if splits else "1f1b"))
         limits = Limits(1, 1, splits)
         self.compute.begin(1, lambda: Round(7, range(1), limits, True, finish=self.ended.set))
-        self.backwards = Backwards(
-            "s",
-            self.compute,
-            splits,
-            Missing(
-                lambda _: missing or {},
-                lambda _bundle, _work, index, which: self.told.append((index, which)),
-            ),
-            self.failures,
-        )
+        known = Missing(lambda _bundle, _work, index, which: self.told.append((index, which)))
+        for port, which in (missing or {}).items():
+            known.note(WORK, port, which)
+        self.backwards = Backwards("s", self.compute, splits, known, self.failures)
         self._pool = ThreadPoolExecutor(1)
 
     def forward(

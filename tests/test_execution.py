@@ -21,10 +21,11 @@ from rpcmp.members import DRIVER
 from rpcmp.plan import assign
 from rpcmp.schedule import Action, policy
 from rpcmp.work import Bundle, Mode, Outputs, Work
-from rpcmp.worker.backward import Backwards, Missing
+from rpcmp.worker.backward import Backwards
 from rpcmp.worker.compute import ComputeThread
 from rpcmp.worker.execution import Execution
 from rpcmp.worker.failure import Failures
+from rpcmp.worker.missing import Missing
 from rpcmp.worker.model import StageModel
 from rpcmp.worker.rounds import Round, Task
 
@@ -102,7 +103,7 @@ class Stage:
             *(name, self.model, graph.inputs[name]),
             graph.ports(name) or (Port(DRIVER, 0, ()),),
             Backwards(
-                *(name, self._compute, limits.splits, Missing(lambda _: {}, lambda *_: None)),
+                *(name, self._compute, limits.splits, Missing(lambda *_: None)),
                 self.failures,
             ),
             recompute=assignment.stage.recompute,

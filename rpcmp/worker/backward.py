@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future as Waiting
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
@@ -32,6 +32,7 @@ from rpcmp.worker import boundary
 from rpcmp.worker.boundary import Differentiated, Gradients
 from rpcmp.worker.compute import ComputeThread
 from rpcmp.worker.failure import Failures, failure
+from rpcmp.worker.missing import Missing
 from rpcmp.worker.rounds import Task
 
 
@@ -89,26 +90,6 @@ class Memory:
     bundle: Bundle
     kept: list[Kept]
     done: Waiting[Result] | None = None
-
-
-class Missing:
-    """Which gradients do not exist, though distributed autograd brings zeros for them.
-
-    None and zeros differ: weight decay and momentum act on the latter. It seldom happens that a
-    reader does not use what it reads, so it says so by a call of its own.
-
-    Attributes:
-        take: what the readers of this stage have said of a micro-batch: by port, which tensors.
-        tell: tells the producer of an input of a bundle's micro-batch; blocks until it knows.
-    """
-
-    def __init__(
-        self,
-        take: Callable[[Work], Mapping[int, Sequence[int]]],
-        tell: Callable[[Bundle, Work, int, list[int]], None],
-    ) -> None:
-        self.take = take
-        self.tell = tell
 
 
 class Backwards:

@@ -36,7 +36,7 @@ from rpcmp.schedule import Limits, policy
 from rpcmp.transport import Raised
 from rpcmp.turns import Share
 from rpcmp.work import Bundle, Drawn, End, Holding, Mode, StepReport, Work, microbatches_of
-from rpcmp.worker.backward import Backwards, Missing
+from rpcmp.worker.backward import Backwards
 from rpcmp.worker.board import Key
 from rpcmp.worker.compute import ComputeThread
 from rpcmp.worker.conductor import Conductor
@@ -46,6 +46,7 @@ from rpcmp.worker.failure import Failures
 from rpcmp.worker.feed import Feed
 from rpcmp.worker.inputs import Inputs
 from rpcmp.worker.memory import Meter
+from rpcmp.worker.missing import Missing
 from rpcmp.worker.model import StageModel
 from rpcmp.worker.optimizer import StageOptimizer
 from rpcmp.worker.precision import LossScale
@@ -94,11 +95,12 @@ class Stage:
         self._feed = feed
         self._inputs = Inputs(graph, stage, self._share, config.turns_of, Stage.forward, feed)
         self._failures = Failures()
+        self._missing = Missing(self._tell_missing)
         self._backwards = Backwards(
             self.name,
             self._compute,
             self._limits.splits,
-            Missing(self._take_missing, self._tell_missing),
+            self._missing,
             self._failures,
         )
         scaling = assignment.config.loss_scaling
@@ -133,8 +135,6 @@ class Stage:
             assignment.conducted,
             is_scaled=scale is not None,
         )
-        self._lock = threading.Lock()
-        self._missing: dict[tuple[int, int], dict[int, list[int]]] = {}
         self._meter = Meter(self.model.device)
 
     def vitals(self) -> dict[str, Any]:
@@ -171,14 +171,12 @@ class Stage:
         self._compute.abort(first, last)  # before the failures are forgotten; see `_finish`
         failures = self._failures.take(first, last)
         self._exchange.forget()
-        with self._lock:
-            self._missing.clear()
+        self._missing.clear()
         return failures
 
     def note_missing(self, work: Work, port: int, which: list[int]) -> None:
         """Hear from a reader that it has no gradients for some tensors of its answer."""
-        with self._lock:
-            self._missing.setdefault((work.round, work.microbatch), {})[port] = which
+        self._missing.note(work, port, which)
 
     def part(self, asking: int, key: int, bucket: int) -> Future[Any]:
         """What this replica has of gradients that another one sums; see Summing."""
@@ -414,10 +412,6 @@ class Stage:
         except Exception as error:
             cause = f"{one_line(error)} (with recovery.enabled = false nothing is stored)"
             raise StageError(self.name, "saving", cause, step=self.optimizer.steps) from error
-
-    def _take_missing(self, work: Work) -> dict[int, list[int]]:
-        with self._lock:
-            return self._missing.pop((work.round, work.microbatch), {})
 
     def _tell_missing(self, bundle: Bundle, work: Work, index: int, which: list[int]) -> None:
         producer = self._inputs.producer(index, bundle)
