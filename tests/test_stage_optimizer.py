@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -162,6 +163,18 @@ def test_the_state_of_another_kind_of_optimizer_is_refused() -> None:
     _, other = made(OWN)
     with pytest.raises(ConfigError, match=r"'stage0' is another optimizer's than AdamW's.* betas"):
         other.restore(state(model, optimizer))
+
+
+def test_a_state_that_is_sent_lies_on_the_host_and_is_otherwise_as_it_was() -> None:
+    milestones = {"callable": "torch.optim.lr_scheduler:MultiStepLR"}
+    steps = {**milestones, "kwargs": {"milestones": [1, 5]}}
+    model, optimizer = made({"optimizer": OWN["optimizer"], "scheduler": steps})
+    train(model, optimizer)
+    sent = optimizer.state_dict().wait()
+    assert isinstance(sent["scheduler"]["stage0"]["milestones"], Counter)
+    tensors = [value for each in sent["state"].values() for value in each.values()]
+    assert {tensor.device.type for tensor in tensors} == {"cpu"}
+    assert str(sent["state"]) == str(optimizer.parts()[0])
 
 
 def test_a_stage_without_parameters_has_no_optimizer() -> None:

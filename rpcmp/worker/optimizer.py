@@ -185,8 +185,11 @@ class StageOptimizer:
                     found[key] = value.to(found[key].device)
 
     def state_dict(self) -> Future[Any]:
-        """The state by parameter name, the group's options and the scheduler's state."""
-        return self._run(self._state_dict)
+        """The state by parameter name, the group's options and the scheduler's state, on the host.
+
+        Messages carry nothing else.
+        """
+        return self._run(lambda: _on_host(self._state_dict()))
 
     def load_state_dict(self, state: dict[str, Any]) -> Future[Any]:
         """Take over what `DistributedOptimizer.state_dict` returned."""
@@ -310,3 +313,14 @@ class StageOptimizer:
                 f"the optimizer state of stage {self.stage!r} is another optimizer's than "
                 f"{type(self._optimizer).__name__}'s: it has no {', '.join(missing)}"
             )
+
+
+def _on_host(state: Any) -> Any:
+    """`state` with its tensors in the host's memory; a scheduler's own kinds of dicts stay those."""
+    if isinstance(state, Tensor):
+        return state.cpu()
+    if type(state) is dict:
+        return {key: _on_host(value) for key, value in state.items()}
+    if type(state) in (list, tuple):
+        return type(state)(map(_on_host, state))
+    return state
