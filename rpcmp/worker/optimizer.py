@@ -316,7 +316,7 @@ class StageOptimizer:
 
 
 def _on_host(state: Any) -> Any:
-    """`state` with its tensors in the host's memory; a scheduler's own kinds of dicts stay those."""
+    """`state` with its tensors in the host's memory; what is a scheduler's own stays as it is."""
     if isinstance(state, Tensor):
         return state.cpu()
     if type(state) is dict:
