@@ -11,23 +11,25 @@ import itertools
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, replace
 from typing import NamedTuple
 
 from rpcmp import factory
 from rpcmp.config import Config
 from rpcmp.data import Loaded
+from rpcmp.driver import stepevent
 from rpcmp.driver.best import Best
-from rpcmp.driver.datasets import Datasets, total_steps
+from rpcmp.driver.datasets import Datasets
 from rpcmp.driver.earlystopping import EarlyStopping
 from rpcmp.driver.evaluator import Evaluator
 from rpcmp.driver.follower import Follower
 from rpcmp.driver.group import Group
 from rpcmp.driver.metrics import Metrics
 from rpcmp.driver.progress import Progress
-from rpcmp.driver.rounds import Batch, Round
+from rpcmp.driver.rounds import Round
 from rpcmp.driver.saves import Saves
+from rpcmp.driver.steps import Step, Steps
 from rpcmp.driver.tracer import Tracer
 from rpcmp.errors import FactoryError, LossScaleError
 from rpcmp.inflight import STEPS_AHEAD
@@ -38,19 +40,8 @@ from rpcmp.work import End, StepReport
 Report = Callable[[Message], None]
 
 
-@dataclass(frozen=True)
-class _Step:
-    """One mini-batch and where in the run it is; all counted from 1."""
-
-    number: int
-    epoch: int
-    ends_epoch: bool
-    batch: Batch
-    data_seconds: float
-
-
-class Segment(NamedTuple):
-    """Consecutive steps of a run.
+class SegmentTotals(NamedTuple):
+    """Consecutive steps of a run, together.
 
     Attributes:
         seconds: of the wall clock.
@@ -95,30 +86,30 @@ class Training:
         metrics: Metrics | None = None,
     ) -> None:
         self._config = config
-        self._datasets = datasets
         self._group = group
         self._report = report
+        self._activity = activity or Activity()
+        self._steps = Steps(config, datasets, self._activity)
         self.progress = (begin or Progress()).under(config)
         saved = self.progress.step if self.progress.is_saved else 0
-        self.saves = Saves(config, self.total_steps(), saved, self.progress.since_saved)
-        self._activity = activity or Activity()
+        self.saves = Saves(config, self._steps.total, saved, self.progress.since_saved)
         self._stop = stop
         self._tracers = tracers
         self._evaluator = Evaluator(
             config, datasets.test, group, metrics or Metrics({}), stop, self._activity
         )
         self._evaluated_after = -1
-        self._under_way: deque[tuple[_Step, Round]] = deque()
+        self._under_way: deque[tuple[Step, Round]] = deque()
         self._untold: Message | None = None
         self._last: Message | None = None
         self._epoch_ended_after = 0
         self._ended = 0.0
         self._segment: list[float] = []
-        self._endless = self._mini_batches()
+        self._endless = self._steps.after(self.progress.step)
 
     def total_steps(self) -> int:
         """Optimizer steps of the whole run."""
-        return total_steps(self._config, len(self._datasets.train))
+        return self._steps.total
 
     def run(self, evaluate: bool) -> None:
         """Train to the end, or to the end of the step in which it is told to stop.
@@ -128,7 +119,7 @@ class Training:
         """
         self._follow_again(evaluate)
         if self._over(evaluate) is None:
-            self._train(self._mini_batches(), evaluate)
+            self._train(self._steps.after(self.progress.step), evaluate)
         if (over := self._over(evaluate)) is not None:
             self._report({"event": "early_stop", **asdict(over), "step": self.progress.step})
         if evaluate and not self._stop.is_set():
@@ -148,7 +139,7 @@ class Training:
         self._tell_progress()
         self._group.save(step)
 
-    def segment(self, steps: int) -> Segment:
+    def segment(self, steps: int) -> SegmentTotals:
         """Train the next `steps` steps, and wait until all stages have done them.
 
         Their mini-batches are loaded before the clock starts.
@@ -157,9 +148,11 @@ class Training:
         started, cpu = time.perf_counter(), time.process_time()
         self._segment = []
         self._train(loaded, evaluate=False)
-        return Segment(time.perf_counter() - started, time.process_time() - cpu, self._segment)
+        return SegmentTotals(
+            time.perf_counter() - started, time.process_time() - cpu, self._segment
+        )
 
-    def _train(self, steps: Iterable[_Step], evaluate: bool) -> None:
+    def _train(self, steps: Iterable[Step], evaluate: bool) -> None:
         self._ended = time.perf_counter()
         for step in steps:
             self._under_way.append((step, self._start(step)))
@@ -176,8 +169,8 @@ class Training:
     def _follow_again(self, evaluate: bool) -> None:
         """What follows a step, where the run goes on from right after it."""
         begin = self.progress
-        ends_epoch = begin.batch == len(self._datasets.train)
-        step = _Step(begin.step, begin.epoch, ends_epoch, Loaded(None), 0.0)
+        ends_epoch = self._steps.ends_epoch(begin.batch)
+        step = Step(begin.step, begin.epoch, ends_epoch, Loaded(None), 0.0)
         if begin.step and not begin.has_ended_epoch and self._must_drain(step, evaluate):
             self._follow(step, evaluate)
         elif (
@@ -189,13 +182,13 @@ class Training:
         elif begin.best is not None and begin.best.step == begin.step:
             self._keep_best(None)
 
-    def _must_drain(self, step: _Step, evaluate: bool) -> bool:
+    def _must_drain(self, step: Step, evaluate: bool) -> bool:
         """Whether something happens after this step for which all stages must have done it."""
         steps_scheduler = step.ends_epoch and self._config.steps_scheduler("epoch")
         return steps_scheduler or self._is_evaluation_due(step, evaluate)
 
-    def _is_evaluation_due(self, step: _Step, evaluate: bool) -> bool:
-        if not evaluate or step.number == self.total_steps():
+    def _is_evaluation_due(self, step: Step, evaluate: bool) -> bool:
+        if not evaluate or step.number == self._steps.total:
             return False
         return self._evaluator.is_due(step.number, step.epoch, step.ends_epoch)
 
@@ -212,27 +205,7 @@ class Training:
             self._finish(*self._under_way.popleft())
         self._tell(self._group.settle())
 
-    def _mini_batches(self) -> Iterator[_Step]:
-        total = self.total_steps()
-        per_epoch = len(self._datasets.train)
-        number = self.progress.step
-        while number < total:
-            epoch, first = 1 + number // per_epoch, number % per_epoch
-            asked = self._ask_for_data(number)
-            for batch in self._datasets.train.epoch(epoch, first):
-                number += 1
-                ends_epoch = number % per_epoch == 0
-                seconds = time.perf_counter() - asked
-                yield _Step(number, epoch, ends_epoch, batch, seconds)
-                if number == total:
-                    return
-                asked = self._ask_for_data(number)
-
-    def _ask_for_data(self, number: int) -> float:
-        self._activity.begin("data", number + 1)
-        return time.perf_counter()
-
-    def _start(self, step: _Step) -> Round:
+    def _start(self, step: Step) -> Round:
         end = End.HOLD if self._config.holds_steps else End.STEP
         self._activity.end()  # it may have to wait for a disk
         save = self.saves.is_due(step.number)
@@ -245,14 +218,14 @@ class Training:
         every = self._config.snapshot_every_steps
         return every > 0 and step % every == 0
 
-    def _finish(self, step: _Step, started: Round) -> None:
+    def _finish(self, step: Step, started: Round) -> None:
         """Wait for a step; reports the one before, of which the stages have now spoken."""
         trained = self._group.finish_step(started)
         self._tell(trained.reports)
         if self._config.holds_steps:
             reports = self._group.end_step(started, trained.loss)
         now = time.perf_counter()
-        event = _event(step, trained.loss, now - self._ended)
+        event = stepevent.of_driver(step, trained.loss, now - self._ended)
         event.update(self._scaling(step.number))
         scaler = self._group.optimizer.scaler
         state = None if scaler is None else scaler.state
@@ -277,29 +250,16 @@ class Training:
             return {}
         if scaler.is_hopeless:
             raise LossScaleError(scaler.state.scale, step)
-        before = self.progress.scaler or scaler.initial
-        skipped = scaler.state.skipped
-        return {
-            "loss_scale": before.scale,
-            "is_skipped": skipped > before.skipped,
-            "skipped_steps": skipped,
-        }
+        return stepevent.of_scaling(self.progress.scaler or scaler.initial, scaler.state)
 
     def _tell(self, stages: dict[str, StepReport]) -> None:
         """Report the last step that has ended, with what the stages say of it."""
         if self._untold is None:
             return
         event, self._untold = self._untold, None
-        labels = [worker.label for worker in self._config.workers if worker.label in stages]
-        told = {label: stages[label] for label in labels}
-        event["busy_seconds"] = {label: dict(of.busy_seconds) for label, of in told.items()}
-        event["busy"] = {
-            label: sum(of.busy_seconds.values()) / event["step_s"] for label, of in told.items()
-        }
-        event["learning_rates"] = {label: of.learning_rate for label, of in told.items()}
-        rates = [stage.learning_rate for stage in stages.values()]
-        event["learning_rate"] = next((rate for rate in rates if rate is not None), None)
-        self._report(event)
+        told = stepevent.of_stages(event, self._config.workers, stages)
+        self._last = told if self._last is event else self._last
+        self._report(told)
 
     def _tell_progress(self) -> None:
         """Tell all that has to be known to go on from here, whatever comes next."""
@@ -307,7 +267,7 @@ class Training:
         more = {"told": self._last, "awaits_save": awaits_save}
         self._report({"event": "progress", **self.progress.message(), **more})
 
-    def _follow(self, step: _Step, evaluate: bool) -> None:
+    def _follow(self, step: Step, evaluate: bool) -> None:
         """What comes after a step that all stages have done, and before the next one."""
         if step.ends_epoch:
             self._epoch_ended_after = step.number
@@ -360,20 +320,3 @@ class Training:
         except Exception as error:
             raise FactoryError(f"report failed: {factory.explain(error)}") from error
         self._report({"event": "report", "text": text})
-
-
-def _event(step: _Step, loss: float, seconds: float) -> Message:
-    """What is told of a step, but for what the stages have to say of it."""
-    return {
-        "event": "step",
-        "step": step.number,
-        "epoch": step.epoch,
-        "loss": loss,
-        "samples_per_s": step.batch.num_samples / seconds,
-        "step_s": seconds,
-        "data_share": step.data_seconds / seconds,
-        "busy": {},
-        "busy_seconds": {},
-        "learning_rate": None,
-        "learning_rates": {},
-    }

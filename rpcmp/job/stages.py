@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,10 +16,10 @@ from rpcmp.errors import DrainingError, RpcmpError, from_wire
 from rpcmp.job.calls import all_of
 from rpcmp.job.failure import FirstFailure
 from rpcmp.job.fleet import holdings_of
+from rpcmp.job.heardlines import HeardLines
 from rpcmp.job.restore import Holdings, holders
 from rpcmp.job.vitals import Vitals
-from rpcmp.logs.entry import Entry, entry_of
-from rpcmp.logs.line import Line
+from rpcmp.logs.entry import Entry
 from rpcmp.members import Member, members
 from rpcmp.process.channel import Message
 from rpcmp.v1 import control_pb2 as pb
@@ -76,9 +76,8 @@ class Stages:
         self._failure = failure
         self._report = report
         self._vitals = vitals
-        self._log = log
-        self._lines = dict.fromkeys((worker.label for worker in config.workers), 0)
-        self._told = asyncio.Condition()
+        labels = [worker.label for worker in config.workers]
+        self._lines = HeardLines(labels, identity.generation, log)
         self._clients = [
             StageClient(worker.label, address, dialer, worker.stage_index)
             for worker, address in zip(config.workers, addresses, strict=True)
@@ -235,9 +234,7 @@ class Stages:
         request = pb.InspectRequest(**self._identity)
 
         async def hear(client: StageClient) -> None:
-            newest = (await client.inspect(request)).logs
-            async with self._told:
-                await self._told.wait_for(lambda: self._lines[client.name] >= newest)
+            await self._lines.up_to(client.name, (await client.inspect(request)).logs)
 
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(LAST_LINES_SECONDS):
@@ -313,7 +310,7 @@ class Stages:
         async for change in client.watch(pb.WatchRequest(**self._identity)):
             self._vitals.hear(client.name, change)
             if change.logs:
-                await self._tell_lines(client.name, change.logs)
+                await self._lines.hear(client.name, change.logs)
             if change.error:
                 raise from_wire(change.error)
             if change.draining and not stops:
@@ -330,20 +327,6 @@ class Stages:
             if len(self._running) == len(self._clients):
                 self._all_running.set()
         raise DrainingError(f"stage {client.name!r} at {client.address} ended the job")
-
-    async def _tell_lines(self, label: str, lines: Iterable[pb.LogLine]) -> None:
-        """Tell of what a worker has said, and of how much of it nobody has heard."""
-        generation = self._identity["generation"]
-        for line in lines:
-            missed = line.number - self._lines[label] - 1
-            if missed > 0:
-                text = f"{missed:,} lines are missing here: more were said than could be carried"
-                self._log(entry_of(Line("WARNING", "rpcmp.logs", text), label, generation))
-            self._lines[label] = line.number
-            said = Line(line.level, line.logger, line.text, line.step, line.count)
-            self._log(entry_of(said, label, generation))
-        async with self._told:
-            self._told.notify_all()
 
     async def _let_go(self, client: StageClient) -> None:
         """Free a server that is being stopped as soon as nothing runs there any more."""

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import asyncio
 import platform
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -26,7 +25,7 @@ from rpcmp.errors import WorkerDiedError, one_line, to_wire
 from rpcmp.logs.entry import Entry, entry_of, pass_on
 from rpcmp.logs.line import Line
 from rpcmp.members import DRIVER
-from rpcmp.process import exitcode, usage
+from rpcmp.process import exitcode
 from rpcmp.process.activity import NO_MICROBATCH, Doing
 from rpcmp.process.channel import Message
 from rpcmp.process.child import Child
@@ -37,6 +36,7 @@ from rpcmp.server import codefolder
 from rpcmp.server.loglines import LogLines
 from rpcmp.server.values import Values
 from rpcmp.server.vault import Vault
+from rpcmp.server.vitals import WorkerVitals
 from rpcmp.v1 import control_pb2 as pb
 from rpcmp.wire.dialer import Dialer
 from rpcmp.wire.relay import Peer, Relay
@@ -62,7 +62,6 @@ class Claim:
 
     Attributes:
         relay: carries the worker's connections to other networks.
-        busy_seconds: that the worker has computed, by kind of action ("F", "B", "W", "O").
         servers: of the members on other hosts, by where their agents listen.
         lines: what the worker says.
     """
@@ -92,12 +91,8 @@ class Claim:
         self.lines = LogLines()
         self._vault = vault
         self.listens = ""
-        self.busy_seconds: dict[str, float] = {}
         self.servers: dict[str, str] = {}
-        self._in_flight = 0
-        self._ways: list[pb.Way] = []
-        self._tensors: list[pb.Way] = []
-        self._counted = time.monotonic()
+        self._vitals = WorkerVitals()
         self._forks = forks
         self._dialer = dialer
         self._allowed = list(allowed)
@@ -117,6 +112,11 @@ class Claim:
     def doing(self) -> Doing:
         """What the worker does, or did when it ended."""
         return self._child.activity.read() if self._child is not None else NOTHING
+
+    @property
+    def busy_seconds(self) -> dict[str, float]:
+        """That the worker has computed, by kind of action ("F", "B", "W", "O")."""
+        return self._vitals.busy_seconds
 
     @property
     def worker_pid(self) -> int:
@@ -214,26 +214,7 @@ class Claim:
 
     def vitals(self) -> pb.Vitals:
         """How the worker is at this moment; read from outside, whatever it does."""
-        pid, carried = self.worker_pid, self.relay.round_trips
-        return pb.Vitals(
-            host=platform.node(),
-            pid=pid,
-            doing=pb.Doing(**self.doing._asdict()),
-            memory=usage.resident_bytes(pid),
-            cpu_seconds=usage.cpu_seconds(pid),
-            in_flight=self._in_flight if pid else 0,
-            counted_s_ago=time.monotonic() - self._counted,
-            ways=[
-                pb.Way(
-                    peer=way.peer,
-                    sent=way.sent,
-                    received=way.received,
-                    round_trip_s=carried.get(way.peer, way.round_trip_s),
-                )
-                for way in self._ways
-            ],
-            tensors=self._tensors,
-        )
+        return self._vitals.message(self.worker_pid, self.doing, self.relay.round_trips)
 
     async def stacks(self) -> str:
         """Where in the code the worker is; empty where there is none."""
@@ -283,7 +264,7 @@ class Claim:
                 await self._become(State.SERVER_STATE_RUNNING)
             case "beat":
                 self.step = max(self.step, self.doing.step)
-                self._note(message)
+                self._vitals.hear(message)
             case "snapshot":
                 await self._snapshot_taken(message["step"])
             case "failed":
@@ -292,19 +273,6 @@ class Claim:
                 await self.notify()
             case "left":
                 await self._become(State.SERVER_STATE_ENDED)
-
-    def _note(self, beat: Message) -> None:
-        """Keep what a sign of life says of the worker."""
-        self._counted = time.monotonic()
-        self._in_flight = beat.get("in_flight", 0)
-        self.busy_seconds = beat.get("busy", {})
-        self._ways, self._tensors = (
-            [
-                pb.Way(peer=peer, sent=sent, received=received, round_trip_s=seconds)
-                for peer, sent, received, seconds in beat[counted]
-            ]
-            for counted in ("ways", "tensors")
-        )
 
     def _start_if_ready(self) -> None:
         if self._ready and self._start is not None and self._child is not None:
