@@ -26,6 +26,14 @@ def section(title: str) -> list[str]:
     return blocks("sh", re.split(rf"^{heading} ", after, maxsplit=1, flags=re.MULTILINE)[0])
 
 
+def in_sentences() -> list[str]:
+    """Every command that stands within a sentence or a table, such as `rpcmp new NAME`."""
+    prose = re.sub(r"^```.*?^```", "", README, flags=re.DOTALL | re.MULTILINE)
+    spans = (" ".join(span.split()) for span in re.findall(r"`([^`]+)`", prose))
+    found = (re.search(r"\brpcmp [^)>\"]+", span) for span in spans)
+    return list(dict.fromkeys(command[0].strip() for command in found if command))
+
+
 def commands_of(block: str) -> list[str]:
     """The lines of a shell block, with their comments; those that go on below are one."""
     return [line for line in block.replace("\\\n", " ").splitlines() if line.strip()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from itertools import combinations, pairwise
 from typing import Any
 
@@ -15,7 +16,9 @@ from rpcmp.balance.profile import HostProfile, LayerProfile
 from rpcmp.config import Config
 from rpcmp.configfile import parse
 from rpcmp.errors import ConfigError
-from rpcmp.job.balancing import as_one
+from rpcmp.job import balancing
+from rpcmp.job.balancing import as_one, with_full_microbatches
+from rpcmp.process.forking import Forks
 
 
 def layer(seconds: float = 1.0, state: int = 0, activations: int = 0) -> LayerProfile:
@@ -195,3 +198,38 @@ def test_replicas_take_what_the_last_of_them_takes(
     one = StageHost("stage0", profile, None, config.num_microbatches, 1)
     assert one.seconds(0, 1) == pytest.approx(expected)
     assert profile.base_bytes == 10
+
+
+# Steps of few samples
+
+
+@pytest.mark.parametrize(("batch_size", "count"), [(2, 2), (4, 4), (10, 4)])
+def test_steps_of_few_samples_are_measured_as_they_are(batch_size: int, count: int) -> None:
+    data = {"train": "m:data", "batch_size": batch_size}
+    given = parse(
+        {"loss": "m:loss", "model": {"layers": "m:l", "balance": "auto", "num_stages": 2}}
+        | {"num_microbatches": 4, "data": data}
+    )
+    full = with_full_microbatches(given)
+    assert full == given.model_copy(update={"num_microbatches": count})
+    without = given.model_copy(update={"data": None})
+    assert with_full_microbatches(without) is without
+
+
+def test_a_stage_is_never_busy_for_longer_than_a_step_of_few_samples(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def measured(config: Config, *_: Any) -> list[StageHost]:
+        counts = {"num_microbatches": config.num_microbatches, "held": 1}
+        return [host([layer(), layer()], index, **counts) for index in range(2)]
+
+    monkeypatch.setattr(balancing, "stage_hosts", measured)
+    given = parse(
+        {"loss": "m:loss", "model": {"layers": "m:l", "balance": "auto", "num_stages": 2}}
+        | {"num_microbatches": 4, "data": {"train": "m:data", "batch_size": 2}}
+    )
+    config, found = asyncio.run(balancing.balanced(given, None, Forks([])))
+    assert config.num_microbatches == 4  # the job stays what its config says
+    assert found is not None
+    assert [stage.busy_s for stage in found.stages.values()] == [2.0, 2.0]
+    assert found.step_s == pytest.approx(3.0)

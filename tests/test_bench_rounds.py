@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -157,6 +158,15 @@ def test_json_is_one_object_a_case_with_the_promised_keys(monkeypatch: pytest.Mo
     assert first["settings"]["rpcmp"] == {"max_in_flight": 5}
     assert first["notes"] == ["without torch-best: too few micro-batches"]
     assert second["case"] == "overhead"
+
+
+def test_several_cases_are_a_table_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch)
+    arguments = ["bench", "overhead", "transformer", "activations"]
+    out = CliRunner().invoke(cli, arguments, catch_exceptions=False).stdout
+    assert re.findall(r"(?m)^(\w+): \d+ stages,", out) == arguments[1:]
+    for peer in ("torch-1f1b", "bound"):
+        assert len(re.findall(rf"(?m)^ {peer} ", out)) == 3
 
 
 def test_the_table_says_who_how_long_and_how_sure() -> None:

@@ -169,11 +169,23 @@ def test_nobody_has_to_be_there_where_nothing_is_measured(job: JobFolder) -> Non
 
 def test_the_balance_is_the_one_that_a_run_will_measure(job: JobFolder) -> None:
     body = SLOW_LAST.replace("balance = [1, 1, 3]", 'balance = "auto"\nnum_stages = 3')
-    result = rpcmp("explain", job.config(body), "--json")
+    result = rpcmp("explain", job.config(body), "--json", "--set", "data.batch_size=2")
     assert result.code == 0, result.err
     said = json.loads(result.out)
     assert said["balance"] == said["prediction"]["balance"] == [2, 1, 2]
     assert [len(stage["layers"]) for stage in said["stages"]] == [2, 1, 2]
+    assert said["num_microbatches"] == 2  # what is measured is a step of so many, too
+    for stage in said["prediction"]["stages"].values():
+        assert stage["busy_s"] <= said["prediction"]["step_s"]
+
+
+def test_what_may_be_in_flight_is_judged_by_what_the_config_says(job: JobFolder) -> None:
+    given = ["schedule=gpipe", "max_in_flight=2", "data.batch_size=2", "model.balance=[2, 2]"]
+    sets = [part for one in given for part in ("--set", one)]
+    config = job.config('[model]\nlayers = "zoo:mlp"')
+    result = CliRunner().invoke(cli, ["explain", str(config), "--no-measure", *sets])
+    assert isinstance(result.exception, ConfigError)
+    assert "gpipe holds all 4 micro-batches" in str(result.exception)
 
 
 @pytest.mark.parametrize(

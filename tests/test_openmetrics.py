@@ -10,6 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rpcmp.job.vitals import Vitals
+from rpcmp.members import DRIVER
 from rpcmp.openmetrics import run as run_module
 from rpcmp.openmetrics import server as server_module
 from rpcmp.openmetrics.run import RunMetrics
@@ -153,6 +155,17 @@ def test_a_process_is_in_one_state() -> None:
         metrics.tell(vitals(1, {}, a=process(7, state=state)))
     states = of(told(metrics), "rpcmp_worker_state", "state")
     assert [state for (state,), is_in in states.items() if is_in] == ["lost"]
+
+
+def test_a_driver_process_that_dies_before_its_first_sign_of_life_is_no_problem() -> None:
+    metrics, known = RunMetrics(), Vitals()
+    for generation in (1, 2):
+        known.begin()
+        known.lose(DRIVER)
+        metrics.tell({**event("vitals", generation), **known.event(step=0)})
+    found = told(metrics)
+    assert value(found, "rpcmp_generation") == 2
+    assert value(found, "rpcmp_memory_bytes", stage=DRIVER) is None
 
 
 def test_a_checkpoint_ages(monkeypatch: pytest.MonkeyPatch) -> None:

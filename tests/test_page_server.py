@@ -225,6 +225,27 @@ def test_a_certificate_that_cannot_be_used_is_refused(certs: Path, tmp_path: Pat
         Place.open("0.0.0.0:0", folder)
 
 
+def test_a_certificate_that_was_renewed_is_shown(certs: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "own"
+    shutil.copytree(certs, folder)
+    renewed = authority.issue(certs.parent, "renewed", role.DRIVER, ["driver.example"], 2)
+
+    def shown(place: Place) -> bytes | None:
+        with contextlib.closing(connection(place)) as line:
+            line.connect()
+            assert isinstance(line.sock, ssl.SSLSocket)
+            return line.sock.getpeercert(binary_form=True)
+
+    place = Place.open("0.0.0.0:0", folder)
+    with serving(place):
+        before = shown(place)
+        shutil.copy(renewed / "tls.crt", folder / "tls.crt")
+        assert shown(place) == before  # its key is still missing
+        shutil.copy(renewed / "tls.key", folder / "tls.key")
+        assert shown(place) == ssl.PEM_cert_to_DER_cert((renewed / "tls.crt").read_text())
+        assert get(place, f"/?token={place.token}")[0] == 200
+
+
 @pytest.mark.parametrize("address", ["config.toml", "127.0.0.1", "127.0.0.1:x", "1:2:3:x", "", " "])
 def test_what_is_no_address_is_refused(address: str) -> None:
     with pytest.raises(ConfigError, match=r"not \[HOST:\]PORT.*a bare --ui comes after CONFIG"):

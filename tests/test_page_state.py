@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rpcmp.cli import faultlines
 from rpcmp.page import entries
 from rpcmp.page.report import html
 from rpcmp.page.series import LIMIT, Row, Series
@@ -232,6 +233,12 @@ def test_every_kind_of_event_has_its_words() -> None:
         "Done: 1,000 steps, loss 0.1250",
         "The run has ended, failed: out of memory",
     ]
+
+
+def test_resuming_from_nothing_is_no_resuming() -> None:
+    resumed = {"event": "resumed", "step": 0, "changed": []}
+    assert entries.text(resumed) == "No checkpoint to resume from: starting from the beginning"
+    assert entries.text(resumed).lower() == faultlines.line(resumed)
 
 
 def test_times_of_a_diagram_are_from_its_begin() -> None:

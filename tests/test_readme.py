@@ -13,10 +13,12 @@ import pytest
 from click.testing import CliRunner
 
 from rpcmp import configdoc
+from rpcmp.bench.peers import group
 from rpcmp.cli import COMMANDS, cli
 from tests.commandlines import parsed
-from tests.processes import rpcmp
-from tests.readme import README, block, blocks, commands, commands_of, section
+from tests.lan import cli as certs
+from tests.processes import JobFolder, rpcmp
+from tests.readme import README, block, blocks, commands, commands_of, in_sentences, section
 
 ROOT = Path(__file__).parent.parent
 
@@ -98,8 +100,12 @@ RUN_BY = {
     ],
     "tests/test_readme.py::test_bench_prints_ours_beside_a_peer": [
         "rpcmp bench sleep --stages 8 --microbatches 16",
-        "rpcmp bench overhead transformer activations",
+    ],
+    "tests/test_readme.py::test_bench_compares_ones_own_job": [
         "rpcmp bench config.toml --peers torch-best --json",
+    ],
+    "tests/test_bench_rounds.py::test_several_cases_are_a_table_each": [
+        "rpcmp bench overhead transformer activations",
     ],
 }
 """Other commands: the test that runs each, with files and addresses of its own."""
@@ -146,14 +152,36 @@ def test_every_command_has_its_test() -> None:
             assert "pytest.mark.long" not in marks or table is CHECKED_BY, f"{test} runs nowhere"
 
 
-@pytest.mark.parametrize("command", [c for c in ALL if c.startswith("rpcmp ")])
+SENTENCES = in_sentences()
+
+
+@pytest.mark.parametrize("command", [*(c for c in ALL if c.startswith("rpcmp ")), *SENTENCES])
 def test_every_command_line_is_one_that_rpcmp_takes(command: str) -> None:
     name, *rest = shlex.split(command)[1:]
     found = cli.get_command(click.Context(cli), name)
-    if isinstance(found, click.Group):
-        assert found.get_command(click.Context(found), rest[0]) is not None
+    if isinstance(found, click.Group) and rest:
+        part = found.get_command(click.Context(found), rest[0])
+        assert part is not None
+        part.make_parser(click.Context(part)).parse_args(rest[1:])
     else:
         parsed([name, *rest])
+
+
+@pytest.mark.parametrize(
+    ("beginning", "count"),
+    [("rpcmp certs issue certs", 3), ("rpcmp new mine", 1), ("rpcmp completion", 2)],
+)
+def test_commands_in_sentences_that_need_no_server_run_as_they_stand(
+    beginning: str, count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    certs(Path("certs"), "init")
+    found = [c for c in SENTENCES if c.startswith(beginning) and "SHELL" not in c]
+    assert len(found) == count
+    for command in found:
+        result = CliRunner().invoke(cli, shlex.split(command)[1:], catch_exceptions=False)
+        assert result.exit_code == 0, result.output
+        assert result.output.strip()
 
 
 def test_the_table_of_commands_has_each_with_its_one_line() -> None:
@@ -205,3 +233,16 @@ def test_bench_prints_ours_beside_a_peer() -> None:
     assert result.code == 0, result.err
     said = json.loads(result.out)
     assert (said["case"], list(said["peers"])) == ("sleep", ["torch-1f1b"])
+
+
+def test_bench_compares_ones_own_job(job: JobFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(job.folder)
+    monkeypatch.setattr(group, "TRIAL_SECONDS", 0.0)
+    job.config('[model]\nlayers = "zoo:mlp"\nnum_stages = 2', "config.toml")
+    small = ("--microbatches", "2", "--pairs", "1", "--steps", "1")
+    command = ["bench", "config.toml", "--peers", "torch-best", "--json", *small]
+    result = CliRunner().invoke(cli, command, catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    said = json.loads(result.stdout)
+    assert (said["case"], list(said["peers"])) == ("config.toml", ["torch-best"])
+    assert said["settings"]["torch-best"]["schedule"]

@@ -11,12 +11,15 @@ from typing import Any
 import click
 import pytest
 
-from rpcmp import errors
+from rpcmp import configfile, errors
 from rpcmp.cli import COMMANDS, cli
 from rpcmp.cli.failed import failed
 from rpcmp.cli.remedy import DECISIONS, Command, remedy
+from rpcmp.config import Config
 from tests.commandlines import parsed
-from tests.processes import EXAMPLES, Result, rpcmp, running_servers
+from tests.lan import cli as run_certs
+from tests.lan import issue
+from tests.processes import EXAMPLES, Result, rpcmp, running
 from tests.test_errors import EXAMPLES as ERRORS
 from tests.test_errors import tree
 
@@ -108,6 +111,103 @@ def test_the_command_that_helps(
     assert remedy(an(error), drive(**known)) == expected
 
 
+OPTIMIZER = 'optimizer = { callable = "torch.optim:SGD", kwargs = { lr = 0.5 } }'
+
+
+def of_stages(config: Config) -> list[float]:
+    """The learning rate of each stage."""
+    return [config.optimizer_of(index).kwargs["lr"] for index in range(config.num_stages)]
+
+
+@pytest.mark.parametrize(
+    ("job", "own", "is_lowered"),
+    [
+        (OPTIMIZER, "", True),
+        (OPTIMIZER, "optimizer = { momentum = 0.9 }", True),
+        (OPTIMIZER, OPTIMIZER, False),
+        (OPTIMIZER, "optimizer = { lr = 0.5 }", False),
+        ("", "", False),
+        ("", OPTIMIZER, False),
+        ('optimizer = "torch.optim:Adam"', "", False),
+    ],
+)
+def test_steps_become_smaller_by_what_the_config_has(
+    job: str, own: str, is_lowered: bool, tmp_path: Path
+) -> None:
+    (tmp_path / "job.toml").write_text(f"max_grad_norm = 3.0\n{job}\n{CONFIG}{own}\n")
+    words = shlex.split(remedy(an(errors.NonFiniteLossError), typed(tmp_path / "job.toml")) or "")
+    before, after = (configfile.load(tmp_path / "job.toml", o) for o in ([], overrides(words)))
+    if is_lowered:
+        assert of_stages(after) == [of_stages(before)[0] / 10]
+    else:
+        assert after == before.model_copy(update={"max_grad_norm": 0.3})
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.toml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("more", [[], ["--set", "max_grad_norm=1.0"]], ids=["", "clipped"])
+def test_what_is_offered_for_a_config_is_one_that_loads(path: Path, more: list[str]) -> None:
+    for error, name in itertools.product(ERRORS, ("doctor", "drive", "verify")):
+        words = shlex.split(remedy(error, typed(path, *more, name=name)) or "")
+        if str(path) in words:
+            configfile.load(path, overrides(words))
+
+
+def typed(path: Path, *more: str, name: str = "drive") -> Command:
+    """`rpcmp NAME PATH MORE...`, which has failed."""
+    command = cli.get_command(click.Context(cli), name)
+    assert command is not None
+    return failed(command, name, [str(path), *more], COMMANDS)
+
+
+def overrides(words: list[str]) -> list[str]:
+    """What a command line sets."""
+    found: list[str] = parsed(words[1:]).get("overrides", [])
+    return found
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ("--stage 1", "127.0.0.1:50052"),
+        ("--stage 1 --insecure --listen 0.0.0.0:7", "127.0.0.1:7 --insecure"),
+        ("--stage 1 --insecure --listen [::]:7", "[::1]:7 --insecure"),
+        ("--stage 1 --listen localhost:7", "localhost:7"),
+        ("--stage 1 --certs CERTS", "127.0.0.1:50052 --certs CERTS --server-name host-b"),
+        ("--stage 1 --certs CERTS --listen [::]:7", "[::1]:7 --certs CERTS --server-name host-b"),
+        ("--stage 1 --certs CERTS --listen host-b:7", "host-b:7 --certs CERTS"),
+        ("--stage 1 --certs CERTS --listen 192.0.2.7:7", "192.0.2.7:7 --certs CERTS"),
+        ("--stage 1 --certs . --listen 0.0.0.0:7", "127.0.0.1:7 --certs ."),
+    ],
+)
+def test_who_listens_is_asked_where_and_as_it_answers(
+    options: str, expected: str, certs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(certs.parent)  # where there is no certificate
+    command = cli.get_command(click.Context(cli), "serve")
+    assert command is not None
+    words = options.replace("CERTS", str(certs)).split()
+    found = remedy(an(errors.ListenError), failed(command, "serve", words, COMMANDS))
+    assert shlex.split(found or "") == shlex.split(
+        f"rpcmp health {expected}".replace("CERTS", str(certs))
+    )
+
+
+def test_a_host_that_is_not_this_machines_has_nobody_to_ask() -> None:
+    command = cli.get_command(click.Context(cli), "serve")
+    assert command is not None
+    words = ["--stage", "1", "--insecure", "--listen", "192.0.2.7:0"]
+    found = remedy(an(errors.ListenError), failed(command, "serve", words, COMMANDS))
+    assert found == "rpcmp serve --help"
+
+
+@pytest.fixture(scope="module")
+def certs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of stage 1, which is not reached by a name of loopback."""
+    folder = issue(tmp_path_factory.mktemp("certs"), "host-a")
+    run_certs(folder, "issue", "--name", "stage1", "--host", "host-b", "--host", "192.0.2.7")
+    return folder / "stage1"
+
+
 def test_a_bare_connect_stays_bare() -> None:
     command = drive("c.toml --connect --steps 3", has_checkpoint=True)
     assert remedy(an(errors.BusyError), command) == "rpcmp status c.toml --connect"
@@ -141,8 +241,21 @@ def test_a_server_that_is_not_there_ends_with_the_doctor(tmp_path: Path) -> None
     )
 
 
-def test_a_port_that_is_taken_ends_with_who_listens_there() -> None:
-    with running_servers(1) as (server,):
-        result = rpcmp("serve", "--stage", "0", "--listen", server.address)
-        assert last_line(result) == f"try: rpcmp health {server.address}"
-        assert rpcmp("health", server.address).code == 0
+@pytest.mark.parametrize(
+    "options",
+    [
+        "--listen 127.0.0.1:0",
+        "--listen 0.0.0.0:0 --insecure",
+        "--listen 0.0.0.0:0 --certs CERTS",
+    ],
+)
+def test_a_port_that_is_taken_ends_with_who_listens_there(options: str, certs: Path) -> None:
+    words = ["serve", "--stage", "1", *options.replace("CERTS", str(certs)).split()]
+    with running(*words) as first:
+        address = first.wait_for_line(r"SERVING on (\S+)")[1]
+        second = rpcmp(*words, "--listen", address)
+        assert second.code == 2
+        said = last_line(second).removeprefix("try: rpcmp ")
+        assert said.startswith("health ")
+        found = rpcmp(*shlex.split(said))
+        assert (found.code, found.out[-12:]) == (0, " is SERVING\n"), found.err

@@ -159,6 +159,16 @@ def test_a_loss_that_nobody_can_name_changes_nothing() -> None:
     assert told(vitals)["workers"] == before
 
 
+def test_who_was_lost_before_it_was_heard_of_is_not_told_of_at_all() -> None:
+    vitals = Vitals()
+    for _ in range(2):
+        vitals.begin()
+        vitals.hear("a", pb.WatchResponse(state=pb.SERVER_STATE_CLAIMED))
+        for label in ("a", DRIVER):
+            vitals.lose(label)
+            assert (told(vitals)["workers"], told(vitals)["driver"]) == ({}, {})
+
+
 def test_the_driver_is_one_of_them() -> None:
     vitals = Vitals()
     vitals.begin()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import json
 import os
 from collections.abc import Sequence
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from rpcmp.cli.remedy import Command
-from rpcmp.errors import ConfigError, RpcmpError
+from rpcmp.errors import ConfigError, RpcmpError, SecurityError
 
 if TYPE_CHECKING:
     from rpcmp.config import Config
@@ -43,8 +44,8 @@ def failed(
         config="" if config is None else str(config),
         options=_options(params),
         is_there=config is None or os.path.exists(config),  # Path's raises where it may not look
-        listen=_listens(params) if name == "serve" else "",
         others=others,
+        **(_listens(params) if name == "serve" else {}),
         **known,
     )
 
@@ -81,22 +82,68 @@ def _known(job: Config, certs: Path | None) -> dict[str, Any]:
         has_checkpoint = any(True for _ in CheckpointFolder(job.checkpoint_folder).valid())
     except RpcmpError:
         has_checkpoint = False
-    rate = job.optimizer.kwargs.get("lr")
     return {
         "is_loaded": True,
         "has_checkpoint": has_checkpoint,
         "checkpoints": f"rpcmp-{job.name}" if job.checkpoint is None else job.checkpoint.dir,
         "certs": str(certs or job.certs_folder or ""),
         "max_grad_norm": job.max_grad_norm,
-        "learning_rate": float(rate) if isinstance(rate, int | float) else None,
+        "learning_rate": _learning_rate(job),
     }
 
 
-def _listens(params: dict[str, Any]) -> str:
-    """Where a server was to listen; empty where there is no such port, which is what failed."""
+def _learning_rate(job: Config) -> float | None:
+    """What `optimizer.kwargs.lr` says for all stages; None: that key is not there, or not theirs.
+
+    Of an optimizer that is left out nothing can be set but the whole of it.
+    """
+    from rpcmp.kinds import Factory
+
+    own = [stage.optimizer for stage in job.stages]
+    if "optimizer" not in job.model_fields_set:
+        return None
+    if any(isinstance(one, Factory) or "lr" in one for one in own):
+        return None
+    rate = job.optimizer.kwargs.get("lr")
+    return float(rate) if isinstance(rate, int | float) else None
+
+
+def _listens(params: dict[str, Any]) -> dict[str, Any]:
+    """Where a server was to listen, and how to ask who does; nothing where there is no such port,
+    which is what failed."""
     from rpcmp import addresses
 
     with contextlib.suppress(ConfigError):
         stage, replica = params.get("stage") or 0, params["replica"]
-        return params.get("listen") or addresses.with_port(addresses.HERE, stage, replica)
-    return ""
+        given = params.get("listen") or addresses.with_port(addresses.HERE, stage, replica)
+        host, port = addresses.parse(given)
+        if port:  # any other is free
+            host = _here(host)
+            return {
+                "listen": f"[{host}]:{port}" if ":" in host else f"{host}:{port}",
+                "server_name": _server_name(host, params.get("certs")),
+                "insecure": bool(params.get("insecure")),
+            }
+    return {}
+
+
+def _here(host: str) -> str:
+    """Where this machine is asked that listens at `host`: "every address" is not one."""
+    with contextlib.suppress(ValueError):
+        address = ipaddress.ip_address(host)
+        if address.is_unspecified:
+            return "127.0.0.1" if address.version == 4 else "::1"
+    return host
+
+
+def _server_name(host: str, certs: Path | None) -> str:
+    """A name of the certificate; empty where `host` is one, or there is no certificate to read."""
+    from rpcmp.wire.certificate import Certificate
+
+    if certs is None:
+        return ""
+    try:
+        names = Certificate.load(certs).hosts
+    except SecurityError:
+        return ""
+    return "" if host in names else next((name for name in names if "*" not in name), "")

@@ -93,7 +93,7 @@ def metrics_option(command: Command) -> Command:
         "--metrics",
         metavar="HOST:PORT",
         help="Serve figures there, as OpenMetrics for Prometheus; port 0 takes a free one. "
-        "Elsewhere than on loopback by TLS, with --certs.",
+        "Elsewhere than on loopback by TLS, with --certs; with --insecure open to all.",
     )(command)
 
 

@@ -31,12 +31,16 @@ class Command:
         config: its config, as it was typed; empty: it takes none.
         options: those of its options that say which job, and where: --connect, --set, --certs.
         certs: the folder of its certificate; empty: it has none.
-        listen: where it was to listen; empty: nowhere.
+        listen: where one asks who listens where it was to listen; empty: nowhere.
+        server_name: whom the certificate of that server is for; empty: the host of `listen`.
+        insecure: whether it was to do without certificates.
         is_there: whether there is such a file.
         is_loaded: whether it is a config.
         has_checkpoint: whether there is one that the job could go on from.
         checkpoints: the folder of the job's checkpoints, as `checkpoint.dir` has it.
-        max_grad_norm, learning_rate: of the config; None: not known.
+        max_grad_norm: of the config; None: it has none.
+        learning_rate: what `optimizer.kwargs.lr` says for all stages; None: it is not there, or
+            some have another.
         others: what commands there are.
     """
 
@@ -46,6 +50,8 @@ class Command:
     options: Sequence[str] = ()
     certs: str = ""
     listen: str = ""
+    server_name: str = ""
+    insecure: bool = False
     is_there: bool = True
     is_loaded: bool = True
     has_checkpoint: bool = False
@@ -121,7 +127,7 @@ def _resume_or_explain(command: Command) -> Words:
 
 
 def _tame(command: Command) -> Words:
-    """Smaller steps: clipped gradients first, then a lower learning rate."""
+    """Smaller steps: clipped gradients first, then a lower learning rate, or more clipping."""
     if command.name != "drive":
         return None
     if command.max_grad_norm is None:
@@ -154,8 +160,12 @@ def _servers(command: Command) -> Words:
 
 
 def _who_listens(command: Command) -> Words:
-    certs = ["--certs", command.certs] if command.certs else []
-    return ["rpcmp", "health", *([command.listen] if command.listen else []), *certs]
+    if not command.listen:
+        return _usage(command)
+    words = ["rpcmp", "health", command.listen]
+    words += ["--certs", command.certs] if command.certs else []
+    words += ["--server-name", command.server_name] if command.server_name else []
+    return [*words, "--insecure"] if command.insecure else words
 
 
 def _verify(command: Command) -> Words:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import platform
 from collections.abc import Sequence
 
+from rpcmp import inflight
 from rpcmp.balance.cuts import StageHost, choose
 from rpcmp.balance.prediction import Prediction, predict, simulate, times_of
 from rpcmp.config import Config
@@ -21,7 +22,7 @@ from rpcmp.explain.files import files
 from rpcmp.explain.stage import Stage, stages
 from rpcmp.explain.ways import Whereabouts, listeners, ways
 from rpcmp.inventory.facts import Inventory
-from rpcmp.job.balancing import stage_hosts
+from rpcmp.job.balancing import stage_hosts, with_full_microbatches
 from rpcmp.job.calls import require_one_each
 from rpcmp.job.dialing import dialer_of
 from rpcmp.job.fleet import forks_for
@@ -55,6 +56,7 @@ async def explain(
     addresses = config.addresses if connect is None else list(connect)
     require_one_each(config, addresses)
     dialer_of(config, [*addresses, *config.recovery.spares])  # for what it refuses
+    inflight.limits(config)  # likewise
     if config.is_balanced_by_measurement and not measures:
         raise ConfigError('balance = "auto" is measured: explain it without --no-measure')
     async with forks_for(config, connect) as forks:
@@ -76,11 +78,11 @@ class _Gatherer:
 
     async def gather(self, measures: bool) -> Explanation:
         hosts: list[StageHost] | None = None
+        self._config = self._with_full_microbatches()
         if self._config.is_balanced_by_measurement:
             hosts = await stage_hosts(self._config, self._connect, self._forks)
             self._config = self._config.with_balance(choose(hosts))
-        inventory = await self._count()
-        config = self._config = self._with_full_microbatches()
+        config, inventory = self._config, await self._count()
         if measures and hosts is None and not inventory.unknown:
             hosts = await stage_hosts(config, self._connect, self._forks)
         places = await (self._look() if measures and self._addresses else self._suppose())
@@ -111,12 +113,12 @@ class _Gatherer:
 
     def _with_full_microbatches(self) -> Config:
         """The job with as many micro-batches as a mini-batch has samples for."""
-        data, wanted = self._config.data, self._config.num_microbatches
-        if data is None or data.batch_size >= wanted:
-            return self._config
-        count = data.batch_size
-        self._notes.append(f"a mini-batch has {count} samples: {count} micro-batches, not {wanted}")
-        return self._config.model_copy(update={"num_microbatches": count})
+        given, full = self._config, with_full_microbatches(self._config)
+        wanted, count = given.num_microbatches, full.num_microbatches
+        if count < wanted:
+            text = f"a mini-batch has {count} samples: {count} micro-batches, not {wanted}"
+            self._notes.append(text)
+        return full
 
     async def _count(self) -> Inventory:
         """What the job is made of, by a process that does what the driver's process would."""

@@ -63,9 +63,18 @@ async def balanced(config: Config, connect: Sequence[str] | None, forks: Forks) 
 
 
 async def _with_balance(config: Config, connect: Sequence[str] | None, forks: Forks) -> Balanced:
-    hosts = await stage_hosts(config, connect, forks)
+    inflight.limits(config)  # for what it refuses
+    full = with_full_microbatches(config)
+    hosts = await stage_hosts(full, connect, forks)
     balance = choose(hosts)
-    return Balanced(config.with_balance(balance), predict(config, hosts, balance))
+    return Balanced(config.with_balance(balance), predict(full, hosts, balance))
+
+
+def with_full_microbatches(config: Config) -> Config:
+    """The job with as many micro-batches as a mini-batch has samples for: what its steps are."""
+    if config.data is None or config.data.batch_size >= config.num_microbatches:
+        return config
+    return config.model_copy(update={"num_microbatches": config.data.batch_size})
 
 
 async def stage_hosts(
@@ -74,7 +83,8 @@ async def stage_hosts(
     """What any part of the model would cost at each stage, measured at its hosts.
 
     Args:
-        config: the job; where it has no list of layers, each stage is one layer.
+        config: the job, see `with_full_microbatches`; where it has no list of layers, each stage is
+            one layer.
         connect: addresses of running stage servers; see Fleet.
         forks: where processes come from.
 

@@ -84,6 +84,7 @@ class Stages:
         ]
         self._workers = config.workers
         self._listens: dict[str, str] = {}
+        self._devices: dict[str, str] = {}
         self._claims: list[pb.PrepareResponse] = []
         self._running: set[str] = set()
         self._all_running = asyncio.Event()
@@ -108,12 +109,16 @@ class Stages:
 
     @property
     def places(self) -> dict[str, dict[str, Any]]:
-        """Where every worker's process is, by its label; nothing before `claim`."""
+        """Where every worker's process is, by its label; nothing before `claim`.
+
+        The device is known once it runs, and empty until then.
+        """
         return {
             client.name: {
                 "address": client.address,
                 "host": claim.host,
                 "pid": claim.worker_pid,
+                "device": self._devices.get(client.name, ""),
             }
             for client, claim in zip(self._clients, self._claims, strict=False)
         }
@@ -324,6 +329,7 @@ class Stages:
             if change.state == pb.SERVER_STATE_RUNNING:
                 self._running.add(client.name)
                 self._listens[client.name] = change.listens
+                self._devices[client.name] = change.device
             if len(self._running) == len(self._clients):
                 self._all_running.set()
         raise DrainingError(f"stage {client.name!r} at {client.address} ended the job")

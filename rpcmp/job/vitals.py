@@ -140,9 +140,12 @@ class Vitals:
         self._listens[address] = DRIVER
 
     def lose(self, label: str) -> None:
-        """Hear who a generation has ended with; empty: nobody knows."""
+        """Hear who a generation has ended with; empty: nobody knows.
+
+        Of one that died before its first sign of life there is nothing to tell.
+        """
         for known, process in [*self._workers.items(), (DRIVER, self._driver)]:
-            if known == label:
+            if known == label and "pid" in process:
                 process.update(state=LOST, memory=0, in_flight=0, pid=0)
 
     async def wait(self) -> None:

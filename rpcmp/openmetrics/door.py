@@ -1,5 +1,7 @@
 """Where metrics are scraped: HTTP on loopback, TLS with certificates on both sides elsewhere.
 
+HTTP elsewhere too for who says `--insecure`.
+
 Each connection has a thread of its own, which shakes hands as well: one that says nothing holds up
 nobody but itself.
 """

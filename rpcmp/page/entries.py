@@ -105,8 +105,7 @@ def text(event: Message) -> str:
         case "recovered":
             return f"Going on after {event['seconds']:.1f} s"
         case "resumed":
-            changed = ", ".join(event.get("changed", ()))
-            return "Resuming" + (f"; changed since: {changed}" if changed else "")
+            return _resumed(event)
         case "checkpoint":
             return _checkpoint(event)
         case "best":
@@ -131,6 +130,13 @@ def text(event: Message) -> str:
             why = f": {event['error']}" if event.get("error") else ""
             return f"The run has ended, {event['outcome']}{why}"
     return str(event.get("text", ""))
+
+
+def _resumed(event: Message) -> str:
+    if not event["step"]:
+        return "No checkpoint to resume from: starting from the beginning"
+    changed = ", ".join(event.get("changed", ()))
+    return "Resuming" + (f"; changed since: {changed}" if changed else "")
 
 
 def _checkpoint(event: Message) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import secrets
+import ssl
 import threading
 from typing import Any
 
@@ -20,7 +21,7 @@ from rpcmp.page.app import application
 from rpcmp.page.place import Place
 from rpcmp.page.state import State
 from rpcmp.process.channel import Message
-from rpcmp.wire.credentials import CERTIFICATE, KEY
+from rpcmp.wire.credentials import Credentials
 
 LAST_WORDS = 1
 """Seconds for browsers to take the last message."""
@@ -34,6 +35,9 @@ class Page:
 
     Args:
         place: where; its socket is closed with the page.
+
+    Raises:
+        SecurityError: its certificate cannot be used.
     """
 
     name = "the page"
@@ -92,8 +96,7 @@ class _Run:
 
 def _config(app: ASGIApp, place: Place) -> uvicorn.Config:
     """uvicorn without what a page on loopback has no use for."""
-    certs = place.certs
-    return uvicorn.Config(
+    config = uvicorn.Config(
         app,
         loop="asyncio",
         http="h11",
@@ -106,6 +109,18 @@ def _config(app: ASGIApp, place: Place) -> uvicorn.Config:
         server_header=False,
         limit_concurrency=MOST,
         timeout_graceful_shutdown=LAST_WORDS,
-        ssl_certfile=None if certs is None else certs / CERTIFICATE,
-        ssl_keyfile=None if certs is None else str(certs / KEY),
     )
+    config.load()
+    config.ssl = None if place.certs is None else _tls(Credentials(place.certs))
+    return config
+
+
+def _tls(credentials: Credentials) -> ssl.SSLContext:
+    """uvicorn is given it once, and a certificate may be renewed: each connection looks again."""
+
+    def renew(connection: ssl.SSLObject, name: str | None, first: ssl.SSLContext) -> None:
+        connection.context = credentials.website()
+
+    context = credentials.website()
+    context.sni_callback = renew  # called for those that send no name as well
+    return context

@@ -82,6 +82,7 @@ class Claim:
         self.stage_name = ""
         self.step = 0
         self.num_parameters = 0
+        self.device = ""
         self.error = ""
         self.exit_code = 0
         self.watched = False
@@ -210,6 +211,7 @@ class Claim:
             num_parameters=self.num_parameters,
             saved=self.saved,
             listens=self.listens,
+            device=self.device,
         )
 
     def vitals(self) -> pb.Vitals:
@@ -257,6 +259,7 @@ class Claim:
                 self._start_if_ready()
             case "built":
                 self.num_parameters = message["num_parameters"]
+                self.device = message["device"]
             case "store" if self._store is not None:
                 self._store.heard(message)
             case "joined":

@@ -638,6 +638,7 @@ class WatchResponse(_message.Message):
     LISTENS_FIELD_NUMBER: _builtins.int
     VITALS_FIELD_NUMBER: _builtins.int
     LOGS_FIELD_NUMBER: _builtins.int
+    DEVICE_FIELD_NUMBER: _builtins.int
     generation: _builtins.int
     state: Global___ServerState.ValueType
     draining: _builtins.bool
@@ -648,6 +649,8 @@ class WatchResponse(_message.Message):
     num_parameters: _builtins.int
     listens: _builtins.str
     """HOST:PORT of the worker's agent, once it has joined"""
+    device: _builtins.str
+    """torch's name of the stage's, such as "cuda:0", once it is built"""
     @_builtins.property
     def saved(self) -> _containers.RepeatedCompositeFieldContainer[Global___Saved]:
         """the last few, oldest first"""
@@ -673,10 +676,11 @@ class WatchResponse(_message.Message):
         listens: _builtins.str = ...,
         vitals: Global___Vitals | None = ...,
         logs: _abc.Iterable[Global___LogLine] | None = ...,
+        device: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["vitals", b"vitals"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "error", b"error", "exit_code", b"exit_code", "generation", b"generation", "listens", b"listens", "logs", b"logs", "num_parameters", b"num_parameters", "saved", b"saved", "state", b"state", "vitals", b"vitals"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "draining", b"draining", "error", b"error", "exit_code", b"exit_code", "generation", b"generation", "listens", b"listens", "logs", b"logs", "num_parameters", b"num_parameters", "saved", b"saved", "state", b"state", "vitals", b"vitals"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

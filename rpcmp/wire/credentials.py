@@ -16,7 +16,7 @@ from rpcmp.errors import SecurityError
 
 CA, CERTIFICATE, KEY = "ca.crt", "tls.crt", "tls.key"
 
-GRPC, RELAY = "h2", "rpcmp-relay/1"
+GRPC, RELAY, HTTP = "h2", "rpcmp-relay/1", "http/1.1"
 """Application protocols (ALPN)."""
 
 log = logging.getLogger(__name__)
@@ -42,6 +42,11 @@ class Credentials:
         self._refresh()
         return self._server
 
+    def website(self) -> ssl.SSLContext:
+        """For connections that browsers open, which show no certificate."""
+        self._refresh()
+        return self._website
+
     def client(self, protocol: str) -> ssl.SSLContext:
         """For connections to servers, to speak `protocol`."""
         self._refresh()
@@ -64,6 +69,8 @@ class Credentials:
             ) from error
         require_private(self.folder / KEY)
         self._server = self._context(ssl.PROTOCOL_TLS_SERVER, [GRPC, RELAY])
+        self._website = self._context(ssl.PROTOCOL_TLS_SERVER, [HTTP])
+        self._website.verify_mode = ssl.CERT_NONE
         client = ssl.PROTOCOL_TLS_CLIENT
         self._clients = {protocol: self._context(client, [protocol]) for protocol in (GRPC, RELAY)}
         self._stamp = stamp

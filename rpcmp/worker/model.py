@@ -198,12 +198,10 @@ def _aligned(tensor: Tensor) -> Tensor:
 
 def _device(name: str) -> torch.device:
     try:
-        device = devices.resolve(name)
-        torch.empty(0, device=device)
+        return torch.empty(0, device=devices.resolve(name)).device  # which has its number, "cuda:0"
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
         raise ConfigError(f"device = {name!r} is not to be had here: {reason}") from error
-    return device
 
 
 def _metric(source: Factory, what: str) -> Callable[..., Any]:

@@ -129,7 +129,8 @@ class WorkerProcess:
             cause = first if isinstance(error, RpcmpError) else one_line(error)
             raise StageError(assignment.member.label, "build", cause, rest) from error
         sizes = [parameter.numel() for _, parameter in stage.model.named_parameters()]
-        self._channel.send({"event": "built", "num_parameters": sum(sizes)})
+        device = str(stage.model.device)
+        self._channel.send({"event": "built", "num_parameters": sum(sizes), "device": device})
         return stage
 
     def _snapshots_of(self, stage: Stage, assignment: Assignment) -> StageSnapshots:
