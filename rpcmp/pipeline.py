@@ -99,6 +99,9 @@ class Pipeline:
         Raises:
             StageError: the user's code raised at a stage.
             NonFiniteLossError: the loss is NaN or infinite, without `loss_scaling`.
+            LossScaleError: with it, so many steps were skipped that no gradient will ever be
+                finite; nothing has changed since the first of them, and nothing is trained any
+                more unless `optimizer.load_state_dict` brings another scale.
             JobError: with `loss_scaling`, after clipping and before a step; see
                 `forward_backward`.
             WorkerDiedError, UnavailableError: a process or host is gone, and recovery is off or has
@@ -113,6 +116,7 @@ class Pipeline:
         Raises:
             JobError: with `loss_scaling`, after clipping and before a step: what is clipped is
                 unscaled, and more gradients would come scaled. All are cleared.
+            LossScaleError: see `train_step`.
         """
         loss: float = self._call("forward_backward", inputs, targets)
         return loss

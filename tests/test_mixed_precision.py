@@ -14,7 +14,7 @@ from torch import Tensor
 import rpcmp as library
 from rpcmp.checkpoint.folder import CheckpointFolder
 from rpcmp.config import Config
-from rpcmp.errors import JobError
+from rpcmp.errors import JobError, LossScaleError
 from tests.faults import Faults, committed, drive
 from tests.processes import ZOO, JobFolder, Result, rpcmp, runs, with_token
 from tests.test_verify import CHAINS, GRAPH
@@ -160,6 +160,45 @@ def test_a_run_whose_gradients_are_never_finite_ends(job: JobFolder) -> None:
 
 
 # From Python.
+
+
+def hopeless(**more: Any) -> Config:
+    """A model none of whose gradients is ever finite, and a scale that shrinks fast."""
+    scaling = {"initial": 1.0, "backoff_factor": 0.01}
+    return launched(loss_scaling=scaling, recovery={"watchdog": 10.0}, **more)
+
+
+def test_a_pipeline_whose_gradients_are_never_finite_says_so() -> None:
+    never = batch(1e30)
+    with library.launch(hopeless()) as pipeline:
+        begun = pipeline.parameters_sha256()
+        for _ in range(2):
+            pipeline.train_step(*never)
+        with pytest.raises(LossScaleError, match=r"fell to 1\.0e-06 at step 3;"):
+            pipeline.train_step(*never)
+        for call in (pipeline.train_step, pipeline.forward_backward):
+            with pytest.raises(LossScaleError, match="at step 3;"):
+                call(*batch())
+        assert pipeline.optimizer.skipped_steps == 3
+        state = pipeline.optimizer.state_dict()
+        pipeline.optimizer.load_state_dict({**state, "scaler": {**state["scaler"], "scale": 8.0}})
+        assert math.isfinite(pipeline.train_step(*batch()))
+        assert pipeline.parameters_sha256() != begun
+    with library.launch(hopeless()) as pipeline:
+        for _ in range(3):
+            pipeline.forward_backward(*never)
+            assert not pipeline.optimizer.step()
+        with pytest.raises(LossScaleError, match="at step 3;"):
+            pipeline.forward_backward(*batch())
+
+
+def test_stages_are_free_again_whatever_the_driver_fails_in() -> None:
+    config = hopeless(model={"layers": "mistaken:layers", "balance": [1, 1]})
+    with library.launch(config) as pipeline:
+        for _ in range(2):
+            with pytest.raises(JobError, match="at the end of step 1: ValueError: no inverse"):
+                pipeline.train_step(*batch())
+            assert math.isfinite(pipeline.evaluate(*batch()).loss)
 
 
 def launched(**more: Any) -> Config:
