@@ -159,6 +159,37 @@ def test_a_run_whose_gradients_are_never_finite_ends(job: JobFolder) -> None:
     assert "the loss scale fell to 6.6e-08 at step 5" in result.err
 
 
+INFINITE = """
+loss = "zoo:product"
+num_microbatches = 6
+loss_scaling = { initial = 8.0 }
+[model]
+layers = "zoo:wide"
+balance = [1, 1]
+[data]
+train = "zoo:infinities"
+test = "zoo:infinities"
+shuffle = false
+batch_size = 6
+"""
+
+
+def test_losses_that_are_infinite_both_ways_are_a_skipped_step(job: JobFolder) -> None:
+    config = job.config(INFINITE)
+    result = rpcmp("drive", config, "--json", "--set", "steps=6")
+    assert result.code == 0, result.err
+    assert [loss is None for loss in result.losses] == [True, False] * 3
+    assert [skipped for _, _, skipped, _ in scaling(result)] == [True, False] * 3
+    assert result.event("eval")["loss"] is None
+    verified = rpcmp("verify", config, "--steps", "6")
+    assert "identical: 6 losses" in verified.out, verified.err
+    assert result.event("summary")["parameters_sha256"] in verified.out
+    unscaled = job.config(INFINITE.replace("loss_scaling", "# loss_scaling"))
+    result = rpcmp("drive", unscaled)
+    assert result.code == 1
+    assert "the loss is inf in micro-batch 0 at step 1" in result.err
+
+
 # From Python.
 
 

@@ -7,14 +7,13 @@ them is put together as if there were one process. How micro-batches go through 
 from __future__ import annotations
 
 import contextlib
-import math
 import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from rpcmp import digest, inflight, microbatch, transport
+from rpcmp import digest, inflight, microbatch, sums, transport
 from rpcmp.config import Config
 from rpcmp.data import Loaded
 from rpcmp.driver import replicas
@@ -104,7 +103,7 @@ class Group:
             self._let_go_of_gradients()
             raise
         reports = {name: report for part in trained for name, report in part.reports.items()}
-        return Trained(math.fsum(part.loss for part in trained), reports)
+        return Trained(sums.total(part.loss for part in trained), reports)
 
     def forward_backward(self, batch: Batch, step: int) -> float:
         """Accumulate the gradients of a mini-batch and return its loss; see `start_step`."""
