@@ -327,7 +327,7 @@ async def _start(
 ) -> Service:
     async with forks_for(config, connect) as forks:
         config, _ = await balanced(config, connect, forks)
-    for text in config.warnings:
+    for text in config.model_copy(update={"data": None}).warnings:  # the caller's may be larger
         warnings.warn(text, stacklevel=2)
     service = Service(config.model_copy(update={"checkpoint": None}), connect)
     await service.start(connection)

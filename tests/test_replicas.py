@@ -314,8 +314,8 @@ def test_fewer_micro_batches_than_replicas_is_a_warning(job: JobFolder) -> None:
     result = rpcmp("drive", job.config(ALONE), "--json", "--set", "num_microbatches=2")
     assert result.code == 0, result.err
     assert result.event("warning")["text"] == (
-        "stage 'stage0' has 3 replicas, and a step only 2 micro-batches: some will have nothing to "
-        "do; raise num_microbatches"
+        "stage 'stage0': replica 2 will have nothing to do, since a step has only 2 micro-batches; "
+        "raise num_microbatches"
     )
 
 
