@@ -159,6 +159,48 @@ def test_a_run_whose_gradients_are_never_finite_ends(job: JobFolder) -> None:
     assert "the loss scale fell to 6.6e-08 at step 5" in result.err
 
 
+SPIKED = """
+autocast = "float16"
+loss_scaling = { initial = 64.0, growth_interval = 2 }
+"""
+
+PIPELINES = """
+[[stages]]
+replicas = 2
+[[stages]]
+replicas = 2
+[data]
+train = { callable = "zoo:spiked", kwargs = { samples = 24, where = 18 } }
+shuffle = false
+batch_size = 8
+"""
+"""Of each third step the micro-batch 1 overflows, which is the second replicas'."""
+
+
+def test_a_step_that_one_replica_cannot_do_is_skipped_by_all_whoever_is_lost_in_it(
+    job: JobFolder,
+) -> None:
+    faults = Faults(job)
+    config = faults.config(SPIKED, stages=2, sections=PIPELINES)
+    undisturbed = drive(config)
+    assert [skipped for _, _, skipped, _ in scaling(undisturbed)] == [False, False, True] * 2
+    assert [loss is None for loss in undisturbed.losses] == [False, False, True] * 2
+    verified = rpcmp("verify", config, "--steps", "6")
+    assert "identical: 6 losses" in verified.out, verified.err
+    assert undisturbed.event("summary")["parameters_sha256"] in verified.out
+    # A replica has half of the forwards that faults are timed by: this is in step 3.
+    faults.fail_at(0, 2, "backward", "SIGKILL").fail_at(1, 6, "saving", "SIGKILL")
+    disturbed = drive(faults.config(SPIKED, stages=2, sections=PIPELINES))
+    assert len(faults.struck) == 2
+    first, _ = [event for event in disturbed.events if event["event"] == "fault"]
+    assert "in backward of micro-batch" in first["error"]
+    assert first["step"] == 2
+    assert scaling(disturbed) == scaling(undisturbed)
+    assert disturbed.losses == undisturbed.losses
+    ends = [run.event("summary")["parameters_sha256"] for run in (disturbed, undisturbed)]
+    assert ends[0] == ends[1]
+
+
 INFINITE = """
 loss = "zoo:product"
 num_microbatches = 6
