@@ -166,6 +166,25 @@ def test_a_run_of_replicas_is_resumed_with_the_bits_of_one_that_was_not_cut(
     assert ends[0] == ends[1]
 
 
+def test_a_run_is_resumed_with_another_number_of_replicas(job: JobFolder) -> None:
+    """Another number is another sum, so it is the same run but for its last bits."""
+    config = job.config(
+        PIPELINES.replace("[model]", 'checkpoint = { dir = "saved", every_steps = 4 }\n[model]')
+    )
+    whole = rpcmp("drive", config, "--json", "--set", "steps=6", "--set", "checkpoint.dir=whole")
+    assert rpcmp("drive", config, "--json", "--set", "steps=4").code == 0
+    for number, (first, second) in enumerate([(3, 1), (1, 2)]):
+        saved = shutil.copytree(job.folder / "saved", job.folder / f"saved{number}")
+        options = ["steps=6", f"stages.0.replicas={first}", f"stages.1.replicas={second}"]
+        settings = [part for each in options for part in ("--set", each)]
+        where = ("--set", f"checkpoint.dir={saved}")
+        resumed = rpcmp("drive", config, "--json", "--resume", *settings, *where)
+        assert resumed.code == 0, resumed.err
+        assert resumed.event("resumed")["step"] == 4
+        assert resumed.losses == pytest.approx(whole.losses[4:], rel=1e-4)
+        assert len(resumed.event("summary")["hosts"]) == first + second
+
+
 # Shares by speed
 
 
