@@ -15,15 +15,12 @@ from rpcmp.pythonfiles import python_files
 COMPARED_BY_VERSION = ("torch",)
 """Packages whose files need not be read: a release of theirs is always the same."""
 
-INSTALLED = ("site-packages", "dist-packages")
-"""Names of folders in which what lies beside a module has nothing to do with it."""
-
 _RELEASES = {*COMPARED_BY_VERSION, *sys.stdlib_module_names}
 """Packages of which a host's release is compared when it is asked to take part in a job."""
 
 
 def sha256_of(module: str) -> str:
-    """The hash of all Python files of a top-level module or package.
+    """The hash of all Python files of a top-level module or package; without those in archives.
 
     Of a package all, since what a job names imports from the rest of it: the files that a job
     would send along, where it does.
@@ -37,7 +34,7 @@ def sha256_of(module: str) -> str:
         raise ImportError(f"there is no module {module!r}")
     digest = hashlib.sha256()
     folders = [Path(folder) for folder in spec.submodule_search_locations or ()]
-    for folder in folders:
+    for folder in filter(Path.is_dir, folders):  # it may be an archive
         for path in python_files(folder):
             _add(digest, path.relative_to(folder).as_posix(), path)
     if not folders and spec.origin and Path(spec.origin).exists():
@@ -62,6 +59,7 @@ def of_job(named: Iterable[str]) -> dict[str, str]:
     loaded = {name: module for name, module in list(sys.modules.items()) if "." not in name}
     own = {_top(name) for name in named} - _RELEASES
     folders = {folder for name in own for folder in _folders(importlib.util.find_spec(name))}
+    folders = {folder for folder in folders if not _is_for_packages(folder)}
     own |= {
         name
         for name, module in loaded.items()
@@ -87,13 +85,19 @@ def _top(module: str) -> str:
 
 
 def _folders(spec: ModuleSpec | None) -> set[Path]:
-    """Where a top-level module was found; nowhere, where that is a folder for all and sundry."""
+    """Where a top-level module of Python files was found."""
     if spec is None:
         return set()
-    places = spec.submodule_search_locations
-    if places is None:
-        places = [spec.origin] if spec.has_location and spec.origin else []
-    return {folder for place in places if (folder := Path(place).parent).name not in INSTALLED}
+    places = list(spec.submodule_search_locations or ())
+    if not places and spec.has_location and spec.origin and spec.origin.endswith(".py"):
+        places = [spec.origin]
+    return {Path(place).parent for place in places}
+
+
+def _is_for_packages(folder: Path) -> bool:
+    """Whether what lies beside a module there has nothing to do with it."""
+    is_known = folder.name in ("site-packages", "dist-packages")
+    return is_known or any(folder.glob("*.dist-info"))
 
 
 def _used_by(packages: set[str]) -> set[str]:
