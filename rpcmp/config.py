@@ -235,14 +235,7 @@ class Config(Strict):
     @property
     def warnings(self) -> list[str]:
         """What is allowed and hardly meant."""
-        found = (worker for worker in self.workers if worker.replica == 0)
-        return [
-            f"stage {worker.stage!r} has {worker.num_replicas} replicas, and a step only "
-            f"{self.num_microbatches} micro-batches: some will have nothing to do; raise "
-            "num_microbatches"
-            for worker in found
-            if worker.num_replicas > self.num_microbatches
-        ]
+        return configrules.warnings(self)
 
     @property
     def addresses(self) -> list[str]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rpcmp import addresses, graph
+from rpcmp import addresses, graph, schedule
 from rpcmp.errors import ConfigError
 from rpcmp.evaluated import OTHER_KEYS
 from rpcmp.kinds import Factory
@@ -30,6 +30,59 @@ def check(config: Config) -> None:
     """
     for rule in RULES:
         rule(config)
+
+
+def warnings(config: Config) -> list[str]:
+    """What is allowed and hardly meant: replicas that compute nothing of any step."""
+    stages = zip(config.stage_names, config.stages, strict=False)
+    found = ((name, stage.shares, _idle(config, name)) for name, stage in stages)
+    return [
+        f"stage {name!r}: {_counted('replica', idle)} will have nothing to do, since a step has "
+        f"only {_step(config)}; {_remedy(config, shares)}"
+        for name, shares, idle in found
+        if idle
+    ]
+
+
+def _num_microbatches(config: Config) -> int:
+    """Of a step; there is none without a sample."""
+    most = config.num_microbatches
+    return most if config.data is None else min(most, config.data.batch_size)
+
+
+def _num_bundles(config: Config) -> int:
+    return schedule.num_bundles(_num_microbatches(config), config.microbatches_per_message)
+
+
+def _idle(config: Config, stage: str) -> list[int]:
+    """The replicas of a stage whose turn never comes; see rpcmp.turns."""
+    turns = config.turns_of(stage)
+    count = _num_bundles(config)
+    return [r for r in range(turns.num_replicas) if not turns.numbers(r, count)]
+
+
+def _step(config: Config) -> str:
+    """What a step has, in words."""
+    count = _num_microbatches(config)
+    microbatches = f"{count} micro-batch{'es' if count > 1 else ''}"
+    if config.microbatches_per_message == 1:
+        return microbatches
+    messages = _num_bundles(config)
+    return f"{messages} message{'s' if messages > 1 else ''} of {microbatches}"
+
+
+def _remedy(config: Config, shares: list[int] | None) -> str:
+    is_short = _num_microbatches(config) < config.num_microbatches
+    found = ["raise data.batch_size" if is_short else "raise num_microbatches"]
+    if config.microbatches_per_message > 1:
+        found.insert(0, "lower microbatches_per_message")
+    if shares:
+        found.append("make its shares more equal")
+    return " or ".join(found)
+
+
+def _counted(what: str, numbers: list[int]) -> str:
+    return f"{what}{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
 
 
 def _check_stages(config: Config) -> None:

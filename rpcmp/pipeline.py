@@ -104,6 +104,9 @@ class Pipeline:
         Raises:
             StageError: the user's code raised at a stage.
             NonFiniteLossError: the loss is NaN or infinite, without `loss_scaling`.
+            LossScaleError: with it, so many steps were skipped that no gradient will ever be
+                finite; nothing has changed since the first of them, and nothing is trained any
+                more unless `optimizer.load_state_dict` brings another scale.
             JobError: with `loss_scaling`, after clipping and before a step; see
                 `forward_backward`.
             ConfigError: the inputs or targets are no such trees, or have no samples.
@@ -119,6 +122,7 @@ class Pipeline:
         Raises:
             JobError: with `loss_scaling`, after clipping and before a step: what is clipped is
                 unscaled, and more gradients would come scaled. All are cleared.
+            LossScaleError: see `train_step`.
         """
         loss: float = self._call("forward_backward", inputs, targets)
         return loss
@@ -396,7 +400,7 @@ async def _start(
 ) -> Service:
     async with forks_for(config, connect) as forks:
         config, _ = await balanced(config, connect, forks)
-    for text in config.warnings:
+    for text in config.model_copy(update={"data": None}).warnings:  # the caller's may be larger
         warnings.warn(text, stacklevel=2)
     service = Service(config.model_copy(update={"checkpoint": None}), connect)
     await service.start(connection)

@@ -17,7 +17,7 @@ PROTOS = PACKAGE.parent / "protos"
 LAYERS = """
     jsonlines tablekeys
     __init__ errors members seeds metrics direction tree tensorfile digest v1 host examples devices
-    starter suggestion evaluated
+    starter suggestion evaluated sums
     pythonfiles logs additions
     graph partition schedule addresses microbatch treespec turns ties split process scratch
     simulation sizes work handoff snapshot unpickling payload

@@ -527,3 +527,43 @@ def test_every_section_refuses_unknown_keys() -> None:
 def test_tuples_in_arguments_become_lists() -> None:
     factory = Factory(callable="torch.optim:Adam", kwargs={"betas": (0.9, (1, 2))})
     assert factory.kwargs == {"betas": [0.9, [1, 2]]}
+
+
+@pytest.mark.parametrize(
+    ("stage", "more", "said"),
+    [
+        ({"replicas": 3}, {"num_microbatches": 3}, None),
+        (
+            {"replicas": 3},
+            {"num_microbatches": 1},
+            "replicas 1, 2 will have nothing to do, since a step has only 1 micro-batch; raise "
+            "num_microbatches",
+        ),
+        ({"replicas": 2}, {"microbatches_per_message": 3}, None),
+        (
+            {"replicas": 2},
+            {"microbatches_per_message": 4},
+            "replica 1 will have nothing to do, since a step has only 1 message of 4 micro-batches;"
+            " lower microbatches_per_message or raise num_microbatches",
+        ),
+        ({"replicas": 3}, {"data": {"train": "m:data", "batch_size": 3}}, None),
+        (
+            {"replicas": 3},
+            {"data": {"train": "m:data", "batch_size": 2}},
+            "replica 2 will have nothing to do, since a step has only 2 micro-batches; raise "
+            "data.batch_size",
+        ),
+        ({"shares": [3, 1], "replicas": 2}, {"num_microbatches": 3}, None),
+        (
+            {"shares": [9, 1], "replicas": 2},
+            {"num_microbatches": 4},
+            "replica 1 will have nothing to do, since a step has only 4 micro-batches; raise "
+            "num_microbatches or make its shares more equal",
+        ),
+    ],
+)
+def test_replicas_whose_turn_never_comes_are_a_warning(
+    stage: dict[str, Any], more: dict[str, Any], said: str | None
+) -> None:
+    expected = [] if said is None else [f"stage 'stage0': {said}"]
+    assert parse({**LAYERS, "stages": [stage], **more}).warnings == expected

@@ -6,6 +6,7 @@ import math
 
 import pytest
 
+from rpcmp import sums
 from rpcmp.driver.evaluation import Evaluation, mean
 
 
@@ -26,6 +27,19 @@ def test_the_order_of_parts_does_not_matter() -> None:
 
 def test_a_loss_that_is_not_a_number_stays_so() -> None:
     assert math.isnan(mean([Evaluation(1, math.nan), Evaluation(1, 1.0)]).loss)
+
+
+def test_infinities_of_both_signs_are_not_a_number() -> None:
+    parts = [Evaluation(1, sign * math.inf, {"a": 1.0}) for sign in (1, -1)]
+    assert math.isnan(mean(parts).loss)
+    assert mean(parts).metrics == {"a": 1.0}
+    assert mean([parts[0], Evaluation(1, -1.0, {"a": 0.0})]).loss == math.inf
+
+
+def test_a_sum_that_is_too_large_is_infinite() -> None:
+    assert sums.total([1e308, 1e308]) == math.inf
+    assert sums.total([-1e308, -1e308, 1.0]) == -math.inf
+    assert sums.total(0.1 for _ in range(10)) == 1.0
 
 
 def test_parts_may_come_from_a_generator() -> None:

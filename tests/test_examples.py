@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from rpcmp import configfile
+from rpcmp import addresses, configfile
 from rpcmp.examples import stdlib_gpt
 from tests.processes import EXAMPLES, Result, rpcmp
 
@@ -44,6 +44,18 @@ def test_each_is_a_model_a_config_and_a_row_in_the_readme() -> None:
     for name in names:
         text = (EXAMPLES / f"{name}.toml").read_text()
         assert f"\n#     rpcmp drive rpcmp/examples/{name}.toml" in text
+
+
+def test_addresses_in_comments_are_those_that_servers_have_by_default() -> None:
+    found = {}
+    for path in [*EXAMPLES.glob("*.toml"), EXAMPLES.parent / "starter" / "my_model.toml"]:
+        comments = "\n".join(re.findall(r"#.*", path.read_text()))
+        for stage, said in enumerate(re.findall(r"addresses = \[(.*?)\]", comments)):
+            ports = [int(port) for port in re.findall(r":(\d+)", said)]
+            expected = [addresses.default_port(stage, replica) for replica in range(len(ports))]
+            found[path.stem, stage] = ports
+            assert ports == expected, path.name
+    assert len(found) == 5
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from torch import Tensor
 import rpcmp as library
 from rpcmp.checkpoint.folder import CheckpointFolder
 from rpcmp.config import Config
-from rpcmp.errors import JobError
+from rpcmp.errors import JobError, LossScaleError
 from tests.faults import Faults, committed, drive
 from tests.processes import ZOO, JobFolder, Result, rpcmp, runs, with_token
 from tests.test_verify import CHAINS, GRAPH
@@ -159,7 +159,119 @@ def test_a_run_whose_gradients_are_never_finite_ends(job: JobFolder) -> None:
     assert "the loss scale fell to 6.6e-08 at step 5" in result.err
 
 
+SPIKED = """
+autocast = "float16"
+loss_scaling = { initial = 64.0, growth_interval = 2 }
+"""
+
+PIPELINES = """
+[[stages]]
+replicas = 2
+[[stages]]
+replicas = 2
+[data]
+train = { callable = "zoo:spiked", kwargs = { samples = 24, where = 18 } }
+shuffle = false
+batch_size = 8
+"""
+"""Of each third step the micro-batch 1 overflows, which is the second replicas'."""
+
+
+def test_a_step_that_one_replica_cannot_do_is_skipped_by_all_whoever_is_lost_in_it(
+    job: JobFolder,
+) -> None:
+    faults = Faults(job)
+    config = faults.config(SPIKED, stages=2, sections=PIPELINES)
+    undisturbed = drive(config)
+    assert [skipped for _, _, skipped, _ in scaling(undisturbed)] == [False, False, True] * 2
+    assert [loss is None for loss in undisturbed.losses] == [False, False, True] * 2
+    verified = rpcmp("verify", config, "--steps", "6")
+    assert "identical: 6 losses" in verified.out, verified.err
+    assert undisturbed.event("summary")["parameters_sha256"] in verified.out
+    # A replica has half of the forwards that faults are timed by: this is in step 3.
+    faults.fail_at(0, 2, "backward", "SIGKILL").fail_at(1, 6, "saving", "SIGKILL")
+    disturbed = drive(faults.config(SPIKED, stages=2, sections=PIPELINES))
+    assert len(faults.struck) == 2
+    first, _ = [event for event in disturbed.events if event["event"] == "fault"]
+    assert "in backward of micro-batch" in first["error"]
+    assert first["step"] == 2
+    assert scaling(disturbed) == scaling(undisturbed)
+    assert disturbed.losses == undisturbed.losses
+    ends = [run.event("summary")["parameters_sha256"] for run in (disturbed, undisturbed)]
+    assert ends[0] == ends[1]
+
+
+INFINITE = """
+loss = "zoo:product"
+num_microbatches = 6
+loss_scaling = { initial = 8.0 }
+[model]
+layers = "zoo:wide"
+balance = [1, 1]
+[data]
+train = "zoo:infinities"
+test = "zoo:infinities"
+shuffle = false
+batch_size = 6
+"""
+
+
+def test_losses_that_are_infinite_both_ways_are_a_skipped_step(job: JobFolder) -> None:
+    config = job.config(INFINITE)
+    result = rpcmp("drive", config, "--json", "--set", "steps=6")
+    assert result.code == 0, result.err
+    assert [loss is None for loss in result.losses] == [True, False] * 3
+    assert [skipped for _, _, skipped, _ in scaling(result)] == [True, False] * 3
+    assert result.event("eval")["loss"] is None
+    verified = rpcmp("verify", config, "--steps", "6")
+    assert "identical: 6 losses" in verified.out, verified.err
+    assert result.event("summary")["parameters_sha256"] in verified.out
+    unscaled = job.config(INFINITE.replace("loss_scaling", "# loss_scaling"))
+    result = rpcmp("drive", unscaled)
+    assert result.code == 1
+    assert "the loss is inf in micro-batch 0 at step 1" in result.err
+
+
 # From Python.
+
+
+def hopeless(**more: Any) -> Config:
+    """A model none of whose gradients is ever finite, and a scale that shrinks fast."""
+    scaling = {"initial": 1.0, "backoff_factor": 0.01}
+    return launched(loss_scaling=scaling, recovery={"watchdog": 10.0}, **more)
+
+
+def test_a_pipeline_whose_gradients_are_never_finite_says_so() -> None:
+    never = batch(1e30)
+    with library.launch(hopeless()) as pipeline:
+        begun = pipeline.parameters_sha256()
+        for _ in range(2):
+            pipeline.train_step(*never)
+        with pytest.raises(LossScaleError, match=r"fell to 1\.0e-06 at step 3;"):
+            pipeline.train_step(*never)
+        for call in (pipeline.train_step, pipeline.forward_backward):
+            with pytest.raises(LossScaleError, match="at step 3;"):
+                call(*batch())
+        assert pipeline.optimizer.skipped_steps == 3
+        state = pipeline.optimizer.state_dict()
+        pipeline.optimizer.load_state_dict({**state, "scaler": {**state["scaler"], "scale": 8.0}})
+        assert math.isfinite(pipeline.train_step(*batch()))
+        assert pipeline.parameters_sha256() != begun
+    with library.launch(hopeless()) as pipeline:
+        for _ in range(3):
+            pipeline.forward_backward(*never)
+            assert not pipeline.optimizer.step()
+        with pytest.raises(LossScaleError, match="at step 3;"):
+            pipeline.forward_backward(*batch())
+
+
+def test_stages_are_free_again_whatever_the_driver_fails_in() -> None:
+    config = hopeless(model={"layers": "mistaken:layers", "balance": [1, 1]})
+    with library.launch(config) as pipeline:
+        for _ in range(2):
+            with pytest.raises(JobError, match="at the end of step 1: ValueError: no inverse"):
+                pipeline.train_step(*batch())
+            assert math.isfinite(pipeline.evaluate(*batch()).loss)
 
 
 def launched(**more: Any) -> Config:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import platform
 import shutil
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -164,6 +166,25 @@ def test_a_run_of_replicas_is_resumed_with_the_bits_of_one_that_was_not_cut(
     assert ends[0] == ends[1]
 
 
+def test_a_run_is_resumed_with_another_number_of_replicas(job: JobFolder) -> None:
+    """Another number is another sum, so it is the same run but for its last bits."""
+    config = job.config(
+        PIPELINES.replace("[model]", 'checkpoint = { dir = "saved", every_steps = 4 }\n[model]')
+    )
+    whole = rpcmp("drive", config, "--json", "--set", "steps=6", "--set", "checkpoint.dir=whole")
+    assert rpcmp("drive", config, "--json", "--set", "steps=4").code == 0
+    for number, (first, second) in enumerate([(3, 1), (1, 2)]):
+        saved = shutil.copytree(job.folder / "saved", job.folder / f"saved{number}")
+        options = ["steps=6", f"stages.0.replicas={first}", f"stages.1.replicas={second}"]
+        settings = [part for each in options for part in ("--set", each)]
+        where = ("--set", f"checkpoint.dir={saved}")
+        resumed = rpcmp("drive", config, "--json", "--resume", *settings, *where)
+        assert resumed.code == 0, resumed.err
+        assert resumed.event("resumed")["step"] == 4
+        assert resumed.losses == pytest.approx(whole.losses[4:], rel=1e-4)
+        assert len(resumed.event("summary")["hosts"]) == first + second
+
+
 # Shares by speed
 
 
@@ -213,6 +234,12 @@ def servers_of_replicas(*environments: dict[str, str]) -> Iterator[str]:
         yield ",".join(run.wait_for_line(r"SERVING on (\S+)")[1] for run in runs)
 
 
+def on_path(*folders: Path) -> dict[str, str]:
+    """The environment of a process that finds modules there first."""
+    before = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    return {"PYTHONPATH": os.pathsep.join([*map(str, folders), *filter(None, before)])}
+
+
 # What is wrong
 
 
@@ -244,19 +271,70 @@ def test_replicas_with_other_code_are_refused_before_the_first_step(
     config = job.config(ALONE.replace("= 3", "= 2"))
     other = shutil.copytree(ZOO, tmp_path / "other")
     (other / "zoo.py").write_text((other / "zoo.py").read_text() + "\n# another release\n")
-    with servers_of_replicas({"PYTHONPATH": str(ZOO)}, {"PYTHONPATH": str(other)}) as addresses:
+    with servers_of_replicas(on_path(ZOO), on_path(other)) as addresses:
         options = ("--connect", addresses, "--set", "ship_code=false")
         result = rpcmp("drive", config, *options)
     assert result.code == 2, result.err
     assert "are not the same model: the code of 'zoo' is" in result.err
 
 
+FILES = {
+    "my_model.py": "import blocks\nimport installed\n"
+    "def layers():\n    return [('only', lambda: blocks.Block(8, 1))]\n",
+    "blocks.py": "from torch import nn\nclass Block(nn.Linear):\n    pass\n",
+    "losses.py": "def mse(outputs, targets):\n    return (outputs - targets).square().mean()\n",
+    "site-packages/installed.py": "__version__ = '1.0'\n",
+}
+
+
+@pytest.mark.usefixtures("own_forks")
+def test_replicas_with_another_loss_or_helper_are_refused_before_the_first_step(
+    job: JobFolder, tmp_path: Path
+) -> None:
+    """What the config names beside the model, what the model imports, and what is installed."""
+    for name, text in FILES.items():
+        (job.folder / name).parent.mkdir(exist_ok=True)
+        (job.folder / name).write_text(text)
+    config = job.config(
+        'loss = "losses:mse"\n' + ALONE.replace("zoo:mlp", "my_model:layers").replace("= 3", "= 2")
+    )
+    other = shutil.copytree(job.folder, tmp_path / "other")
+    paths = [on_path(folder, folder / "site-packages") for folder in (job.folder, other)]
+    changes = {
+        "losses.py": ("# mean\n", "the code of 'losses' is"),
+        "blocks.py": ("# wide\n", "the code of 'blocks' is"),
+        "site-packages/installed.py": (
+            "__version__ = '1.1'\n",
+            "the version of 'installed' is 1.0 in replica 0 and 1.1 in replica 1",
+        ),
+    }
+    options = ("--set", "ship_code=false", "--set", "steps=1")
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        servers_of_replicas(*paths) as addresses,
+    ):
+        patch.setenv("PYTHONPATH", paths[0]["PYTHONPATH"])  # of the driver
+        for name, (more, said) in changes.items():
+            (other / name).write_text(FILES[name] + more)
+            result = rpcmp("drive", config, "--json", "--connect", addresses, *options)
+            assert result.code == 2, result.out
+            assert not result.losses
+            assert f"replicas 0 and 1 of stage 'stage0' are not the same model: {said}" in (
+                result.err
+            )
+            assert f"replica 1 on {platform.node()}: install the same code on" in result.err
+            (other / name).write_text(FILES[name])
+        (other / "unused.py").write_text("# nobody imports it\n")
+        same = rpcmp("drive", config, "--json", "--connect", addresses, *options)
+    assert len(same.losses) == 1, same.err
+
+
 def test_fewer_micro_batches_than_replicas_is_a_warning(job: JobFolder) -> None:
     result = rpcmp("drive", job.config(ALONE), "--json", "--set", "num_microbatches=2")
     assert result.code == 0, result.err
     assert result.event("warning")["text"] == (
-        "stage 'stage0' has 3 replicas, and a step only 2 micro-batches: some will have nothing to "
-        "do; raise num_microbatches"
+        "stage 'stage0': replica 2 will have nothing to do, since a step has only 2 micro-batches; "
+        "raise num_microbatches"
     )
 
 

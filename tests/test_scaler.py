@@ -7,12 +7,14 @@ import math
 from collections.abc import Iterator
 from dataclasses import asdict
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.amp import GradScaler
 
 from rpcmp.driver.scaler import LOWEST, LossScaler, ScalerState
+from rpcmp.errors import LossScaleError
 from rpcmp.sections import LossScalingConfig
 
 CONFIGS = st.builds(
@@ -66,5 +68,8 @@ def test_a_scale_that_is_of_no_use_any_more_is_noticed() -> None:
     for _ in range(32):
         scaler.update(False)
     assert (scaler.state.scale, scaler.is_hopeless) == (LOWEST, False)
+    scaler.require_useful(32)
     scaler.update(False)
     assert scaler.is_hopeless
+    with pytest.raises(LossScaleError, match=r"fell to 7\.6e-06 at step 33"):
+        scaler.require_useful(33)

@@ -84,6 +84,28 @@ def test_stages_that_load_their_samples_and_die_train_as_if_the_driver_sent_them
     assert built(job, "driver") == {"rpcmp.driver": datasets}
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param(["num_microbatches=3"], id="all have some", marks=pytest.mark.long),
+        pytest.param(["num_microbatches=3", "microbatches_per_message=2"], id="one has none"),
+        pytest.param(["num_microbatches=1"], id="only one has any", marks=pytest.mark.long),
+    ],
+)
+def test_replicas_that_load_their_samples_train_as_if_the_driver_sent_them(
+    job: JobFolder, settings: list[str]
+) -> None:
+    """Two of the first stage and three of the last; one of them dies."""
+    replicas = ["stages.0.replicas=2", "stages.2.replicas=3"]
+    sent = drive(config(job, "driver"), *replicas, *settings)
+    loaded = drive(config(job, "stage", mortal=True), *replicas, *settings)
+    assert committed(loaded) == committed(sent)
+    assert evaluations(loaded) == evaluations(sent)
+    assert [event["event"] for event in loaded.events].count("fault") == 1
+    datasets, readers, generations = 2, 2 + 3, 2
+    assert built(job, "stage") == {"rpcmp.data": datasets * readers * generations}
+
+
 def test_data_that_a_host_does_not_have_ends_the_job_before_a_step(job: JobFolder) -> None:
     result = drive(config(job, "stage", path="/nowhere/images"))
     assert result.code == 1

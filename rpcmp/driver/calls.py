@@ -15,7 +15,7 @@ from rpcmp.data import Loaded
 from rpcmp.driver.group import Group
 from rpcmp.driver.metrics import Metrics
 from rpcmp.driver.scaler import ScalerState
-from rpcmp.errors import JobError, RpcmpError, one_line, to_wire
+from rpcmp.errors import JobError, LossScaleError, RpcmpError, one_line, to_wire
 from rpcmp.handoff import Handoff
 from rpcmp.process.activity import PHASE_BYTES, Activity
 from rpcmp.work import End
@@ -72,7 +72,11 @@ class Calls:
         batch = Loaded(inputs, targets)
         started = self._group.start_step(batch, self.step + 1, End.HOLD, version)
         loss = self._group.finish_step(started).loss
-        self._group.end_step(started, loss)
+        try:
+            self._group.end_step(started, loss)
+        except LossScaleError:  # the stages have counted it
+            self.step += 1
+            raise
         self.step += 1
         self._has_gradients = False
         self.kept = version or self.kept
@@ -151,9 +155,15 @@ class Calls:
         self._keep()
 
     def _require_scaled(self) -> None:
-        """Refuse to mix gradients; they are cleared, as after any failure to differentiate."""
+        """Refuse to mix gradients, or to compute some that cannot be finite.
+
+        Those that there are are cleared, as after any failure to differentiate.
+        """
+        optimizer = self._group.optimizer
         try:
-            self._group.optimizer.require_scaled()
+            optimizer.require_scaled()
+            if optimizer.scaler is not None:
+                optimizer.scaler.require_useful(self.step)
         except JobError:
             self.zero_grad()
             raise

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+
+from rpcmp import sums
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ def mean(parts: Iterable[Evaluation]) -> Evaluation:
 
     def weighted(values: Iterable[float]) -> float:
         pairs = zip(parts, values, strict=True)
-        return math.fsum(part.num_samples / total * value for part, value in pairs)
+        return sums.total(part.num_samples / total * value for part, value in pairs)
 
     names = parts[0].metrics if parts else {}
     return Evaluation(

@@ -7,13 +7,13 @@ them is put together as if there were one process. How micro-batches go through 
 from __future__ import annotations
 
 import contextlib
-import math
+import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from rpcmp import digest, inflight, microbatch, transport
+from rpcmp import digest, inflight, microbatch, sums, transport
 from rpcmp.config import Config
 from rpcmp.data import Loaded
 from rpcmp.driver import replicas
@@ -23,7 +23,7 @@ from rpcmp.driver.optimizer import DistributedOptimizer
 from rpcmp.driver.rounds import Batch, Round, Rounds
 from rpcmp.driver.scaler import LossScaler
 from rpcmp.driver.workers import Workers
-from rpcmp.errors import ConfigError, JobError, RpcmpError
+from rpcmp.errors import ConfigError, JobError, RpcmpError, one_line
 from rpcmp.members import DRIVER, Member
 from rpcmp.source import Source
 from rpcmp.trace.spans import Span
@@ -103,7 +103,7 @@ class Group:
             self._let_go_of_gradients()
             raise
         reports = {name: report for part in trained for name, report in part.reports.items()}
-        return Trained(math.fsum(part.loss for part in trained), reports)
+        return Trained(sums.total(part.loss for part in trained), reports)
 
     def forward_backward(self, batch: Batch, step: int) -> float:
         """Accumulate the gradients of a mini-batch and return its loss; see `start_step`."""
@@ -118,15 +118,21 @@ class Group:
 
         Raises:
             StageError: an optimizer raised.
+            LossScaleError: the step was skipped, like so many before that the scale is of no use.
         """
+        step = started.works[0].step
         watched = loss if self._config.steps_scheduler("step") else None
         try:
             self._sum_after(started.number)
-            return self.optimizer.finish(self._config.max_grad_norm, watched)
-        except RpcmpError as error:  # no stage may be left that holds the round
-            cause = self._rounds.abort(started, error)
+            reports = self.optimizer.finish(self._config.max_grad_norm, watched)
+        except Exception as error:  # no stage may be left that holds the round
+            known = error if isinstance(error, RpcmpError) else _unexpected(error, step)
+            cause = self._rounds.abort(started, known)
             self._let_go_of_gradients()
             raise cause from error
+        if self.optimizer.scaler is not None:
+            self.optimizer.scaler.require_useful(step)
+        return reports
 
     def settle(self) -> dict[str, StepReport]:
         """Wait until all stages have done all that they were asked for; what they report.
@@ -302,3 +308,8 @@ class Group:
 
     def _everywhere(self, method: Callable[..., Any], *args: Any) -> dict[str, Any]:
         return self._workers.everywhere(method, *args)
+
+
+def _unexpected(error: Exception, step: int) -> JobError:
+    text = "".join(traceback.format_exception(error))
+    return JobError(f"the driver failed at the end of step {step}: {one_line(error)}\n{text}")

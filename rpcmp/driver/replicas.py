@@ -9,6 +9,7 @@ from rpcmp.driver.workers import Workers
 from rpcmp.errors import ConfigError, MismatchError
 from rpcmp.members import Member
 from rpcmp.ties import require_equal as require_equal_kinds
+from rpcmp.worker.model import HOST
 from rpcmp.worker.stage import Stage
 
 
@@ -24,9 +25,12 @@ def unite(workers: Workers, tied: Sequence[Sequence[str]]) -> None:
             parameter does not exist, or is not like the one that it is tied to.
     """
     signatures = workers.everywhere(Stage.signature)
-    for who, what in _differences(workers, signatures):
+    names = {label: signature.pop(HOST) for label, signature in signatures.items()}
+    for first, other, what in _differences(workers, signatures):
         raise ConfigError(
-            f"{who} are not the same model: {what}; install the same code on their hosts"
+            f"{_both(first, other)} are not the same model: {what}; replica {first.replica} is on "
+            f"{names[first.label]}, replica {other.replica} on {names[other.label]}: install the "
+            "same code on their hosts, or let it lie beside the config, with ship_code = true"
         )
     kinds = {
         name: kind
@@ -51,8 +55,8 @@ def require_equal(workers: Workers) -> None:
         MismatchError: they do not.
     """
     digests = workers.everywhere(Stage.parameter_digests)
-    for who, what in _differences(workers, digests):
-        raise MismatchError(f"{who} have become different models: {what}")
+    for first, other, what in _differences(workers, digests):
+        raise MismatchError(f"{_both(first, other)} have become different models: {what}")
 
 
 def _pairs(workers: Workers) -> Iterator[tuple[Member, Member]]:
@@ -63,17 +67,24 @@ def _pairs(workers: Workers) -> Iterator[tuple[Member, Member]]:
 
 def _differences(
     workers: Workers, answers: Mapping[str, dict[str, str]]
-) -> Iterator[tuple[str, str]]:
+) -> Iterator[tuple[Member, Member, str]]:
     """Which replicas have answered differently, and what first."""
     for first, other in _pairs(workers):
-        what = _first_difference(answers[first.label], answers[other.label])
-        if what is not None:
-            yield f"replicas {first.replica} and {other.replica} of stage {first.stage!r}", what
+        name = _first_difference(answers[first.label], answers[other.label])
+        if name is not None:
+            one, another = (answers[w.label].get(name, "missing").strip() for w in (first, other))
+            yield (
+                first,
+                other,
+                f"{name} is {one} in replica {first.replica} and {another} in replica "
+                f"{other.replica}",
+            )
+
+
+def _both(first: Member, other: Member) -> str:
+    return f"replicas {first.replica} and {other.replica} of stage {first.stage!r}"
 
 
 def _first_difference(first: dict[str, str], other: dict[str, str]) -> str | None:
-    for name in [*first, *(name for name in other if name not in first)]:
-        if first.get(name) != other.get(name):
-            is_, other_is = (found.get(name, "missing").strip() for found in (first, other))
-            return f"{name} is {is_} here and {other_is} there"
-    return None
+    names = [*first, *(name for name in other if name not in first)]
+    return next((name for name in names if first.get(name) != other.get(name)), None)

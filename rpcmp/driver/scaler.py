@@ -14,6 +14,7 @@ import math
 import struct
 from dataclasses import dataclass
 
+from rpcmp.errors import LossScaleError
 from rpcmp.sections import LossScalingConfig
 
 LOWEST = 2.0**-16
@@ -60,6 +61,18 @@ class LossScaler:
     def is_hopeless(self) -> bool:
         """Whether steps have been skipped for so long that no gradient will ever be finite."""
         return self.state.scale < LOWEST
+
+    def require_useful(self, step: int) -> None:
+        """Check that gradients may still become finite.
+
+        Args:
+            step: the last one that was done, or skipped.
+
+        Raises:
+            LossScaleError: see `is_hopeless`.
+        """
+        if self.is_hopeless:
+            raise LossScaleError(self.state.scale, step)
 
     def update(self, is_finite: bool) -> None:
         """Hear whether all gradients of a step were finite; the next step has another scale."""

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from rpcmp import factory, layers, seeds
+from rpcmp import factory, layers, seeds, sums
 from rpcmp.config import Config
 from rpcmp.data import Batches
 from rpcmp.graph import Reference
@@ -127,7 +127,7 @@ class UnsplitModel:
         self._ties.follow()
         for parameter in self.parameters():
             parameter.grad = None
-        loss = math.fsum(losses)
+        loss = sums.total(losses)
         if self._config.scheduler_interval == "step" and has_stepped:
             self._step_schedulers(loss)
         return loss

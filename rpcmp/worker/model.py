@@ -8,7 +8,10 @@ not depend on the balance.
 
 from __future__ import annotations
 
+import platform
+import sys
 from collections.abc import Callable, Iterator
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -16,11 +19,14 @@ from torch import Tensor, nn
 
 from rpcmp import devices, factory, layers, metrics, seeds, ties, tree
 from rpcmp.errors import ConfigError, FactoryError
-from rpcmp.examination.code import COMPARED_BY_VERSION, sha256_of
+from rpcmp.examination import code
 from rpcmp.kinds import Factory
 from rpcmp.plan import Assignment
 from rpcmp.work import Evaluated, Mode, Work
 from rpcmp.worker import precision
+
+HOST = "host"
+"""In a signature the name of the host; everything else that is in one has a longer name."""
 
 ALIGNMENT = 64
 """Bytes; what torch's allocator gives fresh tensors. Kernels choose their code by it."""
@@ -47,7 +53,8 @@ class StageModel:
         config = assignment.config
         settings = config.stage(assignment.stage_index)
         self._seed = config.seed
-        self._source = (config.model.layers if config.model else settings.module) or ""
+        self._named = config.modules
+        self._loaded_elsewhere = _modules_of_data(assignment)
         self._training: bool | None = None
         self.is_sink = config.graph().sink == assignment.stage_name
         self.device = _device(settings.device)
@@ -141,17 +148,28 @@ class StageModel:
         }
 
     def signature(self) -> dict[str, str]:
-        """What each parameter and buffer is, and which code made them, in words."""
+        """What each parameter and buffer is, and what computes with them, in words; and the host.
+
+        Raises:
+            OSError: a Python file cannot be read.
+        """
         found = {
             name: f"{value.dtype} of shape {tuple(value.shape)}"
             for name, value in [*self.state_dict().items(), *self.named_parameters()]
         }
         for name, value in self.named_parameters():
             found[name] += ", trained" if value.requires_grad else ", frozen"
-        package = self._source.partition(":")[0].partition(".")[0]
-        if package in COMPARED_BY_VERSION:
-            return found
-        return {**found, f"the code of {package!r}": sha256_of(package)[:12]}
+        return {HOST: platform.node(), **found, **self._code}
+
+    @cached_property
+    def _code(self) -> dict[str, str]:
+        """Asked for first when all is built: what is imported later depends on what was computed.
+
+        Of the modules that the job names those count that are imported here: others, such as a
+        metric's of the driver, need not be installed.
+        """
+        imported = {name for name in self._named if name in sys.modules}
+        return code.of_job(imported | self._loaded_elsewhere)
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Take over this stage's parameters and buffers, by their names in the unsplit model.
@@ -178,6 +196,16 @@ class StageModel:
 
     def _to_device(self, value: Any) -> Any:
         return tree.map_tensors(lambda tensor: tensor.to(self.device), value)
+
+
+def _modules_of_data(assignment: Assignment) -> set[str]:
+    """The modules that the processes import which load samples for the stage."""
+    config = assignment.config
+    if config.data is None or not assignment.loads_data:
+        return set()
+    if not config.graph().parts(assignment.stage_name):
+        return set()
+    return {source.callable.partition(":")[0] for source in config.data.factories.values()}
 
 
 def _seam(tensor: Tensor) -> Tensor:

@@ -307,6 +307,25 @@ def token_loss(outputs: Tensor, targets: Tensor) -> Tensor:
     return nn.functional.cross_entropy(outputs.flatten(0, 1), targets.flatten())
 
 
+def spiked(samples: int, where: int) -> TensorDataset:
+    """`regression` with one sample that no float16 can hold."""
+    inputs, targets = regression(samples).tensors
+    inputs[where] = 1e30
+    return TensorDataset(inputs, targets)
+
+
+def infinities() -> TensorDataset:
+    """Inputs (12, 8) and targets (12, 1); of the first six are one inf and one -inf."""
+    inputs, targets = regression(12).tensors
+    targets[0], targets[5] = torch.inf, -torch.inf
+    return TensorDataset(inputs, targets)
+
+
+def product(outputs: Tensor, targets: Tensor) -> Tensor:
+    """A loss of the targets' sign, however large; its gradients are as large."""
+    return (outputs.abs() * targets).mean()
+
+
 # Things that go wrong.
 
 

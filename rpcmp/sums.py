@@ -1,0 +1,19 @@
+"""The sum of losses and of means: the same in whichever order its parts come. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+
+def total(values: Iterable[float]) -> float:
+    """The sum, rounded once; where that does not exist what torch's would be.
+
+    That is NaN for infinities of both signs, and infinite where it grows too large on the way:
+    `math.fsum` raises there.
+    """
+    values = list(values)
+    try:
+        return math.fsum(values)
+    except (OverflowError, ValueError):
+        return sum(values)
