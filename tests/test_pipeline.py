@@ -17,7 +17,7 @@ from torchmetrics.regression import R2Score
 
 import rpcmp
 from rpcmp.config import Config
-from rpcmp.errors import NonFiniteLossError, StageError, WorkerDiedError
+from rpcmp.errors import ConfigError, NonFiniteLossError, StageError, WorkerDiedError
 from tests.processes import ZOO, poll_for, running_servers, runs, with_token
 from tests.zoo import zoo
 
@@ -120,6 +120,15 @@ def test_state_dicts_bring_model_and_optimizer_back(
     pipeline.load_state_dict(model)
     pipeline.optimizer.load_state_dict(optimizer)
     assert [pipeline.train_step(*batch) for _ in range(3)] == first
+
+
+def test_a_state_that_is_none_of_an_optimizer_changes_nothing(
+    pipeline: rpcmp.Pipeline, batch: tuple[Tensor, Tensor]
+) -> None:
+    state = pipeline.optimizer.state_dict()
+    with pytest.raises(ConfigError, match=r"it has no step, scheduler; load what pipeline\.opt"):
+        pipeline.optimizer.load_state_dict({key: state[key] for key in ("state", "param_groups")})
+    assert pipeline.train_step(*batch) > 0
 
 
 def test_gradients_can_be_accumulated_and_clipped(

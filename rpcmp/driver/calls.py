@@ -15,10 +15,13 @@ from rpcmp.data import Loaded
 from rpcmp.driver.group import Group
 from rpcmp.driver.metrics import Metrics
 from rpcmp.driver.scaler import ScalerState
-from rpcmp.errors import JobError, LossScaleError, RpcmpError, one_line, to_wire
+from rpcmp.errors import ConfigError, JobError, LossScaleError, RpcmpError, one_line, to_wire
 from rpcmp.handoff import Handoff
 from rpcmp.process.activity import PHASE_BYTES, Activity
 from rpcmp.work import End
+
+OPTIMIZER_STATE = ("step", "state", "param_groups", "scheduler")
+"""What an optimizer's state has, whatever else a job adds."""
 
 
 class Calls:
@@ -149,7 +152,16 @@ class Calls:
         return {"step": self.step, **self._group.optimizer.state_dict()}
 
     def load_optimizer_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what `optimizer_state_dict` returned."""
+        """Take over what `optimizer_state_dict` returned.
+
+        Raises:
+            ConfigError: it is something else.
+        """
+        if missing := [key for key in OPTIMIZER_STATE if key not in state]:
+            raise ConfigError(
+                f"this is no state of a pipeline's optimizer: it has no {', '.join(missing)}; load "
+                "what pipeline.optimizer.state_dict() returned"
+            )
         self._group.optimizer.load_state_dict(state)
         self.step = state["step"]
         self._keep()
