@@ -31,7 +31,7 @@ from rpcmp.driver.rounds import Round
 from rpcmp.driver.saves import Saves
 from rpcmp.driver.steps import Step, Steps
 from rpcmp.driver.tracer import Tracer
-from rpcmp.errors import FactoryError, LossScaleError
+from rpcmp.errors import FactoryError
 from rpcmp.inflight import STEPS_AHEAD
 from rpcmp.process.activity import Activity
 from rpcmp.process.channel import Message
@@ -226,7 +226,7 @@ class Training:
             reports = self._group.end_step(started, trained.loss)
         now = time.perf_counter()
         event = stepevent.of_driver(step, trained.loss, now - self._ended)
-        event.update(self._scaling(step.number))
+        event.update(self._scaling())
         scaler = self._group.optimizer.scaler
         state = None if scaler is None else scaler.state
         self.progress = self.progress.after(step.number, step.epoch, trained.loss, state)
@@ -239,17 +239,11 @@ class Training:
         for tracer in self._tracers:
             tracer.after_step(step.number)
 
-    def _scaling(self, step: int) -> Message:
-        """What is told of a step whose loss was scaled.
-
-        Raises:
-            LossScaleError: no gradient has been finite for so long that none will ever be.
-        """
+    def _scaling(self) -> Message:
+        """What is told of a step whose loss was scaled."""
         scaler = self._group.optimizer.scaler
         if scaler is None:
             return {}
-        if scaler.is_hopeless:
-            raise LossScaleError(scaler.state.scale, step)
         return stepevent.of_scaling(self.progress.scaler or scaler.initial, scaler.state)
 
     def _tell(self, stages: dict[str, StepReport]) -> None:
