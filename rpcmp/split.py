@@ -97,7 +97,7 @@ class WeightGradients:
     def notice(self, parameters: Iterable[Tensor]) -> bool:
         """Note that an operation uses `parameters`; whether it may be split at all.
 
-        Not where there are hooks: autograd calls them for a gradient of None as well.
+        Not where there are hooks of the user's: autograd calls them for a gradient of None as well.
         """
         self._uses.update(parameters)
         return all(
@@ -111,7 +111,10 @@ class WeightGradients:
         """Keep `add` for later, if it is all that its parameters get in this micro-batch."""
         if not self._deferring or any(self._uses[parameter] > 1 for parameter in parameters):
             return False
-        for hook in (hook for parameter in parameters for hook in _hooks(parameter)):
+        hooks = [hook for parameter in parameters for hook in _hooks(parameter)]
+        if not all(isinstance(hook, Additions) for hook in hooks):  # of a later forward
+            return False
+        for hook in hooks:
             hook.leave()
         self._waiting.append(add)
         return True

@@ -1,4 +1,4 @@
-"""The sum of losses and of means: the same in whichever order its parts come. Pure."""
+"""The sum of losses and of means, which may be of any size, and not finite. Pure."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 
 def total(values: Iterable[float]) -> float:
-    """The sum, rounded once; where that does not exist what torch's would be.
+    """The sum, rounded once whatever the order; where that does not exist what torch's would be.
 
     That is NaN for infinities of both signs, and infinite where it grows too large on the way:
     `math.fsum` raises there.

@@ -69,3 +69,18 @@ def test_a_file_that_counts_is_told_by_its_module(
     (folder / changed).write_text("# another release\n")
     after = code.of_job({"model_a", "loss_g"})
     assert {key for key in after if after[key] != before[key]} == ({name} if name else set())
+
+
+def test_how_a_release_was_built_is_of_no_account(folder: Path) -> None:
+    """One host has its wheel for CUDA, the other one does without."""
+
+    def found(tag: str) -> dict[str, str]:
+        (folder / "lib/packed_c.py").write_text(f"__version__ = '1.2+{tag}'\n")
+        sys.modules.pop("packed_c", None)
+        importlib.invalidate_caches()
+        importlib.import_module("model_a")
+        importlib.import_module("packed_c")
+        return code.of_job({"model_a", "packed_c"})  # named by the config, too
+
+    assert found("cpu")["the version of 'packed_c'"] == "1.2"
+    assert found("cpu") == found("cu126")

@@ -169,7 +169,7 @@ def test_every_command_line_is_one_that_rpcmp_takes(command: str) -> None:
 
 @pytest.mark.parametrize(
     ("beginning", "count"),
-    [("rpcmp certs issue certs", 3), ("rpcmp new mine", 1), ("rpcmp completion", 2)],
+    [("rpcmp certs issue certs", 4), ("rpcmp new mine", 1), ("rpcmp completion", 2)],
 )
 def test_commands_in_sentences_that_need_no_server_run_as_they_stand(
     beginning: str, count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

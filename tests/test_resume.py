@@ -108,14 +108,11 @@ def test_resuming_in_the_middle_of_an_epoch_gives_the_same_bits(
     assert unstamped(result.event("eval")) == unstamped(whole[1].event("eval"))
 
 
-def test_a_changed_learning_rate_holds_after_resuming(
-    whole: tuple[JobFolder, Result], left: Path
-) -> None:
-    """Here a scheduler has moved it: what it has made of the old one it makes of the new one."""
-    before = next(event for event in whole[1].events if event.get("step") == 10)
+def test_a_changed_learning_rate_holds_after_resuming(left: Path) -> None:
+    """No scheduler has moved it yet; what becomes of those is in test_stage_optimizer."""
     result = drive(left, "--resume", "--steps", "10", "--set", "optimizer.kwargs.lr=0.002")
     assert "optimizer.kwargs.lr" in result.event("resumed")["changed"]
-    assert result.event("step")["learning_rate"] == pytest.approx(before["learning_rate"] / 10)
+    assert result.event("step")["learning_rate"] == 0.002
 
 
 @pytest.mark.long

@@ -101,6 +101,45 @@ def test_a_scheduler_goes_on_from_where_it_was_at_a_changed_rate() -> None:
     assert found.scheduler["_last_lr"] == rates(found)
 
 
+def test_a_scheduler_that_does_not_keep_where_it_began_goes_on_too() -> None:
+    def plateau(lr: float) -> dict[str, Any]:
+        callable_ = "torch.optim.lr_scheduler:ReduceLROnPlateau"
+        return {**own(lr=lr), "scheduler": {"callable": callable_, "kwargs": {"patience": 0}}}
+
+    model, optimizer = made(plateau(0.5))
+    for _ in range(3):
+        train(model, optimizer)
+        optimizer.step_scheduler(1.0).wait()  # the second and the third are no better
+    other_model, other = made(plateau(0.25))
+    other.restore(state(model, optimizer))
+    assert rates(state(other_model, other)) == pytest.approx([0.25 * 0.1**2])
+
+
+def test_what_differs_from_process_to_process_is_no_change_of_the_config() -> None:
+    starting = {"scheduler": {"callable": f"{__name__}:Starting"}}
+    model, optimizer = made({**own(), **starting})
+    train(model, optimizer)
+    optimizer.step_scheduler(1.0).wait()
+    for rate in (0.5, 0.25):
+        other_model, other = made({**own(lr=rate), **starting})
+        other.restore(state(model, optimizer))
+        found = state(other_model, other)
+        assert found.scheduler["best"] == 0.25
+        assert rates(found) == pytest.approx([rate / 10])
+
+
+class Starting(torch.optim.lr_scheduler.StepLR):
+    """Knows nothing to begin with."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__(optimizer, 1)
+        self.best = float("nan")
+
+    def step(self, epoch: Any = None) -> None:
+        super().step()
+        self.best = 0.25
+
+
 def test_changed_arguments_of_a_scheduler_win_over_the_saved_ones() -> None:
     found = taken_over(own(), own(scheduler={"step_size": 5, "gamma": 0.5}))
     assert (found.scheduler["step_size"], found.scheduler["gamma"]) == (5, 0.5)

@@ -9,10 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from torch.futures import Future
 
+from rpcmp import split
 from rpcmp.errors import JobError
+from rpcmp.split import WeightGradients
 from rpcmp.work import Part
 from rpcmp.worker import buckets
 from rpcmp.worker.readiness import Readiness
@@ -226,6 +229,46 @@ def test_nothing_is_early_in_the_first_round_and_all_in_the_next() -> None:
     watched = Watched()
     assert watched.round("012", "012") == []
     assert watched.round("012", "012", "012") == [0, 1, 2]  # the last layer first
+
+
+def test_what_is_split_is_ready_when_it_has_come_and_not_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As at a stage under zero-bubble; a backward that fails halfway does not count."""
+    for name in ("linear", *split.CONVOLUTIONS):  # to be as they were afterwards
+        monkeypatch.setattr(F, name, getattr(F, name))
+    split.install()
+    layers = nn.Sequential(*(nn.Linear(2, 2) for _ in range(2)))
+    parameters = list(layers.parameters())
+    ready: list[int] = []
+    readiness = Readiness(parameters, [[0, 1], [2, 3]], ready.append)
+
+    def differentiate(fails: bool = False) -> WeightGradients:
+        gradients = WeightGradients(frozenset(parameters))
+        inputs = torch.ones(1, 2, requires_grad=True)
+        with gradients.watch():
+            found = layers(inputs).sum()
+        if fails:
+            inputs.register_hook(_fail)
+        with gradients.defer():
+            found.backward()
+        return gradients
+
+    for early in ([], [0, 1], [0, 1]):
+        ready.clear()
+        readiness.begin(1, is_early=True)
+        gradients = differentiate()
+        assert ready == []
+        gradients.accumulate()
+        assert sorted(ready) == early
+        readiness.end()
+        readiness.begin(1, is_early=True)
+        with pytest.raises(ValueError, match="planted"):
+            differentiate(fails=True)
+
+
+def _fail(_: Tensor) -> None:
+    raise ValueError("planted")
 
 
 def test_a_layer_that_is_not_always_used_is_never_early() -> None:

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 import rpcmp as library
 from rpcmp import ties
 from rpcmp.config import Config
-from rpcmp.errors import ConfigError
+from rpcmp.errors import ConfigError, StageError
 from tests.faults import committed, drive
 from tests.processes import ZOO, JobFolder, rpcmp
 
@@ -110,6 +110,25 @@ def test_a_program_sees_one_parameter() -> None:
 
 
 # What is wrong
+
+
+def test_a_program_gets_its_model_back_after_an_owners_optimizer_has_failed() -> None:
+    """Its stage's neighbours waited in the same call for what the parameter would become."""
+    data = {
+        "model": {"layers": "zoo:language", "balance": [2, 2]},
+        "loss": "zoo:token_loss",
+        "tied": [["embed.weight", "head.weight"]],
+        "num_microbatches": 2,
+        "stages": [{"optimizer": "zoo:TroubledSGD"}, {}],
+    }
+    tokens = torch.zeros(4, 6, dtype=torch.int64)
+    with library.launch(Config.model_validate(data).with_folder(ZOO)) as pipeline:
+        pipeline.forward_backward(tokens, tokens)
+        pipeline.optimizer.step()
+        pipeline.forward_backward(tokens, tokens)
+        with pytest.raises(StageError, match="'stage0' failed in optimizer at step 2: ValueError"):
+            pipeline.optimizer.step()
+        assert "embed.weight" in pipeline.state_dict()
 
 
 @pytest.mark.parametrize("owner", [0, pytest.param(2, marks=pytest.mark.long)])

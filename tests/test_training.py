@@ -293,6 +293,9 @@ def test_an_evaluation_that_was_stopped_is_made_by_the_run_that_goes_on() -> Non
     assert (begin.step, begin.has_ended_epoch, begin.evaluated_after) == (2, True, 0)
     assert go_on(config, begin)[:3] == ["evaluate2", "evaluate2", "start3"]
     assert go_on(config, replace(begin, evaluated_after=2))[0] == "start3"
+    again, stop = Stopped(config), threading.Event()
+    _training(config, again, lambda event: None, stop, begin).run(evaluate=True)
+    assert again.log == ["evaluate2"]  # and no step after which nobody would make it
 
 
 def test_steps_that_are_due_are_saved_and_the_last_one() -> None:

@@ -50,6 +50,7 @@ class Group:
         self.optimizer = DistributedOptimizer(
             self._workers.parts(Stage.its_optimizer),
             self._sum_gradients,
+            self._rounds.abort,
             None if config.loss_scaling is None else LossScaler(config.loss_scaling),
         )
         self._unsummed = 0
@@ -99,7 +100,6 @@ class Group:
         try:
             trained: list[Trained] = self._rounds.finish(started)
         except JobError:
-            self._rounds.discard()
             self._let_go_of_gradients()
             raise
         reports = {name: report for part in trained for name, report in part.reports.items()}
@@ -127,7 +127,7 @@ class Group:
             reports = self.optimizer.finish(self._config.max_grad_norm, watched)
         except Exception as error:  # no stage may be left that holds the round
             known = error if isinstance(error, RpcmpError) else _unexpected(error, step)
-            cause = self._rounds.abort(started, known)
+            cause = self._rounds.abort(known, started.number)
             self._let_go_of_gradients()
             raise cause from error
         if self.optimizer.scaler is not None:
@@ -283,6 +283,7 @@ class Group:
         self._workers.release()
 
     def _let_go_of_gradients(self) -> None:
+        self._rounds.discard()
         self._unsummed = 0
         with contextlib.suppress(RpcmpError):  # a worker that is gone has no gradients
             self.optimizer.zero_grad()

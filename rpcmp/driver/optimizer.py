@@ -6,7 +6,8 @@ in the order of the unsplit model: the same bits for every balance.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch.futures import Future
 
 from rpcmp.driver.scaler import LossScaler, ScalerState
 from rpcmp.driver.workers import Workers
-from rpcmp.errors import JobError
+from rpcmp.errors import JobError, RpcmpError
 from rpcmp.work import StepReport
 from rpcmp.worker.optimizer import StageOptimizer
 
@@ -27,6 +28,7 @@ class DistributedOptimizer:
     Args:
         optimizers: the StageOptimizers, in the order of the unsplit model's parameters.
         sum_gradients: has replicas sum their gradients, where they have not done so yet.
+        abort: frees all that wait for a stage that has failed; returns the cause of that error.
         scaler: of the loss; None: gradients are those of the loss itself.
 
     Attributes:
@@ -37,10 +39,12 @@ class DistributedOptimizer:
         self,
         optimizers: Workers,
         sum_gradients: Callable[[], None],
+        abort: Callable[[RpcmpError], RpcmpError],
         scaler: LossScaler | None = None,
     ) -> None:
         self._optimizers = optimizers
         self._sum_gradients = sum_gradients
+        self._abort = abort
         self.scaler = scaler
         self._are_finite: bool | None = None
 
@@ -48,10 +52,14 @@ class DistributedOptimizer:
         """Update the parameters of all stages and clear their gradients.
 
         Where the loss is scaled and a gradient is not finite, none of them updates anything.
+
+        Raises:
+            StageError: an optimizer raised; no other stage waits for it any more.
         """
-        self._sum_gradients()
-        updates = self._unscale()
-        reports = self._everywhere(StageOptimizer.step, updates)
+        with self._together():
+            self._sum_gradients()
+            updates = self._unscale()
+            reports = self._everywhere(StageOptimizer.step, updates)
         if (scale := self._update_scale(updates)) is not None:
             self._everywhere(StageOptimizer.set_scale, scale)
         return reports
@@ -95,7 +103,8 @@ class DistributedOptimizer:
         Returns:
             The norm before scaling, a float32 scalar.
         """
-        self._sum_gradients()
+        with self._together():
+            self._sum_gradients()
         self._unscale()
         total = self._norm(norm_type)
         self._everywhere(StageOptimizer.scale, self._clip_factor(total, max_norm))
@@ -130,6 +139,14 @@ class DistributedOptimizer:
     def release(self) -> None:
         """Let go of the stages' optimizers; nothing else may be called afterwards."""
         self._optimizers.release()
+
+    @contextlib.contextmanager
+    def _together(self) -> Iterator[None]:
+        """What stages do within the block they may wait for each other in."""
+        try:
+            yield
+        except RpcmpError as error:
+            raise self._abort(error) from error
 
     def _unscale(self) -> bool:
         """Unscale all gradients, once before a step; whether that may be done."""

@@ -29,8 +29,8 @@ def unite(workers: Workers, tied: Sequence[Sequence[str]]) -> None:
     for first, other, what in _differences(workers, signatures):
         raise ConfigError(
             f"{_both(first, other)} are not the same model: {what}; replica {first.replica} is on "
-            f"{names[first.label]}, replica {other.replica} on {names[other.label]}: install the "
-            "same code on their hosts, or let it lie beside the config, with ship_code = true"
+            f"{names[first.label]}, replica {other.replica} on {names[other.label]}: install "
+            "the same on their hosts; your own code may lie beside the config (ship_code = true)"
         )
     kinds = {
         name: kind

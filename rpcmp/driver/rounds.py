@@ -135,14 +135,20 @@ class Rounds:
         try:
             return started.answer()
         except RpcmpError as error:
-            raise self.abort(started, error) from error
+            raise self.abort(error, started.number) from error
         finally:
             self._source.clear(started.number)
 
-    def abort(self, first: Round, error: RpcmpError) -> RpcmpError:
-        """Free whoever waits in this round or in a later one; returns the cause of `error`."""
+    def abort(self, error: RpcmpError, first: int | None = None) -> RpcmpError:
+        """Free whoever waits in a round or in a later one; returns the cause of `error`.
+
+        Args:
+            error: why.
+            first: the round's number; None: the last one.
+        """
+        first = self._last if first is None else first
         futures = {
-            worker.label: self._workers.on(worker, Stage.abort, first.number, self._last)
+            worker.label: self._workers.on(worker, Stage.abort, first, self._last)
             for worker in self._workers
         }
         answers = [transport.outcome(future, name) for name, future in futures.items()]

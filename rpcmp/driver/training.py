@@ -118,7 +118,8 @@ class Training:
             evaluate: evaluate after epochs and at the end, and write the report.
         """
         self._follow_again(evaluate)
-        if self._over(evaluate) is None:
+        is_stopped = self._stop.is_set() and self.progress.step > 0  # in that evaluation
+        if self._over(evaluate) is None and not is_stopped:
             self._train(self._steps.after(self.progress.step), evaluate)
         if (over := self._over(evaluate)) is not None:
             self._report({"event": "early_stop", **asdict(over), "step": self.progress.step})

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.util
 import sys
 from collections.abc import Iterable
+from importlib import metadata
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import BuiltinFunctionType, FunctionType, ModuleType
@@ -46,8 +48,8 @@ def of_job(named: Iterable[str]) -> dict[str, str]:
     """What this process computes with, by what it is: "the code of 'my_model'" and its hash.
 
     That is all of the modules that the job names, and the user's other ones that these have
-    imported by now: those that lie in the same folders. Of installed packages that either of them
-    uses it is the version.
+    imported by now: those that lie in the same folders. Of installed packages among them, or that
+    either of them uses, it is the release: their files differ where they were built otherwise.
 
     Args:
         named: modules, which can be imported here.
@@ -57,27 +59,36 @@ def of_job(named: Iterable[str]) -> dict[str, str]:
         ImportError: there is no such module.
     """
     loaded = {name: module for name, module in list(sys.modules.items()) if "." not in name}
-    own = {_top(name) for name in named} - _RELEASES
-    folders = {folder for name in own for folder in _folders(importlib.util.find_spec(name))}
-    folders = {folder for folder in folders if not _is_for_packages(folder)}
-    own |= {
+    given = {name: _folders(importlib.util.find_spec(name)) for name in _tops(named)}
+    releases = {name: _release(name) for name in given if _is_package(given[name])}
+    folders = {folder for places in given.values() for folder in places if not _is_shared(folder)}
+    own = {name for name in given if releases.get(name) is None} | {
         name
-        for name, module in loaded.items()
-        if name not in {"rpcmp", *_RELEASES}
-        and folders & _folders(getattr(module, "__spec__", None))
+        for name in _tops(loaded)
+        if name != "rpcmp" and folders & _folders(getattr(loaded[name], "__spec__", None))
     }
-    versions = {
-        name: getattr(loaded.get(name), "__version__", None)
-        for name in _used_by(own - {"rpcmp"}) - own - {"rpcmp", *_RELEASES}
-    }
+    releases |= {name: _release(name) for name in _used_by(own - {"rpcmp"}) - own}
     return {
         **{f"the code of {name!r}": sha256_of(name)[:12] for name in sorted(own)},
         **{
             f"the version of {name!r}": version
-            for name, version in sorted(versions.items())
-            if isinstance(version, str)
+            for name, version in sorted(releases.items())
+            if version is not None and name != "rpcmp"
         },
     }
+
+
+def _tops(modules: Iterable[str]) -> set[str]:
+    """The packages that these are in, but for those of which a host's release is known anyway."""
+    return {_top(name) for name in modules} - _RELEASES
+
+
+def _release(package: str) -> str | None:
+    """Its version without how it was built, "0.20.1" of "0.20.1+cpu"; None: it does not say."""
+    version = getattr(sys.modules.get(package), "__version__", None)
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        version = version or metadata.version(package)
+    return version.partition("+")[0] if isinstance(version, str) else None
 
 
 def _top(module: str) -> str:
@@ -94,7 +105,12 @@ def _folders(spec: ModuleSpec | None) -> set[Path]:
     return {Path(place).parent for place in places}
 
 
-def _is_for_packages(folder: Path) -> bool:
+def _is_package(places: set[Path]) -> bool:
+    """Whether a module that was found in these folders was installed."""
+    return any(map(_is_shared, places))
+
+
+def _is_shared(folder: Path) -> bool:
     """Whether what lies beside a module there has nothing to do with it."""
     is_known = folder.name in ("site-packages", "dist-packages")
     return is_known or any(folder.glob("*.dist-info"))
@@ -112,7 +128,7 @@ def _used_by(packages: set[str]) -> set[str]:
     names = [value.__name__ for value in values if isinstance(value, ModuleType)]
     kinds = (type, FunctionType, BuiltinFunctionType)
     names += [value.__module__ for value in values if isinstance(value, kinds) and value.__module__]
-    return {_top(name) for name in names if isinstance(name, str)}
+    return _tops(name for name in names if isinstance(name, str))
 
 
 def _add(digest: hashlib._Hash, name: str, path: Path) -> None:

@@ -35,7 +35,8 @@ class StageState:
         state: of the optimizer, by parameter.
         groups: the optimizer's options; None without an optimizer.
         scheduler: its state; None without one.
-        built: "groups" and "scheduler" as the config had them built; None without an optimizer.
+        built: "groups" and "scheduler" as the config had them built, and "asked", what it said;
+            None without an optimizer.
     """
 
     step: int

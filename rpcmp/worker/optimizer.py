@@ -7,6 +7,8 @@ unchanged. `rpcmp.driver.optimizer` is the handle for all stages together.
 from __future__ import annotations
 
 import copy
+import hashlib
+import json
 import time
 import traceback
 from collections.abc import Callable
@@ -19,6 +21,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from rpcmp import factory
 from rpcmp.errors import ConfigError, RpcmpError, StageError, one_line
+from rpcmp.kinds import Factory
 from rpcmp.plan import Assignment
 from rpcmp.snapshot.state import StageState
 from rpcmp.trace.spans import NO_MICROBATCH, Kind
@@ -26,7 +29,7 @@ from rpcmp.work import StepReport
 from rpcmp.worker.compute import ComputeThread
 from rpcmp.worker.model import StageModel
 from rpcmp.worker.precision import LossScale, require_unscalable, unscale
-from rpcmp.worker.renewal import Options, renewed
+from rpcmp.worker.renewal import Built, Options, renewed
 
 
 class StageOptimizer:
@@ -80,8 +83,9 @@ class StageOptimizer:
         schedule = config.scheduler_of(assignment.stage_index)
         if self._optimizer is not None and schedule is not None:
             self._scheduler = factory.create(schedule, "scheduler", self._optimizer)
-        # What is restored may have been built otherwise; nothing else asks.
-        self._built = copy.deepcopy(self._options()) if config.takes_snapshots else None
+        self._built: Built | None = None
+        if config.takes_snapshots and (options := self._options()) is not None:
+            self._built = Built(_asked(source, schedule), *copy.deepcopy(options))
 
     def step_now(self) -> None:
         """Step, at the end of a round that nobody has to look at; on the compute thread.
@@ -163,7 +167,7 @@ class StageOptimizer:
         self.steps = state.step
         options = Options(state.groups, state.scheduler)
         if self._optimizer is not None and self._built is not None and state.built is not None:
-            then = Options(**state.built)
+            then = Built(**state.built)
             options = renewed(options, then, self._built, self._optimizer.defaults)
         self._load_state_dict(
             {
@@ -313,6 +317,12 @@ class StageOptimizer:
                 f"the optimizer state of stage {self.stage!r} is another optimizer's than "
                 f"{type(self._optimizer).__name__}'s: it has no {', '.join(missing)}"
             )
+
+
+def _asked(*factories: Factory | None) -> str:
+    """A hash: what is given to the user's own code may be told to it in confidence."""
+    given = [None if one is None else one.model_dump(mode="json") for one in factories]
+    return hashlib.sha256(json.dumps(given, sort_keys=True).encode()).hexdigest()
 
 
 def _on_host(state: Any) -> Any:

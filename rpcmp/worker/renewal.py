@@ -29,7 +29,20 @@ class Options(NamedTuple):
     scheduler: Any
 
 
-def renewed(saved: Options, then: Options, now: Options, known: Mapping[str, Any]) -> Options:
+class Built(NamedTuple):
+    """What they were when they had just been built.
+
+    Attributes:
+        asked: a hash of what the config says of both.
+        groups, scheduler: see Options.
+    """
+
+    asked: str
+    groups: list[Group]
+    scheduler: Any
+
+
+def renewed(saved: Options, then: Built, now: Built, known: Mapping[str, Any]) -> Options:
     """`saved`, with what differs between `then` and `now` as it is now.
 
     A learning rate that a scheduler moves is scaled by how much the one that it began with has
@@ -40,10 +53,12 @@ def renewed(saved: Options, then: Options, now: Options, known: Mapping[str, Any
         then, now: as each config had it built.
         known: the optimizer's own options; what else `now` has, the scheduler has added.
     """
-    if len(saved.groups) != len(now.groups) or _is_same(tuple(then), tuple(now)):
+    if then.asked == now.asked or len(saved.groups) != len(now.groups):
         return saved
+    is_moved = then.scheduler is not None and now.scheduler is not None
     groups = [
-        _group(*each, known) for each in zip(saved.groups, then.groups, now.groups, strict=True)
+        _group(*each, known, is_moved)
+        for each in zip(saved.groups, then.groups, now.groups, strict=True)
     ]
     scheduler = _merge(saved.scheduler, then.scheduler, now.scheduler)
     if isinstance(scheduler, dict) and "_last_lr" in scheduler:
@@ -51,22 +66,23 @@ def renewed(saved: Options, then: Options, now: Options, known: Mapping[str, Any
     return Options(groups, scheduler)
 
 
-def _group(saved: Group, then: Group, now: Group, known: Mapping[str, Any]) -> Group:
+def _group(
+    saved: Group, then: Group, now: Group, known: Mapping[str, Any], is_moved: bool
+) -> Group:
     added = {key: value for key, value in now.items() if key not in then and key not in known}
     kept = {
         key: _merge(value, then[key], now[key]) if key in then and key in now else value
         for key, value in saved.items()
     }
-    rate = {"lr": _rate(saved, then, now)} if "lr" in saved and "lr" in now else {}
-    return {**added, **kept, **rate}
+    if is_moved and all("lr" in group for group in (saved, then, now)):
+        kept["lr"] = _moved(saved, then, now)
+    return {**added, **kept}
 
 
-def _rate(saved: Group, then: Group, now: Group) -> Any:
-    """The learning rate of a parameter group; schedulers keep where they began as `initial_lr`."""
-    if "initial_lr" not in now:
-        return _merge(saved["lr"], then.get("lr"), now["lr"])
-    began, begins = then.get("initial_lr"), now["initial_lr"]
-    if began is not None and _is_same(began, begins):
+def _moved(saved: Group, then: Group, now: Group) -> Any:
+    """A scheduler's learning rate; most of them keep the one that they began with."""
+    began, begins = (group.get("initial_lr", group["lr"]) for group in (then, now))
+    if _is_same(began, begins):
         return saved["lr"]
     return saved["lr"] * (begins / began) if began else now["lr"]
 
@@ -93,9 +109,14 @@ def _are_lists(*trees: Any) -> bool:
 def _is_same(one: Any, other: Any) -> bool:
     """Whether two trees are equal; a file's have lists where there were other sequences."""
     if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return one.dtype == other.dtype and torch.equal(one.cpu(), other.cpu())
+        return one.dtype == other.dtype and torch.equal(*(_bits(each) for each in (one, other)))
     if isinstance(one, Mapping) and isinstance(other, Mapping):
         return set(one) == set(other) and all(_is_same(one[key], other[key]) for key in one)
     if _are_lists(one, other):
         return len(one) == len(other) and all(map(_is_same, one, other))
-    return type(one) is type(other) and bool(one == other)
+    is_nan = one != one and other != other
+    return type(one) is type(other) and (is_nan or bool(one == other))
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
