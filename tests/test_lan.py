@@ -180,6 +180,7 @@ def test_a_link_that_is_cut_and_comes_back_costs_no_bits(cluster: Cluster, param
     assert result.event("summary")["parameters_sha256"] == parameters
 
 
+@pytest.mark.long
 def test_a_slow_link_costs_time_and_no_bits(cluster: Cluster, parameters: str) -> None:
     with contextlib.ExitStack() as limits:
         for host in (cluster.driver, *cluster.hosts):

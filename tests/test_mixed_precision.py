@@ -216,6 +216,7 @@ batch_size = 6
 """
 
 
+@pytest.mark.long
 def test_losses_that_are_infinite_both_ways_are_a_skipped_step(job: JobFolder) -> None:
     config = job.config(INFINITE)
     result = rpcmp("drive", config, "--json", "--set", "steps=6")

@@ -172,10 +172,6 @@ def _verify(command: Command) -> Words:
     return _about_the_job("verify", command) or _doctor(command)
 
 
-def _none(command: Command) -> Words:
-    return None
-
-
 DECISIONS: dict[type[RpcmpError], Callable[[Command], Words]] = {
     errors.RpcmpError: _doctor,
     errors.ConfigError: _explain,
