@@ -9,6 +9,7 @@ from what all stages still have, and the calls that it does not know of are repe
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import socket
 import warnings
 from collections.abc import Mapping, Sequence
@@ -23,6 +24,7 @@ from rpcmp.errors import (
     DrainingError,
     ExhaustedError,
     JobError,
+    LossScaleError,
     RpcmpError,
     UnavailableError,
     WorkerDiedError,
@@ -278,7 +280,8 @@ class Pipeline:
         with theirs:
             begin = self._background.run(self._service.recover(error, theirs, known, is_new))
         for call in self._history.since(begin):
-            self._exchange(call)
+            with contextlib.suppress(LossScaleError):  # the program has had it
+                self._exchange(call)
 
     def _exchange(self, call: Call) -> Any:
         """Have the driver process answer one call.
@@ -294,7 +297,9 @@ class Pipeline:
             raise self._better(lost) from error
         if "error" in answer:
             raised = self._better(from_wire(answer["error"]))
-            if not isinstance(raised, LOST):
+            if "state" in answer:
+                self._history.note_done(call, answer["state"], answer["kept"])
+            elif not isinstance(raised, LOST):
                 self._history.note_failed(call)
             raise raised
         self._history.note_done(call, answer["state"], answer["kept"])

@@ -266,6 +266,22 @@ def test_a_pipeline_whose_gradients_are_never_finite_says_so() -> None:
             pipeline.forward_backward(*batch())
 
 
+@pytest.mark.usefixtures("own_forks")
+def test_a_lost_worker_makes_no_scale_useful_again(token: str) -> None:
+    with library.launch(hopeless()) as pipeline:
+        never = batch(1e30)
+        for _ in range(2):
+            pipeline.train_step(*never)
+        with pytest.raises(LossScaleError, match="at step 3;"):
+            pipeline.train_step(*never)
+        before = pipeline.optimizer.state_dict()["scaler"]
+        next(p for p in with_token(token) if runs(p, "rpcmp.worker")).kill()
+        with pytest.raises(LossScaleError, match="at step 3;"):
+            pipeline.train_step(*batch())
+        state = pipeline.optimizer.state_dict()
+        assert (state["step"], state["scaler"]) == (3, before)
+
+
 def test_stages_are_free_again_whatever_the_driver_fails_in() -> None:
     config = hopeless(model={"layers": "mistaken:layers", "balance": [1, 1]})
     with library.launch(config) as pipeline:

@@ -260,7 +260,7 @@ def test_replicas_of_other_shapes_are_refused_before_the_first_step(job: JobFold
     assert (
         "replicas 0 and 1 of stage 'stage0' are not the same model: hidden.weight is" in result.err
     )
-    assert "install the same code on their hosts" in result.err
+    assert "install the same on their hosts" in result.err
     assert not result.losses
 
 

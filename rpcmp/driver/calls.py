@@ -77,12 +77,10 @@ class Calls:
         loss = self._group.finish_step(started).loss
         try:
             self._group.end_step(started, loss)
-        except LossScaleError:  # the stages have counted it
-            self.step += 1
+        except LossScaleError:  # the stages have counted it, and kept what they are
+            self._note_step(version)
             raise
-        self.step += 1
-        self._has_gradients = False
-        self.kept = version or self.kept
+        self._note_step(version)
         return loss
 
     def forward_backward(self, inputs: Any, targets: Any) -> float:
@@ -166,6 +164,11 @@ class Calls:
         self.step = state["step"]
         self._keep()
 
+    def _note_step(self, version: int) -> None:
+        self.step += 1
+        self._has_gradients = False
+        self.kept = version or self.kept
+
     def _require_scaled(self) -> None:
         """Refuse to mix gradients, or to compute some that cannot be finite.
 
@@ -221,6 +224,8 @@ def _answer(method: Callable[..., Any], calls: Calls, arguments: list[Any]) -> d
     try:
         result = method(calls, *arguments)
         return {"result": result, "state": calls.state, "kept": calls.kept}
+    except LossScaleError as error:  # which is no failure: the call has been counted
+        return {"error": to_wire(error), "state": calls.state, "kept": calls.kept}
     except RpcmpError as error:
         return {"error": to_wire(error)}
     except Exception as error:
