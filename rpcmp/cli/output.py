@@ -112,7 +112,7 @@ class _Terminal:
                     description=f"epoch {event['epoch']}",
                     loss=f"loss {event['loss']:.4f}",
                     speed=f"{event['samples_per_s']:,.0f} samples/s",
-                    busy=f"busy {_busy(event['busy'])}{_scale(event)}",
+                    busy=f"{_busy(event)}{_scale(event)}".strip(),
                 )
             case _:
                 for line in _lines(event, self._run):
@@ -149,9 +149,8 @@ def _lines(event: Message, run: _Run) -> Iterator[str]:
         case "step":
             yield (
                 f"step {event['step']}/{run.steps}  epoch {event['epoch']}  "
-                f"loss {event['loss']:.4f}  {event['samples_per_s']:,.0f} samples/s  "
-                f"busy {_busy(event['busy'])}  "
-                f"data {event['data_share']:.0%}{_scale(event)}"
+                f"loss {event['loss']:.4f}  {event['samples_per_s']:,.0f} samples/s"
+                f"{_busy(event)}  data {event['data_share']:.0%}{_scale(event)}"
             )
         case "eval":
             found = _numbers(evaluated.values(event))
@@ -241,5 +240,7 @@ def _memory(memory: dict[str, dict[str, int]]) -> str:
     )
 
 
-def _busy(busy: dict[str, float]) -> str:
-    return " ".join(f"{share:.0%}" for share in busy.values())
+def _busy(event: Message) -> str:
+    """Of a step whose stages were lost before they could tell nobody knows it."""
+    shares = " ".join(f"{share:.0%}" for share in event["busy"].values())
+    return f"  busy {shares}" if shares else ""
