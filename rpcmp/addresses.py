@@ -50,3 +50,8 @@ def parse(address: str) -> tuple[str, int]:
     if not separator or not host or odd or not port.isdecimal() or int(port) > LAST_PORT:
         raise ConfigError(f"{address!r} is not HOST:PORT, such as 127.0.0.1:{FIRST_PORT}")
     return host.strip("[]"), int(port)
+
+
+def joined(host: str, port: int) -> str:
+    """The other way round."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -160,6 +160,12 @@ class Config(Strict):
         return self.data
 
     @property
+    def num_full_microbatches(self) -> int:
+        """Micro-batches of a step; there is none without a sample."""
+        most = self.num_microbatches
+        return most if self.data is None else min(most, self.data.batch_size)
+
+    @property
     def num_stages(self) -> int:
         """How many stages the job has."""
         if self.model is None or self.stages:

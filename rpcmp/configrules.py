@@ -44,14 +44,8 @@ def warnings(config: Config) -> list[str]:
     ]
 
 
-def _num_microbatches(config: Config) -> int:
-    """Of a step; there is none without a sample."""
-    most = config.num_microbatches
-    return most if config.data is None else min(most, config.data.batch_size)
-
-
 def _num_bundles(config: Config) -> int:
-    return schedule.num_bundles(_num_microbatches(config), config.microbatches_per_message)
+    return schedule.num_bundles(config.num_full_microbatches, config.microbatches_per_message)
 
 
 def _idle(config: Config, stage: str) -> list[int]:
@@ -63,7 +57,7 @@ def _idle(config: Config, stage: str) -> list[int]:
 
 def _step(config: Config) -> str:
     """What a step has, in words."""
-    count = _num_microbatches(config)
+    count = config.num_full_microbatches
     microbatches = f"{count} micro-batch{'es' if count > 1 else ''}"
     if config.microbatches_per_message == 1:
         return microbatches
@@ -72,7 +66,7 @@ def _step(config: Config) -> str:
 
 
 def _remedy(config: Config, shares: list[int] | None) -> str:
-    is_short = _num_microbatches(config) < config.num_microbatches
+    is_short = config.num_full_microbatches < config.num_microbatches
     found = ["raise data.batch_size" if is_short else "raise num_microbatches"]
     if config.microbatches_per_message > 1:
         found.insert(0, "lower microbatches_per_message")

@@ -18,8 +18,8 @@ LAYERS = """
     jsonlines tablekeys
     __init__ errors members seeds metrics direction tree tensorfile digest v1 host examples devices
     starter suggestion evaluated sums
-    pythonfiles logs additions
-    graph partition schedule addresses microbatch treespec turns ties split process scratch
+    pythonfiles logs additions addresses
+    graph partition schedule microbatch treespec turns ties split process scratch
     simulation sizes work handoff snapshot unpickling payload
     transport store wire
     control kinds

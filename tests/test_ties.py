@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -89,16 +91,21 @@ def fresh(folder: str) -> tuple[str, ...]:
     return ("--set", "steps=1", "--set", f"checkpoint.dir={folder}")
 
 
-def test_a_program_sees_one_parameter() -> None:
+def program(**more: Any) -> Config:
+    """A job of two stages that share a weight, whose batches a program brings."""
     data = {
         "model": {"layers": "zoo:language", "balance": [2, 2]},
         "loss": "zoo:token_loss",
         "tied": [["embed.weight", "head.weight"]],
         "num_microbatches": 2,
     }
+    return Config.model_validate({**data, **more}).with_folder(ZOO)
+
+
+def test_a_program_sees_one_parameter() -> None:
     torch.manual_seed(0)
     tokens = torch.randint(11, (4, 6))
-    with library.launch(Config.model_validate(data).with_folder(ZOO)) as pipeline:
+    with library.launch(program()) as pipeline:
         state = pipeline.state_dict()
         assert "head.weight" not in state
         state["embed.weight"].fill_(0.0)
@@ -114,15 +121,8 @@ def test_a_program_sees_one_parameter() -> None:
 
 def test_a_program_gets_its_model_back_after_an_owners_optimizer_has_failed() -> None:
     """Its stage's neighbours waited in the same call for what the parameter would become."""
-    data = {
-        "model": {"layers": "zoo:language", "balance": [2, 2]},
-        "loss": "zoo:token_loss",
-        "tied": [["embed.weight", "head.weight"]],
-        "num_microbatches": 2,
-        "stages": [{"optimizer": "zoo:TroubledSGD"}, {}],
-    }
     tokens = torch.zeros(4, 6, dtype=torch.int64)
-    with library.launch(Config.model_validate(data).with_folder(ZOO)) as pipeline:
+    with library.launch(program(stages=[{"optimizer": "zoo:TroubledSGD"}, {}])) as pipeline:
         pipeline.forward_backward(tokens, tokens)
         pipeline.optimizer.step()
         pipeline.forward_backward(tokens, tokens)

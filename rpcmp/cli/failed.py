@@ -120,7 +120,7 @@ def _listens(params: dict[str, Any]) -> dict[str, Any]:
         if port:  # any other is free
             host = _here(host)
             return {
-                "listen": f"[{host}]:{port}" if ":" in host else f"{host}:{port}",
+                "listen": addresses.joined(host, port),
                 "server_name": _server_name(host, params.get("certs")),
                 "insecure": bool(params.get("insecure")),
             }

@@ -93,8 +93,7 @@ def serve(
 
     def announce(bound: int) -> None:
         who = "spare" if stage is None else f"stage {stage}"
-        where = f"[{host}]" if ":" in host else host
-        click.echo(f"{who} is SERVING on {where}:{bound}")
+        click.echo(f"{who} is SERVING on {addresses.joined(host, bound)}")
 
     async def run() -> int:
         # Of headers that make no sense gRPC's core would print a line each.

@@ -72,9 +72,10 @@ async def _with_balance(config: Config, connect: Sequence[str] | None, forks: Fo
 
 def with_full_microbatches(config: Config) -> Config:
     """The job with as many micro-batches as a mini-batch has samples for: what its steps are."""
-    if config.data is None or config.data.batch_size >= config.num_microbatches:
+    count = config.num_full_microbatches
+    if count == config.num_microbatches:
         return config
-    return config.model_copy(update={"num_microbatches": config.data.batch_size})
+    return config.model_copy(update={"num_microbatches": count})
 
 
 async def stage_hosts(

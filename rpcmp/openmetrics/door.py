@@ -20,7 +20,7 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 from prometheus_client import CollectorRegistry, ProcessCollector, make_wsgi_app
 from prometheus_client.registry import Collector
 
-from rpcmp.addresses import parse
+from rpcmp import addresses
 from rpcmp.errors import ConfigError
 from rpcmp.wire.credentials import Credentials
 from rpcmp.wire.security import Security, is_loopback
@@ -46,7 +46,7 @@ def serving(collector: Collector, address: str, security: Security) -> Iterator[
     Raises:
         ConfigError: the address cannot be had, or others could reach it without a certificate.
     """
-    host, port = parse(address)
+    host, port = addresses.parse(address)
     credentials = None if is_loopback(host) else security.credentials
     if not is_loopback(host) and credentials is None and not security.insecure:
         raise ConfigError(
@@ -68,9 +68,8 @@ def serving(collector: Collector, address: str, security: Security) -> Iterator[
     )
     thread.start()
     try:
-        where = f"[{host}]" if ":" in host else host
         scheme = "http" if credentials is None else "https"
-        yield f"{scheme}://{where}:{server.server_port}/metrics"
+        yield f"{scheme}://{addresses.joined(host, server.server_port)}/metrics"
     finally:
         server.shutdown()
         server.server_close()

@@ -75,10 +75,8 @@ class Place:
     @property
     def url(self) -> str:
         """What to open; it has the token in it."""
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        if self.token is None:
-            return f"http://{host}:{self.port}/"
-        return f"https://{host}:{self.port}/?token={self.token}"
+        where = addresses.joined(self.host, self.port)
+        return f"http://{where}/" if self.token is None else f"https://{where}/?token={self.token}"
 
 
 def parse(address: str) -> tuple[str, int]:

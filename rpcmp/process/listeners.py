@@ -6,6 +6,8 @@ import contextlib
 import os
 import socket
 
+from rpcmp import addresses
+
 
 def listeners() -> dict[str, str]:
     """The addresses at which this process listens for TCP, by the sockets' identity in the kernel.
@@ -29,4 +31,4 @@ def _listens_at(fd: int) -> str:
         if not copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
             return ""
         host, port, *_ = copy.getsockname()
-        return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        return addresses.joined(host, port)

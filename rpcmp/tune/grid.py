@@ -136,8 +136,7 @@ def _nonsense(setting: Setting, batch_size: int) -> str:
 
 def _effect(config: Config, setting: Setting) -> Hashable:
     """Equal for two settings that make every stage do the same."""
-    batch_size = config.data.batch_size if config.data else setting.num_microbatches
-    count = min(setting.num_microbatches, batch_size)
+    count = setting.on(config).num_full_microbatches
     bundles = num_bundles(count, setting.microbatches_per_message)
     kept = [
         (

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from rpcmp.members import Member, member
+from rpcmp.worker import bits
 from rpcmp.worker.board import NEVER, Board, Key
 from rpcmp.worker.model import StageModel
 
@@ -62,7 +63,7 @@ class Following:
         buffers, key = self._buffers(), (round_number, "buffers")
         if not self._own.replica:
             pairs = zip(buffers, self._first, strict=True)
-            self._post(key, [None if _are_equal(now, first) else now for now, first in pairs])
+            self._post(key, [None if bits.are_equal(now, first) else now for now, first in pairs])
         if not self._own.replica or not buffers:
             return lambda: None
         answer = self._ask(member(self._own.stage), key)
@@ -105,9 +106,3 @@ def _copy(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
     with torch.no_grad():
         for tensor, value in pairs:
             tensor.copy_(value)
-
-
-def _are_equal(one: Tensor, other: Tensor) -> bool:
-    """Bit for bit: minus zero is not zero, and not-a-number is itself."""
-    bits = [tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other)]
-    return torch.equal(*bits)

@@ -11,8 +11,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
-import torch
 from torch import Tensor
+
+from rpcmp.worker import bits
 
 Group: TypeAlias = dict[str, Any]
 
@@ -109,14 +110,10 @@ def _are_lists(*trees: Any) -> bool:
 def _is_same(one: Any, other: Any) -> bool:
     """Whether two trees are equal; a file's have lists where there were other sequences."""
     if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return one.dtype == other.dtype and torch.equal(*(_bits(each) for each in (one, other)))
+        return bits.are_equal(one, other)
     if isinstance(one, Mapping) and isinstance(other, Mapping):
         return set(one) == set(other) and all(_is_same(one[key], other[key]) for key in one)
     if _are_lists(one, other):
         return len(one) == len(other) and all(map(_is_same, one, other))
     is_nan = one != one and other != other
     return type(one) is type(other) and (is_nan or bool(one == other))
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
