@@ -95,14 +95,16 @@ class Session:
         self._forks = fleet.forks
         self._dialer = fleet.dialer
         self._identity = Identity(fleet.job_id, generation)
-        self._relay = Relay(fleet.job_id, generation, fleet.forks, fleet.dialer)
+        self._failure = FirstFailure()
+        self._relay = Relay(
+            fleet.job_id, generation, fleet.forks, fleet.dialer, self._failure.fail
+        )
         self._store: StoreProxy | None = None
         self._settings = settings
         self._choose = choose
         self._log = log
         self._is_heard_out = False
         self._events: asyncio.Queue[Message] = asyncio.Queue()
-        self._failure = FirstFailure()
         self._vitals = vitals or Vitals()
         self._stages = Stages(
             config,

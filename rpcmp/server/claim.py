@@ -14,6 +14,7 @@ by its heartbeat, and is ended then.
 from __future__ import annotations
 
 import asyncio
+import logging
 import platform
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -21,7 +22,7 @@ from pathlib import Path
 
 from rpcmp import scratch
 from rpcmp.control.storeproxy import StoreProxy
-from rpcmp.errors import WorkerDiedError, one_line, to_wire
+from rpcmp.errors import SecurityError, WorkerDiedError, one_line, to_wire
 from rpcmp.logs.entry import Entry, entry_of, pass_on
 from rpcmp.logs.line import Line
 from rpcmp.members import DRIVER
@@ -42,6 +43,8 @@ from rpcmp.wire.dialer import Dialer
 from rpcmp.wire.relay import Peer, Relay
 
 State = pb.ServerState
+
+log = logging.getLogger(__name__)
 
 NOTHING = Doing("", 0, NO_MICROBATCH, 0.0)
 
@@ -98,7 +101,7 @@ class Claim:
         self._dialer = dialer
         self._allowed = list(allowed)
         self._show = show
-        self.relay = Relay(request.job_id, request.generation, forks, dialer)
+        self.relay = Relay(request.job_id, request.generation, forks, dialer, self._refused)
         self._store: StoreProxy | None = None
         self._pulse = Pulse(request.heartbeat_timeout)
         self._threads = request.threads
@@ -290,6 +293,14 @@ class Claim:
         if child.exit_code is None and self.state != State.SERVER_STATE_ENDED:
             self.error = to_wire(await child.hung(self.stage_name, seconds))
             await child.kill()
+
+    def _refused(self, error: SecurityError) -> None:
+        """End the job: a peer has sent the worker what it must not."""
+        log.error("%s", error)
+        self.error = to_wire(error)
+        if self._child is not None:
+            self._tasks.append(asyncio.create_task(self._child.kill()))
+        self._tasks.append(asyncio.create_task(self.notify()))
 
     async def _snapshot_taken(self, step: int) -> None:
         """Somebody may wait for it; and it may have to go to the disk."""

@@ -8,7 +8,8 @@ An agent listens on the loopback of its own network and nowhere else. When it is
 tells its own address and is dialled again at that, so a supervisor listens for its worker at the
 same address and port that the other worker has on its host, and passes on what comes there. Every
 connection of an agent is one of the relay, from port to port; which member of which generation it
-is for stands in its first frame.
+is for stands in its first frame. What comes from the other side is read along before the worker gets
+it, see `rpcmp.wire.inspection`.
 
 A driver may be where nobody can connect to, behind NAT. It keeps one connection open to every
 server, for the next time that the worker there connects to the driver's process.
@@ -20,7 +21,7 @@ import asyncio
 import contextlib
 import logging
 import socket
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +34,7 @@ from rpcmp.wire.credentials import RELAY
 from rpcmp.wire.dialer import Dialer
 from rpcmp.wire.end import End
 from rpcmp.wire.front import Visitor
+from rpcmp.wire.inspection import Inspection, Pipes
 from rpcmp.wire.localpeer import is_ours
 from rpcmp.wire.role import Role
 from rpcmp.wire.security import is_loopback
@@ -60,6 +62,11 @@ class Peer:
     server: str = ""
     stage_index: int | None = None
 
+    @property
+    def name(self) -> str:
+        """What it is called in errors."""
+        return f"stage {self.stage_index} at {self.server}" if self.server else "the driver"
+
 
 class Relay:
     """Carries the connections of one member of one generation.
@@ -68,11 +75,21 @@ class Relay:
         job_id, generation: whose; nobody else's are carried.
         forks: has sockets in the member's network.
         dialer: opens connections to servers.
+        refused: called when a peer has sent what is no message of the protocol, before its
+            connection ends: the job must.
     """
 
-    def __init__(self, job_id: str, generation: int, forks: Forks, dialer: Dialer) -> None:
+    def __init__(
+        self,
+        job_id: str,
+        generation: int,
+        forks: Forks,
+        dialer: Dialer,
+        refused: Callable[[SecurityError], None],
+    ) -> None:
         self._greeting = {"job_id": job_id, "generation": generation}
         self._forks, self._dialer = forks, dialer
+        self._pipes = Pipes(refused)
         self._own = ""
         self._stages: set[int | None] = set()
         self._waiting: asyncio.Queue[End] = asyncio.Queue(MAX_WAITING)
@@ -156,7 +173,7 @@ class Relay:
         else:
             if not self._is_member(visitor.role):
                 raise RelayError(f"{visitor.role} is not of this group")
-            await self._connect(visitor.end)
+            await self._connect(visitor.end, _name(visitor))
 
     def _is_member(self, role: Role | None) -> bool:
         return role is None or role.is_driver or any(map(role.may_serve, self._stages))
@@ -203,7 +220,7 @@ class Relay:
             raise
         self._carried[there] = peer.listens
         try:
-            await _carry(here, there)
+            await _carry(here, there, self._pipes.inspect(peer.name, peer.listens))
         finally:
             del self._carried[there]
 
@@ -251,13 +268,13 @@ class Relay:
                     log.warning("the worker of %s cannot reach the driver: %s", stage.server, error)
                 await asyncio.sleep(RETRY_SECONDS)
                 continue
-            self._spawn(self._come(there))
+            self._spawn(self._come(there, stage.name))
 
-    async def _come(self, there: End) -> None:
+    async def _come(self, there: End, peer: str) -> None:
         with contextlib.suppress(OSError, RpcmpError):
-            await self._connect(there)
+            await self._connect(there, peer)
 
-    async def _connect(self, there: End) -> None:
+    async def _connect(self, there: End, peer: str) -> None:
         """Pass on to our own worker what comes from elsewhere."""
         try:
             connection = await self._forks.connectable()
@@ -271,10 +288,22 @@ class Relay:
             connection.close()
             there.abort()
             raise
-        await _carry(End(connection), there)
+        await _carry(End(connection), there, self._pipes.inspect(peer))
 
 
-async def _carry(here: End, there: End) -> None:
+async def _carry(here: End, there: End, inspection: Inspection) -> None:
     """Carry until one of them is gone; the agents see that by themselves."""
-    with contextlib.suppress(OSError, RelayError):
-        await splice(here, there)
+    try:
+        with contextlib.suppress(OSError, RelayError, SecurityError):  # the last is reported
+            await splice(here, there, inspection)
+    finally:
+        inspection.close()
+
+
+def _name(visitor: Visitor) -> str:
+    """What a peer that has opened a connection is called."""
+    who = "a member of the group" if visitor.role is None else str(visitor.role)
+    try:
+        return f"{who} at {visitor.end.socket.getpeername()[0]}"
+    except OSError:  # it is gone already
+        return who

@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 from rpcmp.errors import RelayError
 from rpcmp.wire.end import CHUNK, HEADER, End
+from rpcmp.wire.inspection import Inspection
 from rpcmp.wire.session import Session
 
 _buffer = memoryview(bytearray(HEADER.size + CHUNK))
@@ -19,14 +20,18 @@ _plain = memoryview(bytearray(HEADER.size + CHUNK))
 """What is read is passed on before anything else is read, so one buffer serves all connections."""
 
 
-async def splice(one: End, other: End) -> None:
+async def splice(one: End, other: End, inspection: Inspection | None = None) -> None:
     """Carry everything from each end to the other; both are closed afterwards.
 
+    Args:
+        inspection: of what `other` sends, where `one` is a worker.
+
     Raises:
+        SecurityError: `other` has sent what it must not.
         OSError, RelayError: one of them broke, and so does the other.
     """
     done = asyncio.get_running_loop().create_future()
-    splicing = _Splice(one, other, done)
+    splicing = _Splice(one, other, done, inspection)
     splicing.begin()
     try:
         await done
@@ -43,11 +48,13 @@ async def splice(one: End, other: End) -> None:
 class _Splice:
     """Two directions."""
 
-    def __init__(self, one: End, other: End, done: asyncio.Future[None]) -> None:
+    def __init__(
+        self, one: End, other: End, done: asyncio.Future[None], inspection: Inspection | None
+    ) -> None:
         self._done = done
         self._directions = [
-            _Direction(one, other, self._ended, self._failed),
-            _Direction(other, one, self._ended, self._failed),
+            _Direction(one, other, self._ended, self._failed, sent=inspection),
+            _Direction(other, one, self._ended, self._failed, received=inspection),
         ]
 
     def begin(self) -> None:
@@ -82,9 +89,14 @@ class _Direction:
         sink: End,
         ended: Callable[[], None],
         failed: Callable[[Exception], None],
+        sent: Inspection | None = None,
+        received: Inspection | None = None,
     ) -> None:
         self._source, self._sink = source, sink
         self._ended, self._failed = ended, failed
+        self._sent, self._received = sent, received
+        if received is not None:
+            received.resume = lambda: self._guard(self._resume)
         self._loop = asyncio.get_running_loop()
         self._unsent = b""
         self._left = 0  # bytes of the frame that is being received
@@ -131,8 +143,12 @@ class _Direction:
             self._read_plain()
         else:
             self._read_tls(self._source.session)
-        if self._unsent:
+        if self._unsent or self._is_held:
             self._stop_reading()
+
+    @property
+    def _is_held(self) -> bool:
+        return self._received is not None and self._received.is_held
 
     def _read_plain(self) -> None:
         if count := self._source.socket.recv_into(_buffer[HEADER.size :]):
@@ -142,6 +158,8 @@ class _Direction:
 
     def _carry_from(self, buffer: memoryview, count: int) -> None:
         """Pass on what was read into a buffer behind the place of a header."""
+        if self._sent is not None and not self._sent.sent(buffer[HEADER.size :][:count]):
+            self._sent = None
         if self._sink.has_frames:
             HEADER.pack_into(buffer, 0, count)
             self._push(buffer[: HEADER.size + count])
@@ -183,7 +201,7 @@ class _Direction:
         while data and not self._at_end:
             if self._left:
                 part = data[: self._left]
-                self._push(part)
+                self._push(part if self._received is None else self._received.received(part))
                 self._left -= len(part)
                 data = data[len(part) :]
                 continue
@@ -206,6 +224,12 @@ class _Direction:
         if not self._unsent:
             self._end_sink()
 
+    def _resume(self) -> None:
+        """Pass on what had to wait for another connection."""
+        assert self._received is not None
+        self._push(self._received.received(b""))
+        self._go_on()
+
     def _end_sink(self) -> None:
         if self._sink.session is None and self.is_half:
             self._sink.socket.shutdown(socket.SHUT_WR)
@@ -214,6 +238,8 @@ class _Direction:
 
     def _push(self, data: memoryview | bytes) -> None:
         """Send, and keep what the sink does not take at once."""
+        if not data:
+            return
         if self._sink.session is not None:
             self._sink.session.encrypt(data)
             data = self._sink.session.to_send()
@@ -238,7 +264,7 @@ class _Direction:
             self._go_on()
 
     def _go_on(self) -> None:
-        if not self._is_reading and not self._unsent and not self._at_end:
+        if not (self._is_reading or self._unsent or self._at_end or self._is_held):
             self._is_reading = True
             self._loop.add_reader(self._source.socket, self._readable)
 
