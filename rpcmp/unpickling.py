@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import builtins
 import dataclasses
+import functools
 import importlib
 import pickle
 import sys
@@ -137,4 +138,16 @@ def _receiver(owner: Any, name: str) -> Any:
         return owner[name]
     if name not in _RECEIVERS:
         raise SecurityError(f"a message names the attribute {name!r}, which nobody may send")
-    return getattr(owner, name)
+    receive = getattr(owner, name)
+    return receive if name != "_py_rref_receiver" else functools.partial(_received, receive)
+
+
+def _received(receive: Callable[[Any], Any], fork: Any) -> Any:
+    """A reference, to a Python object: of other types torch would look up, and compile, the name.
+
+    Raises:
+        SecurityError: it is to something else.
+    """
+    if not isinstance(fork, tuple) or fork[-1:] != ("PyObject",):
+        raise SecurityError(f"a message refers to {fork!r}, which nobody may send")
+    return receive(fork)

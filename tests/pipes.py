@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import json
 import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from rpcmp.errors import SecurityError
 from rpcmp.wire.inspection import Inspection, Pipes
+from tests.processes import poll_for
 
-AGENT = """
-import os, re, sys, time
+AGENTS = """
+import ctypes, json, os, re, signal, sys, time
 import torch
 from torch.distributed import FileStore, Store, rpc
 from torch.distributed import autograd as dist_autograd
@@ -24,27 +24,26 @@ from torch._C._distributed_autograd import _init as _init_autograd
 from torch._C._distributed_rpc import TensorPipeAgent
 from torch.distributed.rpc import api, internal
 
-folder, rank, script = sys.argv[1], int(sys.argv[2]), sys.argv[3]
-names = ["inside", "outside"]
-
 class Proxied(Store):
     # Where "outside" finds "inside", there is a proxy.
-    def __init__(self):
+    def __init__(self, folder, rank):
         super().__init__()
+        self._folder, self._rank = folder, rank
         self._store = FileStore(os.path.join(folder, "store"), 2)
     def set(self, key, value):
         if key == "addrs/inside":
-            name = os.path.join(folder, "address")
+            name = os.path.join(self._folder, "address")
             with open(name + ".new", "wb") as file:
                 file.write(value if isinstance(value, bytes) else value.encode())
             os.rename(name + ".new", name)
         self._store.set(key, value)
     def get(self, key):
-        if key == "addrs/inside" and rank == 1:
-            while not os.path.exists(os.path.join(folder, "proxy")):
+        if key == "addrs/inside" and self._rank == 1:
+            name = os.path.join(self._folder, "proxy")
+            while not os.path.exists(name):
                 time.sleep(0.01)
-            real = open(os.path.join(folder, "address"), "rb").read()
-            return re.sub(rb":[0-9]+$", b":" + open(os.path.join(folder, "proxy"), "rb").read(), real)
+            real = open(os.path.join(self._folder, "address"), "rb").read()
+            return re.sub(rb":[0-9]+$", b":" + open(name, "rb").read(), real)
         return self._store.get(key)
     def compare_set(self, key, expected, desired):
         return self._store.compare_set(key, expected, desired)
@@ -75,33 +74,46 @@ def echo(value):
 def fails():
     raise ValueError("as it should")
 
-store = Proxied()
-os.environ["TP_SOCKET_IFNAME"] = "lo"
-options = rpc.TensorPipeRpcBackendOptions(
-    num_worker_threads=4, rpc_timeout=20, _transports=["uv"], _channels=["cma", "basic"]
-)
-_init_autograd(rank)
-agent = TensorPipeAgent(store, names[rank], rank, 2, options, {}, [])
-api._init_rpc_states(agent)
-if rank == 1:
+def agent(folder, rank, script):
+    pid = os.fork()
+    if pid:
+        return pid
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # end with the process that has forked us
+    names = ["inside", "outside"]
+    os.dup2(os.open(os.path.join(folder, names[rank]), os.O_CREAT | os.O_WRONLY), 1)
+    os.environ["TP_SOCKET_IFNAME"] = "lo"
+    options = rpc.TensorPipeRpcBackendOptions(
+        num_worker_threads=4, rpc_timeout=20, _transports=["uv"], _channels=["cma", "basic"]
+    )
+    store = Proxied(folder, rank)
+    _init_autograd(rank)
+    agent = TensorPipeAgent(store, names[rank], rank, 2, options, {}, [])
+    api._init_rpc_states(agent)
+    if rank == 0:
+        signal.pause()
     try:
-        exec(script)
+        exec(script, {**globals(), "agent": agent})
     except Exception as error:
         print(type(error).__name__, error, flush=True)
     else:
         print("done", flush=True)
     os._exit(0)
-sys.stdin.read()  # until the test has seen enough
-os._exit(0)
+
+for line in sys.stdin:
+    folder, script = json.loads(line)
+    inside, outside = agent(folder, 0, ""), agent(folder, 1, script)
+    os.waitpid(outside, 0)
+    os.kill(inside, signal.SIGKILL)
+    os.waitpid(inside, 0)
+    print("ended", flush=True)
 """
-"""An agent; "outside" runs a script, "inside" answers."""
+"""Imports torch once; forks two agents for each script, which "outside" runs."""
 
 
 @dataclass
 class Conversation:
     """One connection: what each side has sent, and what passed to the inside."""
 
-    opened_by: str
     from_outside: bytearray = field(default_factory=bytearray)
     from_inside: bytearray = field(default_factory=bytearray)
     passed: bytearray = field(default_factory=bytearray)
@@ -154,7 +166,7 @@ class Proxy:
 
     async def _serve(self, outside: asyncio.StreamReader, back: asyncio.StreamWriter) -> None:
         inside, there = await asyncio.open_connection(*self._inside)
-        talk = Conversation("outside")
+        talk = Conversation()
         self.conversations.append(talk)
         inspection = self._pipes.inspect("outside")
         inspection.resume = lambda: self._pass(talk, inspection, b"", there)
@@ -166,7 +178,9 @@ class Proxy:
         for way in ways:
             way.cancel()
         for error in await asyncio.gather(*ways, return_exceptions=True):
-            assert error is None or isinstance(error, OSError | SecurityError | asyncio.CancelledError)
+            assert error is None or isinstance(
+                error, OSError | SecurityError | asyncio.CancelledError
+            )
         for writer in (there, back):
             writer.transport.abort()
         inspection.close()
@@ -216,28 +230,34 @@ class Talk:
     proxy: Proxy
 
 
-@contextlib.contextmanager
-def talking(folder: Path, script: str) -> Iterator[Talk]:
-    """Run `script` in an agent called "outside", whose messages to "inside" are inspected."""
-    from tests.processes import poll_for
+class Agents:
+    """Processes that talk to each other, see AGENTS; ended by `close`."""
 
-    source = folder / "agent.py"
-    source.write_text(AGENT)
-    command = [sys.executable, str(source), str(folder)]
-    pipe = subprocess.PIPE
-    with contextlib.ExitStack() as stack:
-        inside = stack.enter_context(subprocess.Popen([*command, "0", ""], stdin=pipe))
-        stack.callback(inside.kill)
-        outside = stack.enter_context(
-            subprocess.Popen([*command, "1", script], stdout=pipe, text=True)
+    def __init__(self, folder: Path) -> None:
+        source = folder / "agents.py"
+        source.write_text(AGENTS)
+        pipe = subprocess.PIPE
+        self._process = subprocess.Popen(
+            [sys.executable, str(source)], stdin=pipe, stdout=pipe, text=True
         )
-        stack.callback(outside.kill)
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+    def talk(self, folder: Path, script: str) -> Talk:
+        """Run `script` in an agent called "outside", whose messages to "inside" are inspected."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        print(json.dumps([str(folder), script]), file=self._process.stdin, flush=True)
         address = folder / "address"
         poll_for(address.exists, "the agent's address")
         host, _, port = address.read_text().rpartition(":")
         proxy = Proxy(host.rpartition("/")[2], int(port))
-        stack.callback(proxy.close)
-        (folder / "proxy.new").write_text(str(proxy.port))
-        (folder / "proxy.new").rename(folder / "proxy")
-        printed, _ = outside.communicate(timeout=120)
-        yield Talk(printed, proxy)
+        try:
+            (folder / "proxy.new").write_text(str(proxy.port))
+            (folder / "proxy.new").rename(folder / "proxy")
+            assert self._process.stdout.readline() == "ended\n"
+        finally:
+            proxy.close()
+        return Talk((folder / "outside").read_text(), proxy)

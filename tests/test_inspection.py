@@ -20,7 +20,7 @@ from rpcmp.errors import SecurityError
 from rpcmp.wire import rpcformat
 from rpcmp.wire.inspection import BROCHURE, MAX_PAYLOAD, MEMORY, Inspection, Pipes
 from rpcmp.wire.rpcformat import FormatError
-from tests.pipes import Conversation, talking
+from tests.pipes import Agents, Conversation
 
 OURS = """
 def same(got, sent):
@@ -58,7 +58,9 @@ rpc.rpc_sync("inside", echo, args=("x" * 300_000,))
 """
 """All kinds of messages that rpcmp sends."""
 
-BUILTIN = 'torch._C._distributed_rpc._invoke_rpc_builtin(agent.get_worker_info("inside"), {}).wait()'
+BUILTIN = (
+    'torch._C._distributed_rpc._invoke_rpc_builtin(agent.get_worker_info("inside"), {}).wait()'
+)
 
 FORBIDDEN = {
     "SCRIPT_CALL": BUILTIN.format('"aten::from_file", 10.0, PATH, False, 8'),
@@ -89,12 +91,20 @@ FORBIDDEN = {
 
 
 @pytest.fixture(scope="module")
-def recorded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Conversation]]:
+def agents(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Agents]:
+    """What runs both sides."""
+    started = Agents(tmp_path_factory.mktemp("agents"))
+    yield started
+    started.close()
+
+
+@pytest.fixture(scope="module")
+def recorded(agents: Agents, tmp_path_factory: pytest.TempPathFactory) -> list[Conversation]:
     """What two agents say to each other; the contract with torch that all of this rests on."""
-    with talking(tmp_path_factory.mktemp("recorded"), OURS) as talk:
-        assert talk.printed.splitlines()[-1:] == ["done"], talk.printed
-        assert not talk.proxy.refused
-        yield talk.proxy.conversations
+    talk = agents.talk(tmp_path_factory.mktemp("recorded"), OURS)
+    assert talk.printed.splitlines()[-1:] == ["done"], talk.printed
+    assert not talk.proxy.refused
+    return talk.proxy.conversations
 
 
 def frames(data: bytes | bytearray) -> list[bytes]:
@@ -120,7 +130,9 @@ def test_what_torch_sends_of_ours_passes_as_it_is(recorded: list[Conversation]) 
     assert all(other.passed == other.from_outside for other in others)
     kinds = {int.from_bytes(part, "little") for part in sent[2:] if len(part) == 4}
     assert kinds >= {0x102, 0x105, 0x10B, 0x10F, 0x111, 0x113}
-    answers = {int.from_bytes(part, "little") for part in frames(main.from_inside) if len(part) == 4}
+    answers = {
+        int.from_bytes(part, "little") for part in frames(main.from_inside) if len(part) == 4
+    }
     assert answers >= {0x203, 0x206, 0x20E, 0x210, 0x212, 0x214}
 
 
@@ -138,18 +150,22 @@ def test_answers_pass_to_whoever_has_asked(recorded: list[Conversation]) -> None
 
 
 @pytest.mark.parametrize("kind", FORBIDDEN)
-def test_whatever_else_torch_can_send_ends_the_connection(kind: str, tmp_path: Path) -> None:
+def test_whatever_else_torch_can_send_ends_the_connection(
+    kind: str, agents: Agents, tmp_path: Path
+) -> None:
     secret = tmp_path / "secret"
     secret.write_bytes(bytes(range(32)))
-    with talking(tmp_path, FORBIDDEN[kind].replace("PATH", repr(str(secret)))) as talk:
-        assert "done" not in talk.printed.splitlines()
-        assert talk.proxy.refused, talk.printed
-        first = str(talk.proxy.refused[0])
-        assert kind.partition(" ")[0] in first
-        assert "outside has sent" in first
+    talk = agents.talk(tmp_path, FORBIDDEN[kind].replace("PATH", repr(str(secret))))
+    assert "done" not in talk.printed.splitlines()
+    assert talk.proxy.refused, talk.printed
+    first = str(talk.proxy.refused[0])
+    assert kind.partition(" ")[0] in first
+    assert "outside has sent" in first
 
 
-def message(kind: int, payload: bytes, tensors: bytes = b"", lengths: tuple[int, ...] = ()) -> bytes:
+def message(
+    kind: int, payload: bytes, tensors: bytes = b"", lengths: tuple[int, ...] = ()
+) -> bytes:
     """A message as a pipe carries it, whatever it is."""
     tensors = tensors or b"\x80\x02ctorch.jit._pickle\nbuild_tensorlist\nq\x00(](etR."
     head = b"\xb9\x03\xbd\x00\xba\x04\xb9\x02\x04\xbd\x00\xb9\x02\x08\xbd\x00"
@@ -204,7 +220,13 @@ def floats(sizes: str, strides: str, items: int, offset: int = 0, kind: str = "F
         b"\x80\x02ctorch.jit._pickle\nbuild_tensorlist\nq\x00(](ctorch._utils\n_rebuild_tensor_v2\n"
         b"q\x01((X\x07\x00\x00\x00storageq\x02ctorch\n" + kind.encode() + b"Storage\nq\x03"
         b"X\x01\x00\x00\x000q\x04X\x03\x00\x00\x00cpuq\x05K" + bytes([items]) + b"tQq\x06"
-        b"K" + bytes([offset]) + b"(" + sizes.encode("latin") + b"t(" + strides.encode("latin") + b"t"
+        b"K"
+        + bytes([offset])
+        + b"("
+        + sizes.encode("latin")
+        + b"t("
+        + strides.encode("latin")
+        + b"t"
         b"\x89ccollections\nOrderedDict\nq\x07)RtRq\x08etR."
     )
 
@@ -237,8 +259,10 @@ def established(pipes: Pipes, peer: str, number: int) -> Inspection:
     """A pipe that a peer has opened, whose channel our worker has given a number."""
     inspection = begun(pipes, peer)
     answer = (
-        b"\xb9\x07\xbd\x02uv\xbd\x0f127.77.0.3:3309\xbb\x01\x01" + bytes([number + 1])
-        + b"\xbd\x04uv:*\xbb\x01\xbd\x05basic\xbc\x08" + struct.pack("<Q", number)
+        b"\xb9\x07\xbd\x02uv\xbd\x0f127.77.0.3:3309\xbb\x01\x01"
+        + bytes([number + 1])
+        + b"\xbd\x04uv:*\xbb\x01\xbd\x05basic\xbc\x08"
+        + struct.pack("<Q", number)
         + b"\xbb\x01\xbd\x05basic\xbb\x01\xb9\x02\xbd\x03cpu\x00\xbd\x03any"
         b"\xbb\x01\xba\x02\xb9\x02\xbd\x03cpu\x00\xb9\x02\xbd\x03cpu\x00\xbd\x05basic"
     )
@@ -349,7 +373,9 @@ def test_how_a_stream_is_cut_makes_no_difference(
 ) -> None:
     main = recorded[0]
     inspection = Pipes([].append).inspect("stage 1")
-    passed = b"".join(bytes(inspection.received(p)) for p in in_pieces(bytes(main.from_outside), cuts))
+    passed = b"".join(
+        bytes(inspection.received(p)) for p in in_pieces(bytes(main.from_outside), cuts)
+    )
     assert passed == main.passed
 
 

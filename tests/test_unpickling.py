@@ -164,3 +164,12 @@ def test_a_pickle_that_makes_a_tool_of_our_own_classes_is_refused(tmp_path: Path
         unpickling.Unpickler(io.BytesIO(evil + pickle.STOP)).load()
     assert not marker.exists()
     del transport.Raised.callable  # type: ignore[attr-defined]
+
+
+def test_a_reference_is_to_a_python_object() -> None:
+    from torch.distributed.rpc.internal import _InternalRPCPickler
+
+    receive = unpickling._receiver(_InternalRPCPickler, "_py_rref_receiver")
+    for fork in ((0, 1, 0, 2, 1, 0, "__torch__.Evil"), (0, 1), [0, "PyObject"], None):
+        with pytest.raises(SecurityError, match="which nobody may send"):
+            receive(fork)

@@ -96,9 +96,7 @@ class Session:
         self._dialer = fleet.dialer
         self._identity = Identity(fleet.job_id, generation)
         self._failure = FirstFailure()
-        self._relay = Relay(
-            fleet.job_id, generation, fleet.forks, fleet.dialer, self._failure.fail
-        )
+        self._relay = Relay(fleet.job_id, generation, fleet.forks, fleet.dialer, self._failure.fail)
         self._store: StoreProxy | None = None
         self._settings = settings
         self._choose = choose

@@ -71,7 +71,8 @@ CACHED = 16 * 1024
 _INT = rb"(?:K.|M..|J.{4}|\x8a\x08.{8})"
 _PAIR = _INT + _INT + rb"\x86q"
 _TYPE_TAG = re.escape(
-    b"ctorch.jit._pickle\nrestore_type_tag\nq\x00}(uX\x0e\x00\x00\x00Dict[str, str]q\x01\x86Rq\x02t."
+    b"ctorch.jit._pickle\nrestore_type_tag\nq\x00}(u"
+    b"X\x0e\x00\x00\x00Dict[str, str]q\x01\x86Rq\x02t."
 )
 _TENSOR_ID = re.escape(b"ctorch.jit._pickle\nbuild_tensor_from_id\nq\x00")
 
