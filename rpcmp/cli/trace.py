@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from rpcmp.cli.options import require_writable
+from rpcmp.cli.terminal import echo
 from rpcmp.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -82,8 +83,8 @@ def _show(
     from rpcmp.cli.sharetable import share_object, share_table
 
     if as_json:
-        click.echo(json.dumps(share_object(window, shares, bottleneck)))
+        echo(json.dumps(share_object(window, shares, bottleneck)))
         return
-    click.echo(f"{window}, {window.step_s * 1e3:,.1f} ms each")
+    echo(f"{window}, {window.step_s * 1e3:,.1f} ms each")
     share_table(shares)
-    click.echo(bottleneck)
+    echo(bottleneck)
