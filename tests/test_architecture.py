@@ -15,7 +15,8 @@ PACKAGE = Path(__file__).parent.parent / "rpcmp"
 PROTOS = PACKAGE.parent / "protos"
 
 LAYERS = """
-    jsonlines tablekeys visible
+    bounded tablekeys visible
+    jsonlines
     __init__ errors members seeds metrics direction tree tensorfile digest v1 host examples devices
     starter suggestion evaluated sums
     pythonfiles logs additions addresses

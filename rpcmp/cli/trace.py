@@ -54,7 +54,7 @@ def trace(file: Path, png: Path | None, steps: str | None, as_json: bool) -> Non
     if png is not None:
         diagram.require_matplotlib()
         require_writable(png)
-    found = chrome.read(file)
+    found = chrome.read(file, first, last)
     seen = window.window(found, first, last)
     shares = measure(found, seen)
     _show(seen, shares, bottleneck(found, seen, shares), as_json)
