@@ -73,19 +73,19 @@ def apply(data: dict[str, Any], override: str) -> None:
     *parents, last = key.strip().split(".")
     if not separator or not last:
         raise ConfigError(f"--set {override!r}: write key=value, such as data.batch_size=64")
-    value = _value(text)
+    found = value(text)
     table: Any = data
     for parent in parents:
         table = _descend(table, parent, override)
     if isinstance(table, list):
         _element(table, last, override)
-        table[int(last)] = value
+        table[int(last)] = found
     else:
-        table[last] = value
+        table[last] = found
 
 
-def _value(text: str) -> Any:
-    """`text` as a TOML value where it is one, else as a string."""
+def value(text: str) -> Any:
+    """Return `text` as a TOML value where it is one, else as a string."""
     try:
         parsed = tomllib.loads(f"value = {text}")
     except tomllib.TOMLDecodeError:
