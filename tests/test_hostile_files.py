@@ -12,7 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from rpcmp import configfile
+from rpcmp.bounded import MIB
+from rpcmp.checkpoint.folder import MANIFEST, look
 from rpcmp.errors import ConfigError
+from rpcmp.runfolder import layout, reader
 from rpcmp.trace import chrome, window
 from rpcmp.trace.shares import measure
 from tests.test_trace_chrome import GOOD_SPAN, HEADER
@@ -108,3 +112,58 @@ def test_of_a_trace_with_too_many_spans_some_steps_can_be_looked_at(
     part = chrome.read(path, 4, 5)
     assert len(part.tracks[0].spans) == 12
     assert measure(part, window.window(part, 4, 5)) == expected
+
+
+def run_folder(path: Path, **files: bytes) -> Path:
+    """The folder of a run, in which `files` have another content, by their stems."""
+    path.mkdir()
+    info = layout.RunInfo(name="job", started=0.0, outcome="done").model_dump_json().encode()
+    whole = {layout.RUN: info, layout.CONFIG: b"{}", layout.METRICS: b"", layout.EVENTS: b""}
+    for name, content in whole.items():
+        (path / name).write_bytes(files.get(Path(name).stem, content))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "reason"),
+    [
+        ("run", b"[" * 100_000, "recursion"),
+        ("config", b"[" * 100_000, "recursion"),
+        ("config", b" " * (16 * MIB + 1), "longer than 16 MiB"),
+        ("metrics", b" " * (4 * MIB + 1), "line 1 is longer than 4 MiB"),
+        ("events", b'{"event": "step", "time": 1%s}\n' % (b"0" * 400), "no event with a time"),
+    ],
+)
+def test_a_run_folder_that_takes_too_much_is_refused(
+    name: str, content: bytes, reason: str, tmp_path: Path
+) -> None:
+    folder = run_folder(tmp_path / "run", **{name: content})
+    with pytest.raises(ConfigError, match=rf"{name}.jsonl? is damaged or missing: .*{reason}"):
+        reader.read(folder)
+
+
+@pytest.mark.parametrize("name", [layout.RUN, layout.CONFIG, layout.METRICS, layout.EVENTS])
+def test_a_run_folder_that_leads_to_a_device_is_refused(name: str, tmp_path: Path) -> None:
+    folder = run_folder(tmp_path / "run")
+    (folder / name).unlink()
+    (folder / name).symlink_to("/dev/zero")
+    with pytest.raises(ConfigError, match=f"{name} is damaged or missing: it is no regular file"):
+        reader.read(folder)
+
+
+def test_a_manifest_that_takes_too_much_is_no_checkpoint(tmp_path: Path) -> None:
+    path = tmp_path / MANIFEST
+    path.write_bytes(b" " * (16 * MIB + 1))
+    assert "longer than 16 MiB" in getattr(look(tmp_path), "problem", "")
+    path.unlink()
+    path.symlink_to("/dev/zero")
+    assert "no regular file" in getattr(look(tmp_path), "problem", "")
+
+
+def test_a_config_that_takes_too_much_is_refused(tmp_path: Path) -> None:
+    deep, endless = tmp_path / "deep.toml", tmp_path / "endless.toml"
+    deep.write_text("a = " + "[" * 100_000)
+    endless.symlink_to("/dev/zero")
+    for path, reason in ((deep, "recursion"), (endless, "no regular file")):
+        with pytest.raises(ConfigError, match=rf"{path.name} is not valid TOML: .*{reason}"):
+            configfile.load(path)
