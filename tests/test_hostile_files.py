@@ -90,7 +90,7 @@ def test_pipes_and_devices_are_no_traces(tmp_path: Path) -> None:
 def test_values_may_lie_across_blocks_and_the_array_anywhere(tmp_path: Path) -> None:
     path = tmp_path / "run.json"
     later = [
-        {**GOOD_SPAN, "ts": 10 * n, "args": {**GOOD_SPAN["args"], "step": n}}
+        {**GOOD_SPAN, "ts": 10 * n, "args": {"step": n, "microbatch": 0, "waited_us": 0}}
         for n in range(1, 2000)
     ]
     document = {"other": 1.5, "metadata": {"rpcmp": HEADER}, "traceEvents": later, "last": [{}]}

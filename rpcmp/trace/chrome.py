@@ -121,8 +121,8 @@ def read(path: Path, first: int | None = None, last: int | None = None) -> Trace
     except OSError as error:
         raise ConfigError(f"cannot read the trace {path}: {error.strerror or error}") from error
     except ValidationError as error:
-        first = error.errors()[0]
-        reason = f"{'.'.join(map(str, first['loc'])) or 'the file'}: {first['msg']}"
+        details = error.errors()[0]
+        reason = f"{'.'.join(map(str, details['loc'])) or 'the file'}: {details['msg']}"
     except _TooManyError as error:
         raise ConfigError(f"the trace {path} has {error}") from None
     except (ValueError, OverflowError, EOFError, zlib.error, RecursionError) as error:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from typing import Any, TextIO
+from typing import IO, Any
 
 BLOCK = 2**16
 """Characters that are read at once."""
@@ -29,7 +29,7 @@ class Elements:
     """
 
     def __init__(
-        self, file: TextIO, limit: int, object_hook: Callable[[dict[str, Any]], Any]
+        self, file: IO[str], limit: int, object_hook: Callable[[dict[str, Any]], Any]
     ) -> None:
         self._file = file
         self._left = limit
