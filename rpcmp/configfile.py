@@ -15,9 +15,13 @@ from typing import Any, get_args
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+from rpcmp.bounded import MIB, read_bytes
 from rpcmp.config import Config
 from rpcmp.errors import ConfigError, KeyConfigError
 from rpcmp.suggestion import nearest
+
+MAX_CONFIG = 16 * MIB
+"""Bytes of a config."""
 
 ALIKE = 0.6
 """How alike two keys have to be for one to be taken for a misspelt other; see nearest."""
@@ -37,10 +41,10 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """
     path = Path(path)
     try:
-        data = tomllib.loads(path.read_text(encoding="utf-8"))
+        data = tomllib.loads(read_bytes(path, MAX_CONFIG).decode())
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
-    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from error
     data.setdefault("name", re.sub(r"[^A-Za-z0-9_-]", "-", path.stem))
     for override in overrides:
@@ -73,19 +77,19 @@ def apply(data: dict[str, Any], override: str) -> None:
     *parents, last = key.strip().split(".")
     if not separator or not last:
         raise ConfigError(f"--set {override!r}: write key=value, such as data.batch_size=64")
-    value = _value(text)
+    found = value(text)
     table: Any = data
     for parent in parents:
         table = _descend(table, parent, override)
     if isinstance(table, list):
         _element(table, last, override)
-        table[int(last)] = value
+        table[int(last)] = found
     else:
-        table[last] = value
+        table[last] = found
 
 
-def _value(text: str) -> Any:
-    """`text` as a TOML value where it is one, else as a string."""
+def value(text: str) -> Any:
+    """Return `text` as a TOML value where it is one, else as a string."""
     try:
         parsed = tomllib.loads(f"value = {text}")
     except tomllib.TOMLDecodeError:

@@ -4,8 +4,17 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
+
+from rpcmp.bounded import MIB, open_regular
+
+MAX_LINE = 4 * MIB
+"""Bytes of a line that is read."""
+
+MAX_FILE = 1024 * MIB
+"""Bytes of a file that is read."""
 
 
 def dumps(value: Any) -> str:
@@ -53,10 +62,21 @@ def read(path: Path) -> list[dict[str, Any]]:
 
     Raises:
         OSError: it cannot be read.
-        ValueError: another line is no JSON object; says which.
+        ValueError: another line is no JSON object, or too long; says which. Or the file is.
     """
-    with path.open("rb") as file:
-        return [_object(line, number) for number, line in enumerate(file, 1) if line[-1:] == b"\n"]
+    with open_regular(path) as file:
+        return [_object(line, number) for number, line in _lines(file) if line[-1:] == b"\n"]
+
+
+def _lines(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
+    number, size = 0, 0
+    while line := file.readline(MAX_LINE + 1):
+        number, size = number + 1, size + len(line)
+        if len(line) > MAX_LINE:
+            raise ValueError(f"line {number} is longer than {MAX_LINE // MIB} MiB")
+        if size > MAX_FILE:
+            raise ValueError(f"it is longer than {MAX_FILE // MIB} MiB")
+        yield number, line
 
 
 def _object(line: bytes, number: int) -> dict[str, Any]:

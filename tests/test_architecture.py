@@ -15,7 +15,8 @@ PACKAGE = Path(__file__).parent.parent / "rpcmp"
 PROTOS = PACKAGE.parent / "protos"
 
 LAYERS = """
-    jsonlines tablekeys
+    bounded tablekeys visible
+    jsonlines
     __init__ errors members seeds metrics direction tree tensorfile digest v1 host examples devices
     starter suggestion evaluated sums
     pythonfiles logs additions addresses
@@ -130,6 +131,17 @@ def test_no_module_needs_itself() -> None:
 
 def test_every_module_has_its_place_and_every_place_its_module() -> None:
     assert set(ROWS) == {part(module) for module in modules()}
+
+
+def test_only_two_modules_print_on_a_terminal_and_they_make_it_visible() -> None:
+    ways = ("click.echo", "click.secho", "rich.print", "rich.console.Console")
+    uses = {
+        module
+        for module in modules()
+        for name in (*imported_names(module), *attributes(module))
+        if name in ways
+    }
+    assert uses == {"rpcmp.cli.terminal", "rpcmp.cli.console"}
 
 
 PRIVATE = {"rpcmp.split uses torch._C._autograd._top_saved_tensors_default_hooks"}

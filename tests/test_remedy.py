@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import shlex
 import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +110,51 @@ def test_the_command_that_helps(
     error: type[errors.RpcmpError], known: dict[str, Any], expected: str | None
 ) -> None:
     assert remedy(an(error), drive(**known)) == expected
+
+
+@pytest.mark.parametrize(
+    ("override", "offered"),
+    [
+        ("log.loggers.0.kwargs.token=SECRET", 'log.loggers.0.kwargs.token="${TOKEN:?fill it in}"'),
+        ('data.kwargs.key="SECRET"', 'data.kwargs.key="${KEY:?fill it in}"'),
+        ('log.loggers=[{kwargs={a="SECRET"}}]', 'log.loggers="${LOGGERS:?fill it in}"'),
+        ("optimizer.kwargs={password=7777}", 'optimizer.kwargs="${KWARGS:?fill it in}"'),
+        (
+            "log.loggers.0.kwarg.api_key=SECRET",
+            'log.loggers.0.kwarg.api_key="${API_KEY:?fill it in}"',
+        ),
+        ("optimizer.kwargs.lr=0.5", "optimizer.kwargs.lr=0.5"),
+        ("loss=torch.nn:MSELoss", "loss=torch.nn:MSELoss"),
+    ],
+)
+def test_what_was_given_in_confidence_is_not_repeated(override: str, offered: str) -> None:
+    for one in (
+        f"job.toml --set {shlex.quote(override)}",
+        f"job.toml {shlex.quote(f'--set={override}')}",
+    ):
+        for error in ERRORS:
+            said = remedy(error, drive(one, has_checkpoint=True, max_grad_norm=1.0)) or ""
+            assert "SECRET" not in said
+            assert "7777" not in said
+    command = drive(f"job.toml --set {shlex.quote(override)}", has_checkpoint=True)
+    assert remedy(an(errors.WorkerDiedError), command) == (
+        f"rpcmp drive job.toml --set {offered} --resume"
+    )
+
+
+def test_what_was_left_out_is_filled_in_by_a_shell_or_stops_it() -> None:
+    command = drive("job.toml --set 'data.kwargs.key=a \"b'", has_checkpoint=True)
+    line = (remedy(an(errors.WorkerDiedError), command) or "").replace("rpcmp", "printf '%s|'", 1)
+    found = subprocess.run(
+        ["sh", "-c", line], env={"KEY": 'a "b'}, capture_output=True, text=True, check=True
+    )
+    assert found.stdout == 'drive|job.toml|--set|data.kwargs.key=a "b|--resume|'
+    without = subprocess.run(
+        ["sh", "-c", line], env={}, capture_output=True, text=True, check=False
+    )
+    assert without.returncode != 0
+    assert without.stdout == ""
+    assert "KEY: fill it in" in without.stderr
 
 
 OPTIMIZER = 'optimizer = { callable = "torch.optim:SGD", kwargs = { lr = 0.5 } }'

@@ -12,11 +12,15 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from rpcmp.bounded import MIB, read_bytes
 from rpcmp.checkpoint.files import sync_folder, write_durably
 from rpcmp.checkpoint.manifest import Manifest, dumps, loads
 from rpcmp.errors import CheckpointError, OtherRunError
 
 MANIFEST = "manifest.json"
+
+MAX_MANIFEST = 16 * MIB
+"""Bytes of a manifest: 200,000 layers."""
 
 
 @dataclass(frozen=True)
@@ -153,13 +157,15 @@ def look(step_folder: Path) -> Found | None:
     """
     path = step_folder / MANIFEST
     try:
-        manifest = loads(path.read_bytes(), path)
+        manifest = loads(read_bytes(path, MAX_MANIFEST), path)
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
         return Found(step_folder, None, f"cannot read {path}: {error.strerror}")
     except CheckpointError as error:
         return Found(step_folder, None, str(error))
+    except ValueError as error:
+        return Found(step_folder, None, f"{path} is no manifest: {error}")
     if step_of(step_folder) not in (None, manifest.step):
         return Found(step_folder, None, f"{path} is the manifest of step {manifest.step}")
     return Found(step_folder, manifest)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, Self
@@ -112,7 +113,7 @@ class Manifest(Strict):
     @model_validator(mode="after")
     def _check_stages(self) -> Self:
         for values in ([stage.name for stage in self.stages], self.files):
-            if twice := {value for value in values if values.count(value) > 1}:
+            if twice := {value for value, count in Counter(values).items() if count > 1}:
                 raise ValueError(f"two stages have {sorted(twice)[0]!r}")
         return self
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import io
 import os
 import signal
 import sys
@@ -15,6 +16,7 @@ import sys
 import click
 
 import rpcmp
+from rpcmp.cli.terminal import echo
 from rpcmp.errors import RpcmpError, StageError, exit_code
 from rpcmp.logs.display import Display
 from rpcmp.logs.entry import as_json, entry_of
@@ -85,7 +87,9 @@ def _run() -> int:
         _show(error, display)
         return exit_code(error)
     except click.ClickException as error:
-        error.show()
+        said = io.StringIO()
+        error.show(said)
+        echo(said.getvalue(), err=True, nl=False)
         return error.exit_code
     except (click.Abort, KeyboardInterrupt):
         return 128 + signal.SIGINT
@@ -107,7 +111,7 @@ def _show(error: RpcmpError, display: Display) -> None:
 def _say(line: Line, display: Display) -> None:
     stage, generation, _ = display.place()
     said = as_json(entry_of(line, stage, generation)) if display.json else line.text
-    click.echo(said, err=True)
+    echo(said, err=True)
 
 
 def _remedy(error: RpcmpError) -> str:

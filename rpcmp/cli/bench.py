@@ -9,6 +9,7 @@ from collections.abc import Callable
 import click
 
 from rpcmp.cli import completing
+from rpcmp.cli.terminal import echo
 
 WIDTH = 140
 """Characters that a row of the table may take."""
@@ -59,28 +60,27 @@ def bench(
     Example:
       rpcmp bench sleep --stages 8 --microbatches 16 --json
     """
-    from rich.console import Console
-
     from rpcmp.bench import cases, lineup, report
     from rpcmp.bench.benchmark import benchmark
     from rpcmp.bench.bound import fill_then_no_bubble
+    from rpcmp.cli.console import Console
 
     chosen = None if peers is None else [name.strip() for name in peers.split(",") if name.strip()]
     loaded = [cases.load(name, stages, microbatches, overrides) for name in names]
     prepared = [(case, lineup.contestants(case, chosen)) for case in loaded]
-    console = Console(highlight=False)
+    console = Console()
     for case, contestants in prepared:
         run = benchmark(case, contestants, pairs, steps, fill_then_no_bubble, _progress(case.name))
         result = asyncio.run(run)
         if as_json:
-            click.echo(json.dumps(report.as_json(result)))
+            echo(json.dumps(report.as_json(result)))
             continue
         # Never narrower than the table: a terminal wraps lines more legibly than rich does cells.
         console.width = max(console.width, WIDTH)
         console.print(report.table(result))
         for line in report.lines(result):
-            click.echo(line)
+            echo(line)
 
 
 def _progress(name: str) -> Callable[[str], None]:
-    return lambda what: click.echo(f"{name}: {what}", err=True)
+    return lambda what: echo(f"{name}: {what}", err=True)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import click
 
+from rpcmp.cli.terminal import echo
 from rpcmp.errors import SecurityError
 
 DAYS = 365
@@ -44,7 +45,7 @@ def init(folder: Path, hosts: tuple[str, ...]) -> None:
         authority.issue(folder, f"stage{index}", role.stage(index), [host], DAYS)
         for index, host in enumerate(hosts)
     ]
-    click.echo(f"{folder} has a certificate authority, {', '.join(path.name for path in made)}")
+    echo(f"{folder} has a certificate authority, {', '.join(path.name for path in made)}")
 
 
 @certs.command()
@@ -94,7 +95,7 @@ def issue(
     if not re.fullmatch(r"[A-Za-z0-9_.-]+", name) or name.startswith("."):
         raise SecurityError(f"--name {name!r} is no name of a folder")
     issued = authority.issue(folder, name, kind, hosts, days)
-    click.echo(f"{issued} is for {kind}{f' at {chr(44).join(hosts)}' if hosts else ''}")
+    echo(f"{issued} is for {kind}{f' at {chr(44).join(hosts)}' if hosts else ''}")
 
 
 @certs.command()
@@ -111,6 +112,6 @@ def show(folder: Path) -> None:
 
     found = Certificate.load(folder)
     Credentials(folder)
-    click.echo(f"role   {found.role or 'none'}")
-    click.echo(f"hosts  {', '.join(found.hosts) or 'none'}")
-    click.echo(f"valid  {found.not_before:%Y-%m-%d %H:%M} to {found.not_after:%Y-%m-%d %H:%M} UTC")
+    echo(f"role   {found.role or 'none'}")
+    echo(f"hosts  {', '.join(found.hosts) or 'none'}")
+    echo(f"valid  {found.not_before:%Y-%m-%d %H:%M} to {found.not_after:%Y-%m-%d %H:%M} UTC")

@@ -13,6 +13,8 @@ from click.shell_completion import (
     get_completion_class,
 )
 
+from rpcmp.cli.terminal import echo
+
 SHELLS = ("bash", "zsh", "fish")
 
 
@@ -33,7 +35,7 @@ def completion(shell: str) -> None:
     if found is None:
         raise click.UsageError(f"click does not know the shell {shell!r}")
     root = click.get_current_context().find_root().command
-    click.echo(found(root, {}, "rpcmp", "_RPCMP_COMPLETE").source())
+    echo(found(root, {}, "rpcmp", "_RPCMP_COMPLETE").source())
 
 
 @add_completion_class

@@ -11,6 +11,7 @@ import click
 
 from rpcmp import configfile
 from rpcmp.cli.options import addresses_of, config_argument, connect_option
+from rpcmp.cli.terminal import echo
 
 
 @click.command()
@@ -36,7 +37,7 @@ def doctor(config: Path, overrides: tuple[str, ...], connect: str | None, as_jso
     findings = asyncio.run(check_up(job, addresses_of(connect, job)))
     code = exit_code(findings)
     if as_json:
-        click.echo(json.dumps({"findings": [asdict(one) for one in findings], "exit_code": code}))
+        echo(json.dumps({"findings": [asdict(one) for one in findings], "exit_code": code}))
     else:
         finding_table(findings)
     if code:

@@ -8,6 +8,7 @@ from pathlib import Path
 import click
 
 from rpcmp.cli.options import certs_options
+from rpcmp.cli.terminal import echo
 
 
 @click.command()
@@ -27,4 +28,4 @@ def drain(address: str, certs: Path | None, insecure: bool, wait: bool) -> None:
     from rpcmp.wire.security import Security
 
     job = asyncio.run(run(address, wait, Security(certs, insecure)))
-    click.echo(f"{address} is draining job {job!r}" if job and not wait else f"{address} has ended")
+    echo(f"{address} is draining job {job!r}" if job and not wait else f"{address} has ended")

@@ -19,6 +19,7 @@ from rpcmp.cli.options import (
     metrics_option,
     require_writable,
 )
+from rpcmp.cli.terminal import echo
 from rpcmp.cli.ui import page_of, ui_option
 from rpcmp.logs.display import Display
 
@@ -120,6 +121,6 @@ def metrics_of(job: Config, address: str | None, observers: list[Observer]) -> I
     found = RunMetrics()
     security = Security(job.certs_folder, job.security.insecure)
     with serving(found.store, address, security) as url:
-        click.echo(f"metrics at {url}", err=True)
+        echo(f"metrics at {url}", err=True)
         observers.append(found)
         yield

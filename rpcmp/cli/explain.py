@@ -10,6 +10,7 @@ import click
 
 from rpcmp import configfile
 from rpcmp.cli.options import addresses_of, config_argument, connect_option
+from rpcmp.cli.terminal import echo
 
 
 @click.command()
@@ -45,6 +46,6 @@ def explain(
     job = configfile.load(config, overrides)
     found = asyncio.run(find_out(job, addresses_of(connect, job), measures=not no_measure))
     if as_json:
-        click.echo(json.dumps(found.as_json()))
+        echo(json.dumps(found.as_json()))
     else:
         show(found)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from rpcmp import sizes
+from rpcmp.cli.console import Console
 from rpcmp.explain.explanation import Explanation
 from rpcmp.explain.picture import picture
 from rpcmp.explain.stage import Stage
@@ -23,19 +23,19 @@ LAYERS = 4
 
 def show(found: Explanation) -> None:
     """Print all of it."""
-    console = Console(highlight=False)
+    console = Console()
     if not console.is_terminal:
-        console = Console(width=WIDTH, highlight=False)
+        console = Console(width=WIDTH)
     for line in _head(found):
-        console.print(line, markup=False, soft_wrap=True)
+        console.print(line, soft_wrap=True)
     console.print(_stages(found))
     _section(console, "Memory of each worker")
     console.print(_memory(found.stages))
     for line in _memory_notes(found.stages):
-        console.print(line, markup=False, soft_wrap=True)
+        console.print(line, soft_wrap=True)
     _section(console, "One step")
     for line in _step(found, console.width):
-        console.print(line, markup=False, soft_wrap=True)
+        console.print(line, soft_wrap=True)
     _section(console, "Who listens")
     console.print(_listeners(found))
     _section(console, "Who talks to whom")
@@ -43,7 +43,7 @@ def show(found: Explanation) -> None:
     _section(console, "Files")
     console.print(_files(found))
     for note in found.notes:
-        console.print(f"note: {note}", markup=False, soft_wrap=True)
+        console.print(f"note: {note}", soft_wrap=True)
 
 
 def _section(console: Console, title: str) -> None:

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import click
 
+from rpcmp.cli.terminal import echo
+
 
 @click.command()
 @click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
@@ -28,7 +30,7 @@ def export(folder: Path, file: Path, best: bool) -> None:
 
     result = run(folder, file, best)
     for problem in result.skipped:
-        click.echo(f"skipped: {problem}", err=True)
+        echo(f"skipped: {problem}", err=True)
     mark = result.manifest.best if best else None
     what = f"step {result.step}" + (f", {mark.metric} {mark.value:.4f}" if mark else "")
-    click.echo(f"{what}: {result.num_tensors} tensors, {sizes.show(result.size)} written to {file}")
+    echo(f"{what}: {result.num_tensors} tensors, {sizes.show(result.size)} written to {file}")

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from rpcmp.cli.console import Console
 from rpcmp.doctor.finding import Finding, Status
 
 WIDTH = 250
@@ -37,4 +37,4 @@ def finding_table(findings: Sequence[Finding]) -> None:
         sum(finding.status is status for finding in findings)
         for status in (Status.FAILED, Status.WARNING)
     )
-    console.print(f"{failed} failed, {warned} warnings, {len(findings)} checks", highlight=False)
+    console.print(f"{failed} failed, {warned} warnings, {len(findings)} checks")

@@ -9,6 +9,7 @@ import click
 
 from rpcmp import addresses
 from rpcmp.cli.options import certs_options
+from rpcmp.cli.terminal import echo
 
 NOT_SERVING = 1
 """Exit code for a server that answers, and drains."""
@@ -55,6 +56,6 @@ def health(
     where = addresses.completed(address)
     dialer = Dialer(Security(certs, insecure), server_name)
     status = asyncio.run(probe(where, dialer, seconds))
-    click.echo(f"{where} is {status}")
+    echo(f"{where} is {status}")
     if status != SERVING:
         raise click.exceptions.Exit(NOT_SERVING)

@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from rpcmp.cli import completing
+from rpcmp.cli.terminal import echo
 
 
 @click.command()
@@ -31,8 +32,8 @@ def new(name: str, like: str | None) -> None:
     from rpcmp.starter.create import create
 
     model, config = create(name, Path.cwd(), like)
-    click.echo(f"{model.name}: the model")
-    click.echo(f"{config.name}: how it is trained, and where")
+    echo(f"{model.name}: the model")
+    echo(f"{config.name}: how it is trained, and where")
     next_commands = {
         f"rpcmp drive {config.name}": "trains it, on stage servers of its own",
         f"rpcmp verify {config.name} --steps 5": "proves that the bits are those of one process",
@@ -40,4 +41,4 @@ def new(name: str, like: str | None) -> None:
     }
     width = max(map(len, next_commands))
     for command, why in next_commands.items():
-        click.echo(f"  {command:{width}}  # {why}")
+        echo(f"  {command:{width}}  # {why}")

@@ -9,15 +9,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import click
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from rpcmp import evaluated, jsonlines, sizes
 from rpcmp.cli import bestlines, faultlines
 from rpcmp.cli.aside import Report
+from rpcmp.cli.console import Console
+from rpcmp.cli.terminal import echo
 from rpcmp.config import Config
 from rpcmp.process.channel import Message
+from rpcmp.visible import visible
 
 PLAIN_SECONDS = 2.0
 """Between step lines where there is no terminal."""
@@ -29,16 +30,16 @@ def printer(config: Config, as_json: bool, verbose: bool, quiet: bool) -> Iterat
     if as_json:
         yield _show_json
         return
-    console = Console(highlight=False)
+    console = Console()
     if console.is_terminal and not quiet and not verbose:
         with _bar(console) as progress:
             yield _Terminal(config, console, progress).show
         return
-    yield _Plain(config, click.echo, every=0.0 if verbose else PLAIN_SECONDS, quiet=quiet).show
+    yield _Plain(config, echo, every=0.0 if verbose else PLAIN_SECONDS, quiet=quiet).show
 
 
 def _show_json(event: Message) -> None:
-    click.echo(jsonlines.dumps(event))
+    echo(jsonlines.dumps(event))
 
 
 def plain(config: Config, write: Callable[[str], None]) -> Report:
@@ -88,7 +89,7 @@ class _Plain:
             self._shown = time.monotonic()
         if not self._quiet or event["event"] in ("summary", "ui"):
             for line in _lines(event, self._run):
-                self._write(line)
+                self._write(visible(line))
 
 
 class _Terminal:
@@ -116,7 +117,7 @@ class _Terminal:
                 )
             case _:
                 for line in _lines(event, self._run):
-                    self._console.print(line, markup=False, emoji=False, soft_wrap=True)
+                    self._console.print(line, soft_wrap=True)
 
 
 def _bar(console: Console) -> Progress:

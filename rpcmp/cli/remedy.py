@@ -10,11 +10,11 @@ Pure. Every class of errors has its own line in DECISIONS, "there is none" among
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from rpcmp import errors
+from rpcmp.cli.confidential import shown
 from rpcmp.errors import RpcmpError
 
 Words = list[str] | None
@@ -62,10 +62,13 @@ class Command:
 
 
 def remedy(error: RpcmpError, command: Command) -> str | None:
-    """The command line that helps next, to be pasted into a shell; None: none does."""
+    """The command line that helps next, to be pasted into a shell; None: none does.
+
+    See rpcmp.cli.confidential for what it does not repeat.
+    """
     decide = next(DECISIONS[kind] for kind in type(error).__mro__ if kind in DECISIONS)
     words = decide(command)
-    return None if words is None else shlex.join(words)
+    return None if words is None else shown(words)
 
 
 def _about_the_job(name: str, command: Command) -> Words:

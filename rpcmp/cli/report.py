@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from rpcmp.cli.options import require_writable
+from rpcmp.cli.terminal import echo
 from rpcmp.errors import ConfigError
 
 REPORT = "report.html"
@@ -59,4 +60,4 @@ def report(folders: tuple[Path, ...], output: Path | None, text: bool) -> None:
         path.write_text(html(runs), encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}") from error
-    click.echo(path)
+    echo(path)

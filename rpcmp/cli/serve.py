@@ -16,6 +16,7 @@ import click
 
 from rpcmp import addresses
 from rpcmp.cli.options import certs_options, log_options, metrics_option
+from rpcmp.cli.terminal import echo
 from rpcmp.logs.display import Display
 from rpcmp.logs.entry import pass_on
 from rpcmp.process.channel import die_with_parent
@@ -93,7 +94,7 @@ def serve(
 
     def announce(bound: int) -> None:
         who = "spare" if stage is None else f"stage {stage}"
-        click.echo(f"{who} is SERVING on {addresses.joined(host, bound)}")
+        echo(f"{who} is SERVING on {addresses.joined(host, bound)}")
 
     async def run() -> int:
         # Of headers that make no sense gRPC's core would print a line each.
@@ -127,7 +128,7 @@ def served(server: StageServer, metrics: str | None, security: Security) -> Iter
 
     found = ServerMetrics(server)
     with serving(found.store, metrics, security) as url:
-        click.echo(f"metrics at {url}", err=True)
+        echo(f"metrics at {url}", err=True)
         looking = asyncio.ensure_future(found.run())
         try:
             yield

@@ -6,9 +6,9 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
+from rpcmp.cli.console import Console
 from rpcmp.cli.table import WIDTH
 from rpcmp.trace.bottleneck import Bottleneck
 from rpcmp.trace.idle import Loss
@@ -27,7 +27,7 @@ def share_table(shares: Iterable[Shares]) -> None:
     for stage in shares:
         values = (*(stage.busy[kind] for kind in HEADS), *(stage.lost[loss] for loss in Loss))
         table.add_row(stage.stage, stage.host, *(f"{100 * value:.1f}" for value in values))
-    Console(width=max(Console().width, WIDTH), highlight=False).print(table)
+    Console(width=max(Console().width, WIDTH)).print(table)
 
 
 def share_object(

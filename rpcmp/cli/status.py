@@ -10,6 +10,7 @@ import click
 
 from rpcmp import configfile
 from rpcmp.cli.options import addresses_of, config_argument, connect_option
+from rpcmp.cli.terminal import echo
 
 
 @click.command()
@@ -33,7 +34,7 @@ def status(config: Path, overrides: tuple[str, ...], connect: str | None, as_jso
     found = addresses_of(connect, job) or job.addresses or addresses_of("default", job) or []
     stages = asyncio.run(ask_all(job, found))
     if as_json:
-        click.echo(json.dumps({"stages": stages}))
+        echo(json.dumps({"stages": stages}))
     else:
         stage_table(stages)
     if any(stage["health"] == "UNREACHABLE" for stage in stages):

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
+
+from rpcmp.cli.console import Console
 
 COLUMNS = (
     *("stage", "address", "health", "job", "generation", "step", "parameters", "memory"),

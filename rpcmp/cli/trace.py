@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from rpcmp.cli.options import require_writable
+from rpcmp.cli.terminal import echo
 from rpcmp.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ def trace(file: Path, png: Path | None, steps: str | None, as_json: bool) -> Non
     if png is not None:
         diagram.require_matplotlib()
         require_writable(png)
-    found = chrome.read(file)
+    found = chrome.read(file, first, last)
     seen = window.window(found, first, last)
     shares = measure(found, seen)
     _show(seen, shares, bottleneck(found, seen, shares), as_json)
@@ -82,8 +83,8 @@ def _show(
     from rpcmp.cli.sharetable import share_object, share_table
 
     if as_json:
-        click.echo(json.dumps(share_object(window, shares, bottleneck)))
+        echo(json.dumps(share_object(window, shares, bottleneck)))
         return
-    click.echo(f"{window}, {window.step_s * 1e3:,.1f} ms each")
+    echo(f"{window}, {window.step_s * 1e3:,.1f} ms each")
     share_table(shares)
-    click.echo(bottleneck)
+    echo(bottleneck)

@@ -11,6 +11,7 @@ import click
 
 from rpcmp import configfile
 from rpcmp.cli.options import addresses_of, config_argument, connect_option, require_writable
+from rpcmp.cli.terminal import echo
 from rpcmp.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -109,7 +110,7 @@ async def _tune(
     from rpcmp.tune.sweep import tune as run
 
     def progress(what: str) -> None:
-        click.echo(f"{config.name}: {what}", err=True)
+        echo(f"{config.name}: {what}", err=True)
 
     runner = GroupRunner(config, swept.settings, connect)
     try:
@@ -121,17 +122,16 @@ async def _tune(
 
 
 def _show(tuned: Tuned, as_json: bool) -> None:
-    from rich.console import Console
-
+    from rpcmp.cli.console import Console
     from rpcmp.tune import report
 
     if as_json:
-        click.echo(json.dumps(report.as_json(tuned)))
+        echo(json.dumps(report.as_json(tuned)))
         return
     # Never narrower than the table: a terminal wraps lines more legibly than rich does cells.
-    Console(width=max(Console().width, WIDTH), highlight=False).print(report.table(tuned))
+    Console(width=max(Console().width, WIDTH)).print(report.table(tuned))
     for line in report.lines(tuned):
-        click.echo(line)
+        echo(line)
 
 
 def _values(option: str, text: str | None) -> list[str] | None:

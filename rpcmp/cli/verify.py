@@ -8,6 +8,7 @@ import click
 
 from rpcmp import configfile
 from rpcmp.cli.options import addresses_of, config_argument, connect_option
+from rpcmp.cli.terminal import echo
 
 
 @click.command()
@@ -29,20 +30,18 @@ def verify(config: Path, overrides: tuple[str, ...], connect: str | None, steps:
     job = configfile.load(config, (*overrides, f"steps={steps}"))
     result = run(job, addresses_of(connect, job))
     for caveat in result.caveats:
-        click.echo(f"note: {caveat}")
+        echo(f"note: {caveat}")
     if result.skipped:
-        click.echo(
-            f"skipped: {result.skipped} of {result.steps} steps, whose gradients were not finite"
-        )
+        echo(f"skipped: {result.skipped} of {result.steps} steps, whose gradients were not finite")
     if result.difference is not None:
-        click.echo(
+        echo(
             f"different, as wire_dtype = {job.wire_dtype!r} makes it: losses by up to "
             f"{result.difference.loss:.1e}, parameters and buffers by "
             f"{result.difference.parameters:.1e} (relative) after {result.steps} steps"
         )
         return
-    click.echo(
+    echo(
         f"identical: {result.steps} losses and {result.num_tensors} tensors "
         f"({result.num_elements:,} numbers), bit for bit"
     )
-    click.echo(f"parameters sha256 {result.parameters_sha256}")
+    echo(f"parameters sha256 {result.parameters_sha256}")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import re
 import sys
 import time
 from dataclasses import asdict
@@ -12,13 +11,12 @@ from datetime import datetime
 from typing import Any
 
 from rpcmp.logs.line import Line
+from rpcmp.visible import visible
 
 Entry = dict[str, Any]
 
 LEVELS = ("debug", "info", "warning", "error")
 """What `--log-level` takes."""
-
-_NOT_SHOWN = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|[\x00-\x08\x0b-\x1f\x7f\x80-\x9f]")
 
 
 def entry_of(line: Line, stage: str, generation: int) -> Entry:
@@ -50,13 +48,8 @@ def as_text(entry: Entry) -> str:
     stage = f" {entry['stage']}" if entry["stage"] else ""
     step = f" step {entry['step']}" if entry["step"] else ""
     more = f" (... {entry['count'] - 1:,} more like it)" if entry["count"] > 1 else ""
-    head = _shown(f"{when} {entry['level']}{generation}{stage}{step}: ").replace("\n", " ")
-    return head + _shown(entry["text"]).replace("\n", "\n    ") + more
-
-
-def _shown(text: str) -> str:
-    """Without what would move a terminal's cursor or change its colours."""
-    return _NOT_SHOWN.sub("", text.replace("\r", "\n"))
+    head = visible(f"{when} {entry['level']}{generation}{stage}{step}: ").replace("\n", " ")
+    return head + visible(entry["text"]).replace("\n", "\n    ") + more
 
 
 def as_json(entry: Entry) -> str:

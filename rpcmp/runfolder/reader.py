@@ -12,10 +12,17 @@ from typing import Any
 from pydantic import ValidationError
 
 from rpcmp import jsonlines
+from rpcmp.bounded import MIB, read_bytes
 from rpcmp.errors import ConfigError
 from rpcmp.process.channel import Message
 from rpcmp.runfolder import layout
 from rpcmp.runfolder.layout import RunInfo
+
+MAX_JSON = 16 * MIB
+"""Bytes of `run.json` and of `config.json`."""
+
+MAX_TIME = 2.0**53
+"""Seconds; no time is that late."""
 
 NAMED = 3
 """Folders that a message names."""
@@ -55,8 +62,8 @@ def read(path: Path) -> Record:
     """
     info = _info(path)
     try:
-        config = json.loads((path / layout.CONFIG).read_bytes())
-    except (OSError, ValueError) as error:
+        config = json.loads(read_bytes(path / layout.CONFIG, MAX_JSON))
+    except (OSError, ValueError, RecursionError) as error:
         raise _damaged(path / layout.CONFIG, error) from error
     if not isinstance(config, dict):
         raise _damaged(path / layout.CONFIG, "it is not a JSON object")
@@ -69,7 +76,7 @@ def read(path: Path) -> Record:
 def _info(path: Path) -> RunInfo:
     file = path / layout.RUN
     try:
-        data = json.loads(file.read_bytes())
+        data = json.loads(read_bytes(file, MAX_JSON))
         # The format comes first: another one may well have other keys.
         if isinstance(data, dict) and isinstance(data.get("format"), int):
             _require_format(path, data["format"])
@@ -80,7 +87,7 @@ def _info(path: Path) -> RunInfo:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "all of it"
         raise _damaged(file, f"{where}: {first['msg']}") from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise _damaged(file, error) from error
 
 
@@ -110,11 +117,14 @@ def _events(file: Path) -> list[Message]:
     except (OSError, ValueError) as error:
         raise _damaged(file, error) from error
     for number, event in enumerate(found, start=1):
-        if not isinstance(event.get("event"), str) or not isinstance(
-            event.get("time"), int | float
-        ):
+        if not isinstance(event.get("event"), str) or not _is_time(event.get("time")):
             raise _damaged(file, f"line {number} is no event with a time")
     return found
+
+
+def _is_time(value: Any) -> bool:
+    """Whether it is a number that a clock may show; an integer may have any number of digits."""
+    return isinstance(value, int | float) and -MAX_TIME < value < MAX_TIME
 
 
 def _damaged(file: Path, why: object) -> ConfigError:

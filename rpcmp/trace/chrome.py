@@ -2,8 +2,9 @@
 
     {"traceEvents": [...], "metadata": {"rpcmp": {"version", "begin_ns", "stages": [...]}}}
 
-A file is written one event after the other. Spans are read from the events; transfers, idle time
-and arrows follow from them and are not.
+A file is written one event after the other, and read so: whoever wrote it, it takes no more memory
+than MAX_SPANS spans. Spans are read from the events; transfers, idle time and arrows follow from
+them and are not.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from __future__ import annotations
 import gzip
 import json
 import math
+import os
+import stat
 import zlib
 from collections import defaultdict
 from collections.abc import Mapping
@@ -21,8 +24,19 @@ from pydantic import BaseModel, ValidationError
 
 import rpcmp
 from rpcmp.errors import ConfigError
+from rpcmp.trace.elements import Elements
 from rpcmp.trace.events import Events, category
 from rpcmp.trace.spans import Kind, Span, Trace, Track
+
+MAX_SPANS = 1_000_000
+"""Of a file that is read: 15,000 steps of 4 stages with 8 micro-batches."""
+
+MAX_TEXT = 2**30
+"""Characters of a file that is read, after it was decompressed; a span with all that is drawn with
+it takes less than 1,000."""
+
+SHOWN = 300
+"""Characters of an event that a message has."""
 
 _KINDS = {category(kind): kind for kind in Kind}
 
@@ -55,7 +69,7 @@ class _Metadata(BaseModel):
 
 class _Document(BaseModel):
     metadata: _Metadata
-    traceEvents: list[Any]  # noqa: N815
+    traceEvents: list[None]  # noqa: N815
 
 
 class _Event(NamedTuple):
@@ -85,21 +99,32 @@ def write(trace: Trace, path: Path) -> None:
         raise ConfigError(f"cannot write the trace {path}: {error.strerror or error}") from error
 
 
-def read(path: Path) -> Trace:
+def read(path: Path, first: int | None = None, last: int | None = None) -> Trace:
     """The trace that `write` wrote.
+
+    Args:
+        path: the file.
+        first, last: the steps that are looked at, None for the trace's own; of a trace with more
+            than MAX_SPANS only these and their neighbours are kept.
 
     Raises:
         ConfigError: the file cannot be read, or is something else.
     """
     try:
-        with _open(path, "rt") as file:
-            document = json.load(file, object_hook=_only_spans)
-        return _trace(_Document.model_validate(document))
+        _require_regular(path)
+        try:
+            return _read(path, _Spans())
+        except _TooManyError:
+            if first is None and last is None:
+                raise
+            return _read(path, _Spans(first, last))
     except OSError as error:
         raise ConfigError(f"cannot read the trace {path}: {error.strerror or error}") from error
     except ValidationError as error:
-        first = error.errors()[0]
-        reason = f"{'.'.join(map(str, first['loc'])) or 'the file'}: {first['msg']}"
+        details = error.errors()[0]
+        reason = f"{'.'.join(map(str, details['loc'])) or 'the file'}: {details['msg']}"
+    except _TooManyError as error:
+        raise ConfigError(f"the trace {path} has {error}") from None
     except (ValueError, OverflowError, EOFError, zlib.error, RecursionError) as error:
         reason = str(error)
     raise ConfigError(f"{path} is not a trace that `rpcmp drive --trace` wrote: {reason}")
@@ -127,7 +152,7 @@ def _only_spans(value: dict[str, Any]) -> Any:
     try:
         return _span(value)
     except (KeyError, TypeError) as error:
-        raise ValueError(f"an event without a proper {error}: {value}") from error
+        raise ValueError(f"an event without a proper {error}: {str(value)[:SHOWN]}") from error
 
 
 def _span(event: Mapping[str, Any]) -> _Event:
@@ -138,14 +163,55 @@ def _span(event: Mapping[str, Any]) -> _Event:
     return _Event(int(event["pid"]), Span(kind, step, microbatch, ready_ns, start_ns, end_ns))
 
 
-def _trace(document: _Document) -> Trace:
-    header = document.metadata.rpcmp
-    spans: dict[int, list[Span]] = defaultdict(list)
-    for event in document.traceEvents:
-        if isinstance(event, _Event):
-            spans[event.pid].append(_moved(event.span, header.begin_ns))
+class _TooManyError(Exception):
+    """More spans than are read."""
+
+
+class _Spans:
+    """The spans of a file, by process, as they are read.
+
+    Args:
+        first, last: steps outside of which spans are left out; None: no limit. Their neighbours
+            are kept, because a window ends where the next step begins, and a stage idles from
+            the end of the step before.
+    """
+
+    def __init__(self, first: int | None = None, last: int | None = None) -> None:
+        self.by_pid: dict[int, list[Span]] = defaultdict(list)
+        self._first = -math.inf if first is None else first - 1
+        self._last = math.inf if last is None else last + 1
+        self._left = MAX_SPANS
+
+    def take(self, event: Any) -> None:
+        """Keep an event if it is a span of these steps."""
+        if not isinstance(event, _Event) or not self._first <= event.span.step <= self._last:
+            return
+        if not self._left:
+            raise _TooManyError(
+                f"more than {MAX_SPANS:,} spans of the steps that are looked at; "
+                "take fewer, such as --steps 10:12"
+            )
+        self._left -= 1
+        self.by_pid[event.pid].append(event.span)
+
+
+def _read(path: Path, spans: _Spans) -> Trace:
+    with _open(path, "rt") as file:
+        found = Elements(file, MAX_TEXT, _only_spans).read("traceEvents", spans.take)
+    return _trace(_Document.model_validate(found).metadata.rpcmp, spans)
+
+
+def _require_regular(path: Path) -> None:
+    """Refuse what has no end, such as a device, and what opening it would wait for."""
+    mode = os.stat(path).st_mode
+    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):  # a folder's own error is better
+        raise ValueError("it is no regular file")
+
+
+def _trace(header: _Header, found: _Spans) -> Trace:
+    spans = found.by_pid
     tracks = (
-        Track(stage.name, stage.host, tuple(spans.pop(pid, ())))
+        Track(stage.name, stage.host, _moved(spans.pop(pid, []), header.begin_ns))
         for pid, stage in enumerate(header.stages, start=1)
     )
     trace = Trace(tuple(tracks), {stage.name: stage.producers for stage in header.stages})
@@ -153,9 +219,11 @@ def _trace(document: _Document) -> Trace:
     return trace
 
 
-def _moved(span: Span, by_ns: int) -> Span:
-    kind, step, microbatch, ready_ns, start_ns, end_ns = span
-    return Span(kind, step, microbatch, ready_ns + by_ns, start_ns + by_ns, end_ns + by_ns)
+def _moved(spans: list[Span], by_ns: int) -> tuple[Span, ...]:
+    for index, (kind, step, microbatch, *times) in enumerate(spans):  # in place: there are many
+        ready_ns, start_ns, end_ns = (time + by_ns for time in times)
+        spans[index] = Span(kind, step, microbatch, ready_ns, start_ns, end_ns)
+    return tuple(spans)
 
 
 def _check(trace: Trace, without_stage: Mapping[int, list[Span]]) -> None:

@@ -14,8 +14,9 @@ length in eight bytes, then so many bytes.
     reply        ──hello, likewise──>                          never used: devices are all CPU
 
 What the brochures offer is written anew: the channel "basic" over sockets and nothing else. The
-tensors' frames have to be as long as the message has announced. Formats: tensorpipe/core/pipe_impl.cc
-and nop_types.h, of libnop; those of the messages themselves are `rpcmp.wire.rpcformat`'s.
+tensors' frames have to be as long as the message has announced. The formats are those of
+tensorpipe/core/pipe_impl.cc and nop_types.h, encoded by libnop; what a message holds is the subject
+of `rpcmp.wire.rpcformat`.
 """
 
 from __future__ import annotations

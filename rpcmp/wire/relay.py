@@ -8,7 +8,7 @@ An agent listens on the loopback of its own network and nowhere else. When it is
 tells its own address and is dialled again at that, so a supervisor listens for its worker at the
 same address and port that the other worker has on its host, and passes on what comes there. Every
 connection of an agent is one of the relay, from port to port; which member of which generation it
-is for stands in its first frame. What comes from the other side is read along before the worker gets
+is for stands in its first frame. What comes from the other side is inspected before the worker gets
 it, see `rpcmp.wire.inspection`.
 
 A driver may be where nobody can connect to, behind NAT. It keeps one connection open to every

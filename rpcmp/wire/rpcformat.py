@@ -11,8 +11,8 @@ that torch gives to what rpcmp sends:
     payload            Python's pickle, guarded by `rpcmp.unpickling`; torch's ids around it
     tensors            a pickle of the tensors' shapes; their bytes travel by another connection
 
-The forms are those of torch 2.13, see torch/csrc/distributed/rpc/tensorpipe_utils.cpp, message.h and
-torch/csrc/jit/serialization/pickler.cpp; tests/test_torch_contract.py compares them with what torch
+The forms are those of torch 2.13: tensorpipe_utils.cpp and message.h of torch/csrc/distributed/rpc,
+torch/csrc/jit/serialization/pickler.cpp. tests/test_inspection.py compares them with what torch
 sends. Nothing here imports torch: this runs in supervisors.
 """
 

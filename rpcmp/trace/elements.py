@@ -1,0 +1,133 @@
+"""A JSON object that is read piece by piece, so that a long array in it is never all in memory.
+
+Values are parsed one after the other, each of bounded length: those of the object, but for one
+array, and the elements of that array.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import IO, Any
+
+BLOCK = 2**16
+"""Characters that are read at once."""
+
+MAX_VALUE = 2**20
+"""Characters of the longest value; parsed, one takes up to 25 times as many bytes."""
+
+_SPACE = " \t\n\r"
+
+
+class Elements:
+    """A reader of one JSON object.
+
+    Args:
+        file: its text.
+        limit: characters that all of it may have.
+        object_hook: see json.JSONDecoder.
+    """
+
+    def __init__(
+        self, file: IO[str], limit: int, object_hook: Callable[[dict[str, Any]], Any]
+    ) -> None:
+        self._file = file
+        self._left = limit
+        self._limit = limit
+        self._decoder = json.JSONDecoder(object_hook=object_hook)
+        self._text = ""
+        self._at = 0
+
+    def read(self, array: str, take: Callable[[Any], None]) -> Any:
+        """The document without `array`, whose elements are given to `take` instead.
+
+        Returns:
+            The object, in which `array` is empty; a document that is no object as it is.
+
+        Raises:
+            ValueError: it is not JSON, or longer than it may be.
+            RecursionError: it is nested too deep.
+        """
+        found: Any = {}
+        if self._peek() != "{":
+            found = self._value()
+        elif self._begins("{", "}"):
+            while True:
+                key = self._value()
+                if not isinstance(key, str):
+                    raise ValueError("Expecting property name enclosed in double quotes")
+                self._expect(":")
+                if key == array and self._peek() == "[":
+                    found[key] = []
+                    self._array(take)
+                else:
+                    found[key] = self._value()
+                if not self._goes_on("}"):
+                    break
+        if self._peek():
+            raise ValueError("Extra data")
+        return found
+
+    def _array(self, take: Callable[[Any], None]) -> None:
+        if self._begins("[", "]"):
+            take(self._value())
+            while self._goes_on("]"):
+                take(self._value())
+
+    def _begins(self, bracket: str, end: str) -> bool:
+        """Take the opening bracket; whether something stands behind it, or else its end too."""
+        self._expect(bracket)
+        if self._peek() != end:
+            return True
+        self._at += 1
+        return False
+
+    def _goes_on(self, end: str) -> bool:
+        """Take a comma, after which there is more, or `end`."""
+        if self._peek() == end:
+            self._at += 1
+            return False
+        self._expect(",")
+        return True
+
+    def _expect(self, sign: str) -> None:
+        if self._peek() != sign:
+            raise ValueError(f"Expecting {sign!r}")
+        self._at += 1
+
+    def _peek(self) -> str:
+        """The next character that is no space; empty at the end."""
+        while True:
+            while self._at < len(self._text):
+                if (sign := self._text[self._at]) not in _SPACE:
+                    return sign
+                self._at += 1
+            if not self._more():
+                return ""
+
+    def _value(self) -> Any:
+        self._peek()
+        while True:
+            problem = ""
+            try:
+                value, end = self._decoder.raw_decode(self._text, self._at)
+            except json.JSONDecodeError as error:
+                problem = error.msg
+            else:
+                if end < len(self._text) or not self._more():  # a number may go on
+                    self._at = end
+                    return value
+                continue
+            if len(self._text) - self._at > MAX_VALUE:
+                raise ValueError(f"{problem}, or a value is longer than {MAX_VALUE:,} characters")
+            if not self._more():
+                raise ValueError(problem)
+
+    def _more(self) -> bool:
+        """Read on, and forget what has been taken; False at the end of the file."""
+        block = self._file.read(BLOCK)
+        self._left -= len(block)
+        if self._left < 0:
+            raise ValueError(f"it is longer than {self._limit:,} characters")
+        self._text, self._at = self._text[self._at :] + block, 0
+        return bool(block)
