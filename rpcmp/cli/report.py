@@ -57,6 +57,8 @@ def report(folders: tuple[Path, ...], output: Path | None, text: bool) -> None:
     path = output or folders[0] / (REPORT if len(runs) == 1 else COMPARISON)
     require_writable(path)
     try:
+        if output is None:  # a run folder may be somebody else's: never write through a link in it
+            path.unlink(missing_ok=True)
         path.write_text(html(runs), encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}") from error
