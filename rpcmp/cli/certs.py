@@ -163,9 +163,11 @@ def renew(folder: Path, names: tuple[str, ...], days: int) -> None:
         if found.role is None:
             raise SecurityError(f"{found.path} has no role, so it cannot be renewed")
         issued = authority.issue(folder, name, found.role, found.hosts, days)
-        until = Certificate.load(issued).not_after
-        where = f"copy it to {found.hosts[0]}" if found.hosts else "copy it to the driver's host"
-        click.echo(f"{issued} is for {found.role}{_at(found.hosts)}, until {until:%Y-%m-%d}: {where}")
+        until = f"{Certificate.load(issued).not_after:%Y-%m-%d}"
+        where = found.hosts[0] if found.hosts else "the driver's host"
+        click.echo(
+            f"{issued} is for {found.role}{_at(found.hosts)}, until {until}: copy it to {where}"
+        )
 
 
 @certs.command()

@@ -61,7 +61,9 @@ def expiry_warning(security: Security, now: datetime) -> str:
     days = (found.not_after - now).total_seconds() / 86400
     if days >= EXPIRES_DAYS:
         return ""
-    when = f"expires on {found.not_after:%Y-%m-%d}, in {days:.0f} days" if days > 0 else "has expired"
+    when = "has expired"
+    if days > 0:
+        when = f"expires on {found.not_after:%Y-%m-%d}, in {days:.0f} days"
     return (
         f"{found.path} {when}: renew it where its authority is, by `rpcmp certs renew DIR` for "
         "one of rpcmp's, and copy it here; it is taken up without a restart"
