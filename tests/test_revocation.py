@@ -120,7 +120,7 @@ def test_a_crl_of_no_use_is_refused_and_on_reload_the_last_one_holds(
     for _ in range(3):
         assert meet(client, server.server(), HERE) == "certificate revoked"
     assert caplog.text.count("is not renewed") == 1
-    with pytest.raises(SecurityError, match="no CRL in PEM|is not signed by an authority"):
+    with pytest.raises(SecurityError, match=r"no CRL in PEM|is not signed by an authority"):
         Credentials(certs / "stage0")
 
 
@@ -177,7 +177,7 @@ def test_renewal_keeps_role_hosts_and_the_authority_until_half_of_its_life(
 
 
 def test_a_certificate_does_not_outlive_its_authority(certs: Path) -> None:
-    with pytest.raises(SecurityError, match="the authority in .* expires on"):
+    with pytest.raises(SecurityError, match=r"the authority in .* expires on"):
         authority.issue(certs, "driver", role.DRIVER, [], 1000)
 
 

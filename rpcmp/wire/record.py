@@ -1,6 +1,6 @@
 """The record of an authority: each certificate that it has issued, so that it can be revoked.
 
-    DIR/issued.txt     SERIAL NAME EXPIRY, one line each; the serial in hexadecimal, the expiry UTC
+DIR/issued.txt     SERIAL NAME EXPIRY, one line each; the serial in hexadecimal, the expiry UTC
 """
 
 from __future__ import annotations
