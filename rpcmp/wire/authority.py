@@ -330,10 +330,11 @@ def _put(
 
 def _adopt(authority: Authority, name: str) -> None:
     """Record what rpcmp 0.1.0 has issued into DIR/NAME, which kept no record."""
-    path = authority.folder / name / CERTIFICATE
-    if not path.exists():
+    try:
+        content = (authority.folder / name / CERTIFICATE).read_bytes()
+        found = x509.load_pem_x509_certificate(content)
+    except (FileNotFoundError, ValueError):  # none, or a broken one that issuing mends
         return
-    found = _certificate(path)
     if found.serial_number not in {one.serial for one in record.read(authority.folder)}:
         record.add(authority.folder, Issued.of(found, name))
 
