@@ -48,7 +48,7 @@ class Cluster:
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     certs = tmp_path_factory.mktemp("certs")
     cli(certs, "init")
-    authority.issue(certs, "driver", role.DRIVER, [], days=9)
+    authority.issue(certs, "driver", role.DRIVER, [], days=5)
     authority.issue(certs, "spare", role.SPARE, [HOST], days=90)
     for index in range(2):
         authority.issue(certs, f"stage{index}", role.stage(index), [HOST], days=90)
@@ -100,7 +100,7 @@ def test_servers_with_certificates_and_the_ways_between_them(
     assert papers["stage1"]["text"].startswith(f"stage 1 at {HOST}, until ")
     assert papers[f"spare {cluster.spare}"]["text"].startswith("spare at")
     assert papers["driver"]["status"] == "warning"
-    assert "(9 days): renew it soon" in papers["driver"]["text"]
+    assert "(5 days): `rpcmp certs renew DIR`" in papers["driver"]["text"]
     links = {one["where"]: one["text"] for one in found if one["check"] == "link"}
     assert set(links) == {"driver - stage0", "driver - stage1", "stage0 - stage1"}
     assert all("MB/s there" in text for text in links.values())
@@ -142,7 +142,7 @@ def test_who_cannot_be_trusted(job: JobFolder, cluster: Cluster, tmp_path: Path)
     """Stage 1's certificate has expired; in stage 0's place is stage 1's server."""
     old = tmp_path / "old"
     shutil.copytree(cluster.certs, old)
-    begin = datetime.now(UTC) - timedelta(days=9)
+    begin = datetime.now(UTC) - timedelta(days=5)
     authority.issue(old, "stage1", role.stage(1), [HOST], days=1, begin=begin)
     with serving(1, f"{HOST}:0", old) as expired:
         where = ("--connect", f"{cluster.stages[1].address},{expired.address}")

@@ -96,7 +96,8 @@ def test_all_is_well() -> None:
     ("days", "status", "said"),
     [
         (100.0, Status.OK, "(100 days)"),
-        (13.0, Status.WARNING, "renew it soon"),
+        (8.0, Status.OK, "(8 days)"),
+        (6.0, Status.WARNING, "rpcmp certs renew DIR"),
         (-1.0, Status.FAILED, "it has expired"),
     ],
 )

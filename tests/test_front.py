@@ -107,7 +107,7 @@ def test_nor_is_who_has_none_or_speaks_something_old(server: Server, certs: Path
 
 def test_a_certificate_without_a_role_is_good_for_nothing(server: Server, certs: Path) -> None:
     class Nobody(role.Role):
-        uri = "https://example.org/somebody"
+        uri = "rpcmp://stage/"
 
     authority.issue(certs, "nobody", Nobody("stage"), [HERE], 1)
     assert dial(server, certs / "nobody") == "hangs up"

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import click
 
 from rpcmp.cli.terminal import echo
 from rpcmp.errors import SecurityError
+from rpcmp.wire.credentials import CA, CRL
 
-DAYS = 365
+DAYS = 30
+CA_DAYS = 730
+MIN_CA_DAYS = 2 * DAYS
+"""An authority that is renewed at half of its life always outlives what it issues."""
 
 
 @click.group()
@@ -21,28 +26,50 @@ def certs() -> None:
     Examples:
       rpcmp certs init certs --host host-a --host host-b
       rpcmp certs issue certs --name stage2 --host host-c
+      rpcmp certs renew certs
     """
 
 
 @certs.command()
 @click.argument("folder", metavar="DIR", type=click.Path(path_type=Path, file_okay=False))
 @click.option("--host", "hosts", multiple=True, help="Host of the next stage, from stage 0 on.")
-def init(folder: Path, hosts: tuple[str, ...]) -> None:
+@click.option(
+    "--permit",
+    "permitted",
+    metavar="NAME",
+    multiple=True,
+    help="Domain, host, address or network that the authority may certify besides. Repeatable.",
+)
+@click.option("--days", type=click.IntRange(min=1), default=DAYS, show_default=True)
+@click.option(
+    "--ca-days",
+    type=click.IntRange(min=MIN_CA_DAYS),
+    default=CA_DAYS,
+    show_default=True,
+    help="How long the authority is valid.",
+)
+def init(
+    folder: Path, hosts: tuple[str, ...], permitted: tuple[str, ...], days: int, ca_days: int
+) -> None:
     """Make a certificate authority in DIR, and with it certificates for the driver and the hosts.
 
     Copy each host its own folder, such as DIR/stage1, and nothing else: whoever has DIR/ca.key can
-    be anybody.
+    be any host of the job. The authority is good for the domains and private networks of the hosts
+    only, so that a browser may trust it.
 
     \b
-    Example:
+    Examples:
       rpcmp certs init certs --host host-a --host host-b
+      rpcmp certs init certs --host gpu1.lab.example --permit 192.0.2.0/24
     """
     from rpcmp.wire import authority, role
 
-    authority.create(folder)
-    made = [authority.issue(folder, "driver", role.DRIVER, [], DAYS)]
+    if days > ca_days:
+        raise click.UsageError("--days is more than --ca-days")
+    authority.create(folder, hosts, permitted, ca_days)
+    made = [authority.issue(folder, "driver", role.DRIVER, [], days)]
     made += [
-        authority.issue(folder, f"stage{index}", role.stage(index), [host], DAYS)
+        authority.issue(folder, f"stage{index}", role.stage(index), [host], days)
         for index, host in enumerate(hosts)
     ]
     echo(f"{folder} has a certificate authority, {', '.join(path.name for path in made)}")
@@ -68,7 +95,8 @@ def issue(
     """Issue a certificate for one host, or renew it.
 
     Copy the folder that it makes to the host, and give it to `rpcmp serve` or `rpcmp drive` as
-    --certs. What runs takes up renewed files by itself.
+    --certs. What runs takes up renewed files by itself. A host that the authority may not certify
+    so far widens the authority; the other hosts then need its new ca.crt.
 
     \b
     Examples:
@@ -94,24 +122,105 @@ def issue(
     name = name or (f"stage{stage}" if stage is not None else kind.kind)
     if not re.fullmatch(r"[A-Za-z0-9_.-]+", name) or name.startswith("."):
         raise SecurityError(f"--name {name!r} is no name of a folder")
+    is_wider = authority.permit(folder, hosts)
     issued = authority.issue(folder, name, kind, hosts, days)
-    echo(f"{issued} is for {kind}{f' at {chr(44).join(hosts)}' if hosts else ''}")
+    echo(f"{issued} is for {kind}{_at(hosts)}")
+    if is_wider:
+        echo(
+            f"{folder / CA} is new, and permits {', '.join(hosts)}: copy it to all other hosts, "
+            "into the folder of their --certs. Until then they refuse the new host"
+        )
+
+
+@certs.command()
+@click.argument("folder", metavar="DIR", type=click.Path(path_type=Path, file_okay=False))
+@click.argument("names", metavar="[NAME]...", nargs=-1)
+@click.option("--days", type=click.IntRange(min=1), default=DAYS, show_default=True)
+def renew(folder: Path, names: tuple[str, ...], days: int) -> None:
+    """Issue what is in DIR anew: for the same roles and hosts, with fresh keys.
+
+    By default all certificates in DIR that are not revoked. The authority itself is renewed when
+    less than half of its life is left. Copy the folders to their hosts; what runs takes them up by
+    itself.
+
+    \b
+    Examples:
+      rpcmp certs renew certs
+      rpcmp certs renew certs stage1 driver
+    """
+    from rpcmp.wire import authority
+    from rpcmp.wire.certificate import Certificate
+
+    known = [path.name for path in authority.Authority.load(folder).issued]
+    if missing := [name for name in names if name not in known]:
+        raise SecurityError(f"{folder} has no certificate called {missing[0]!r}; it has {known}")
+    if authority.renew(folder):
+        echo(f"{folder / CA} is new: copy it to all hosts before the old one expires")
+    for name in names or known:
+        if not names and authority.is_revoked(folder, name):
+            echo(f"{folder / name} is revoked, so not renewed: `rpcmp certs issue` it again")
+            continue
+        found = Certificate.load(folder / name)
+        if found.role is None:
+            raise SecurityError(f"{found.path} has no role, so it cannot be renewed")
+        issued = authority.issue(folder, name, found.role, found.hosts, days)
+        until = f"{Certificate.load(issued).not_after:%Y-%m-%d}"
+        where = found.hosts[0] if found.hosts else "the driver's host"
+        echo(
+            f"{issued} is for {found.role}{_at(found.hosts)}, until {until}: copy it to {where}"
+        )
+
+
+@certs.command()
+@click.argument("folder", metavar="DIR", type=click.Path(path_type=Path, file_okay=False))
+@click.argument("name")
+def revoke(folder: Path, name: str) -> None:
+    """Revoke all certificates that were issued under NAME, such as stage1 or driver.
+
+    Copy DIR/ca.crl to every host, into the folder of its --certs. What runs takes it up by itself:
+    it refuses the certificates from then on, and ends the connections of their holders. NAME can
+    be issued again.
+
+    \b
+    Example:
+      rpcmp certs revoke certs stage1
+    """
+    from rpcmp.wire import authority
+
+    number = authority.revoke(folder, name)
+    which = "1 certificate" if number == 1 else f"{number} certificates"
+    echo(
+        f"{which} of {name} revoked: copy {folder / CRL} to every host, into the folder of its "
+        "--certs. What has no copy of it still accepts them"
+    )
+    if authority.Authority.load(folder).permitted is None:
+        echo(
+            f"{folder} was made by rpcmp 0.1.0, which kept no record: certificates that it issued "
+            f"as {name} before the one in {folder / name} are not revoked"
+        )
 
 
 @certs.command()
 @click.argument("folder", metavar="DIR", type=click.Path(path_type=Path, file_okay=False))
 def show(folder: Path) -> None:
-    """Say what the certificate in DIR is good for.
+    """Show what the certificate in DIR is good for, and what its authority may certify.
 
     \b
     Example:
       rpcmp certs show certs/stage1
     """
-    from rpcmp.wire.certificate import Certificate
+    from rpcmp.wire.certificate import Certificate, authority_text
     from rpcmp.wire.credentials import Credentials
 
     found = Certificate.load(folder)
-    Credentials(folder)
+    revocations = Credentials(folder).revocations
     echo(f"role   {found.role or 'none'}")
     echo(f"hosts  {', '.join(found.hosts) or 'none'}")
     echo(f"valid  {found.not_before:%Y-%m-%d %H:%M} to {found.not_after:%Y-%m-%d %H:%M} UTC")
+    echo(f"trusts {authority_text(folder)}")
+    if revocations is not None:
+        echo(f"revoked by {CRL}: {revocations.number}")
+
+
+def _at(hosts: Sequence[str]) -> str:
+    return f" at {', '.join(hosts)}" if hosts else ""

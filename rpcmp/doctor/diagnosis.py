@@ -15,9 +15,7 @@ from rpcmp.examination.facts import Device, Folder, HostFacts
 from rpcmp.sections import StageConfig
 from rpcmp.wire.authority import SKEW
 from rpcmp.wire.security import INSECURE
-
-EXPIRES_DAYS = 14
-"""Certificates that last no longer deserve a word."""
+from rpcmp.wire.watching import EXPIRES_DAYS
 
 CLOCK_SECONDS = 5.0
 """What clocks may differ by before logs and traces become hard to read."""
@@ -112,10 +110,10 @@ def _certificate(config: Config, seen: Seen, facts: HostFacts, now: float) -> Fi
     hosts = f" at {', '.join(paper.hosts)}" if paper.hosts else ""
     text = f"{paper.role or 'no role'}{hosts}, until {until:%Y-%m-%d} ({max(days, 0):.0f} days)"
     if days < 0:
-        text += ": it has expired; issue it again, the server takes it up without a restart"
+        text += ": it has expired; `rpcmp certs renew DIR`, and copy it there: no restart is needed"
         return Finding(seen.name, "certificate", Status.FAILED, text)
     if days < EXPIRES_DAYS:
-        text += ": renew it soon; the server takes up the new files without a restart"
+        text += ": `rpcmp certs renew DIR`, and copy it there: no restart is needed"
         return Finding(seen.name, "certificate", Status.WARNING, text)
     return Finding(seen.name, "certificate", Status.OK, text)
 

@@ -10,6 +10,7 @@ from rpcmp.config import Config
 from rpcmp.process.channel import Message
 from rpcmp.wire.dialer import Dialer
 from rpcmp.wire.security import INSECURE, WARN_SECONDS, Security
+from rpcmp.wire.watching import watch
 
 
 def dialer_of(config: Config, addresses: Sequence[str], drives: bool = True) -> Dialer:
@@ -34,13 +35,19 @@ def dialer_of(config: Config, addresses: Sequence[str], drives: bool = True) -> 
 
 
 @contextlib.asynccontextmanager
-async def warnings(config: Config, report: Callable[[Message], None]) -> AsyncIterator[None]:
-    """Say each minute that the job is insecure, where it is."""
+async def warnings(
+    config: Config, security: Security, report: Callable[[Message], None]
+) -> AsyncIterator[None]:
+    """Warn each minute that the job is insecure, if it is; otherwise watch its certificates."""
+
+    def say(text: str) -> None:
+        report({"event": "warning", "text": text})
 
     async def warn() -> None:
         while config.security.insecure:
-            report({"event": "warning", "text": INSECURE})
+            say(INSECURE)
             await asyncio.sleep(WARN_SECONDS)
+        await watch(security, say)
 
     warning = asyncio.create_task(warn())
     try:

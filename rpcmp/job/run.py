@@ -99,7 +99,7 @@ class Run:
         self._report(opening(given, fleet.job_id, fleet.addresses))
         telling = asyncio.create_task(self._tell_vitals())
         try:
-            async with warnings(given, self._report):
+            async with warnings(given, fleet.dialer.security, self._report):
                 return await self._train(given, fleet, order)
         finally:
             telling.cancel()

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from rpcmp.server.notify import keep_alive, notify
 from rpcmp.server.server import DRAIN_SECONDS, StageServer
 from rpcmp.wire.security import INSECURE, WARN_SECONDS, Security
+from rpcmp.wire.watching import watch
 
 log = logging.getLogger(__name__)
 
@@ -32,6 +33,7 @@ async def serve(server: StageServer, host: str, port: int, announce: Callable[[i
         ConfigError: the port cannot be had.
     """
     warning = asyncio.create_task(_warn(server.security))
+    watching = asyncio.create_task(watch(server.security, lambda text: log.warning("%s", text)))
     received: asyncio.Queue[signal.Signals] = asyncio.Queue()
     loop = asyncio.get_running_loop()
     for signum in (signal.SIGINT, signal.SIGTERM):
@@ -52,6 +54,7 @@ async def serve(server: StageServer, host: str, port: int, announce: Callable[[i
         await server.stop(0)
     second.cancel()
     warning.cancel()
+    watching.cancel()
     alive.cancel()
     return 128 + first if first is signal.SIGINT else 0
 

@@ -10,8 +10,8 @@ from typing import Self
 from cryptography import x509
 
 from rpcmp.errors import SecurityError
-from rpcmp.wire import role
-from rpcmp.wire.credentials import CERTIFICATE
+from rpcmp.wire import permits, role
+from rpcmp.wire.credentials import CA, CERTIFICATE
 from rpcmp.wire.role import Role
 
 
@@ -59,3 +59,19 @@ class Certificate:
             found.not_valid_before_utc,
             found.not_valid_after_utc,
         )
+
+
+def authority_text(folder: Path) -> str:
+    """Return which names the authority in a folder may certify, and until when, for people.
+
+    Raises:
+        SecurityError: its certificate cannot be read.
+    """
+    path = folder / CA
+    try:
+        found = x509.load_pem_x509_certificate(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise SecurityError(f"{path} is no certificate that can be read: {error}") from error
+    permitted = permits.of(found)
+    names = "any host" if permitted is None else permits.text_of(permitted) or "this machine only"
+    return f"its authority for {names}, until {found.not_valid_after_utc:%Y-%m-%d}"

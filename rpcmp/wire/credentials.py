@@ -1,4 +1,4 @@
-"""A host's certificate, its key, and the CA that it trusts: three PEM files in a folder.
+"""A host's certificate, its key, the CA that it trusts, and what that has revoked: PEM files.
 
 The names are those of a Kubernetes TLS secret, so one that is mounted is such a folder. The files
 are read again when they have changed: a certificate that is renewed needs no restart.
@@ -6,15 +6,23 @@ are read again when they have changed: a certificate that is renewed needs no re
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import ssl
 import stat
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rpcmp.errors import SecurityError
 
+if TYPE_CHECKING:
+    from rpcmp.wire.revocation import Revocations
+
 CA, CERTIFICATE, KEY = "ca.crt", "tls.crt", "tls.key"
+
+CRL = "ca.crl"
+"""Optional: without it nothing is revoked."""
 
 GRPC, RELAY, HTTP = "h2", "rpcmp-relay/1", "http/1.1"
 """Application protocols (ALPN)."""
@@ -26,37 +34,51 @@ class Credentials:
     """What a process shows to others, and what it accepts of them.
 
     Args:
-        folder: with ca.crt, tls.crt and tls.key.
+        folder: with ca.crt, tls.crt and tls.key, and ca.crl if anything is revoked.
 
     Raises:
         SecurityError: a file is missing, does not fit the others, or is a key that others can read.
+
+    Attributes:
+        folder: as given.
+        revocations: what ca.crl revokes; None: there is none.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self.revocations: Revocations | None = None
         self._stamp: object = None
+        self._refused: object = None  # what could not be used, and was warned of
         self._load()
 
     def server(self) -> ssl.SSLContext:
         """For connections that others open."""
-        self._refresh()
+        self.refresh()
         return self._server
 
     def website(self) -> ssl.SSLContext:
         """For connections that browsers open, which show no certificate."""
-        self._refresh()
+        self.refresh()
         return self._website
 
     def client(self, protocol: str) -> ssl.SSLContext:
         """For connections to servers, to speak `protocol`."""
-        self._refresh()
+        self.refresh()
         return self._clients[protocol]
 
-    def _refresh(self) -> None:
+    def refresh(self) -> None:
+        """Read the files again if they have changed; if they cannot be used, warn and go on."""
         try:
-            if self._stat() != self._stamp:
-                self._load()
+            stamp: object = self._stat()
+        except OSError as error:  # being replaced
+            stamp = str(error)
+        if stamp in (self._stamp, self._refused):
+            return
+        try:
+            self._load()
+            self._refused = None
         except (SecurityError, OSError) as error:  # being written: what was read before still holds
+            self._refused = stamp
             log.warning("the certificate is not renewed: %s", error)
 
     def _load(self) -> None:
@@ -68,14 +90,40 @@ class Credentials:
                 f"{CA}, {CERTIFICATE} and {KEY}: `rpcmp certs issue` makes one"
             ) from error
         require_private(self.folder / KEY)
-        self._server = self._context(ssl.PROTOCOL_TLS_SERVER, [GRPC, RELAY])
-        self._website = self._context(ssl.PROTOCOL_TLS_SERVER, [HTTP])
-        self._website.verify_mode = ssl.CERT_NONE
-        client = ssl.PROTOCOL_TLS_CLIENT
-        self._clients = {protocol: self._context(client, [protocol]) for protocol in (GRPC, RELAY)}
-        self._stamp = stamp
+        revocations = self._read_revocations()
+        server = self._context(ssl.PROTOCOL_TLS_SERVER, [GRPC, RELAY], revocations)
+        website = self._context(ssl.PROTOCOL_TLS_SERVER, [HTTP], None)
+        website.verify_mode = ssl.CERT_NONE
+        clients = {
+            protocol: self._context(ssl.PROTOCOL_TLS_CLIENT, [protocol], revocations)
+            for protocol in (GRPC, RELAY)
+        }
+        self._server, self._website, self._clients = server, website, clients
+        self.revocations, self._stamp = revocations, stamp
 
-    def _context(self, side: int, protocols: list[str]) -> ssl.SSLContext:
+    def _read_revocations(self) -> Revocations | None:
+        """The CRL; the last one if its file is gone: what is revoked stays so.
+
+        Raises:
+            SecurityError: it cannot be used.
+        """
+        path = self.folder / CRL
+        try:
+            content = path.read_bytes()
+            authorities = (self.folder / CA).read_bytes()
+        except FileNotFoundError:
+            if self.revocations is not None:
+                log.warning("%s is gone: what it has revoked stays so until a restart", path)
+            return self.revocations
+        except OSError as error:
+            raise SecurityError(f"{error.filename} cannot be read ({error.strerror})") from error
+        from rpcmp.wire.revocation import Revocations  # only who has one needs its libraries
+
+        return Revocations(content, authorities, path)
+
+    def _context(
+        self, side: int, protocols: list[str], revocations: Revocations | None
+    ) -> ssl.SSLContext:
         context = ssl.SSLContext(side)
         context.minimum_version = ssl.TLSVersion.TLSv1_3
         context.verify_mode = ssl.CERT_REQUIRED
@@ -85,6 +133,8 @@ class Credentials:
         try:
             context.load_cert_chain(self.folder / CERTIFICATE, self.folder / KEY)
             context.load_verify_locations(self.folder / CA)
+            if revocations is not None:
+                revocations.require(context)
         except (OSError, ValueError) as error:  # ssl's errors are OSErrors
             reason = getattr(error, "reason", None) or getattr(error, "strerror", None) or error
             raise SecurityError(
@@ -95,7 +145,9 @@ class Credentials:
 
     def _stat(self) -> object:
         found = [os.stat(self.folder / name) for name in (CA, CERTIFICATE, KEY)]
-        return [(one.st_mtime_ns, one.st_size, one.st_ino) for one in found]
+        with contextlib.suppress(FileNotFoundError):
+            found.append(os.stat(self.folder / CRL))
+        return [(one.st_mtime_ns, one.st_size, one.st_ino, one.st_mode) for one in found]
 
 
 def require_private(key: Path) -> None:

@@ -66,6 +66,7 @@ class Dialer:
             await end.shake_hands()
             if session is not None:
                 self._require(session, address, stage_index)
+                self.security.establish(end)
         except BaseException:
             end.close()
             raise

@@ -142,6 +142,11 @@ class End:
         self.socket.close()
         self.gone.set()
 
+    def hang_up(self) -> None:
+        """End it for both sides; whatever uses it closes it."""
+        with contextlib.suppress(OSError):
+            self.socket.shutdown(socket.SHUT_RDWR)
+
     def _taken(self, limit: int) -> bytes:
         result = bytes(self.decrypted[:limit])
         del self.decrypted[:limit]
@@ -181,6 +186,7 @@ ALERTS = {
     "TLSV13_ALERT_CERTIFICATE_REQUIRED": "the other side wants a certificate",
     "TLSV1_ALERT_UNKNOWN_CA": "the other side does not know the CA of our certificate",
     "SSLV3_ALERT_CERTIFICATE_EXPIRED": "the other side says that our certificate has expired",
+    "SSLV3_ALERT_CERTIFICATE_REVOKED": "the other side says that our certificate is revoked",
     "SSLV3_ALERT_BAD_CERTIFICATE": "the other side does not accept our certificate",
     "TLSV1_ALERT_PROTOCOL_VERSION": "the other side does not speak TLS 1.3",
     "UNSUPPORTED_PROTOCOL": "the other side does not speak TLS 1.3",

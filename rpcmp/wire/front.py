@@ -168,6 +168,7 @@ class Front:
             raise SecurityError("its certificate has no role of rpcmp")
         if session.protocol not in (GRPC, RELAY):
             raise SecurityError("it does not say which protocol it speaks")
+        self._security.establish(end)
         return Visitor(end, session.peer_role, session.protocol)
 
     async def _greet_plain(self, end: End) -> Visitor:

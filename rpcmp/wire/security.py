@@ -7,12 +7,14 @@ of one user, unless somebody says `insecure` in so many words.
 from __future__ import annotations
 
 import ipaddress
+import weakref
 from collections.abc import Iterable
 from pathlib import Path
 
 from rpcmp.addresses import parse
 from rpcmp.errors import ConfigError, SecurityError
 from rpcmp.wire.credentials import Credentials
+from rpcmp.wire.end import End
 from rpcmp.wire.role import Role
 
 INSECURE = (
@@ -40,6 +42,32 @@ class Security:
             raise ConfigError("give --certs or --insecure, not both")
         self.insecure = insecure
         self.credentials = None if certs is None else Credentials(certs)
+        self._established: weakref.WeakSet[End] = weakref.WeakSet()
+
+    def establish(self, end: End) -> None:
+        """Take a connection whose peer was verified, to end it should the peer be revoked.
+
+        Raises:
+            SecurityError: it has been revoked meanwhile.
+        """
+        if self._is_revoked(end):
+            raise SecurityError("certificate revoked")
+        self._established.add(end)
+
+    def end_revoked(self) -> list[str]:
+        """End the connections whose peers are revoked by now; returns the roles of these."""
+        revoked = [end for end in self._established if self._is_revoked(end)]
+        for end in revoked:
+            self._established.discard(end)
+            end.hang_up()
+        return [str(end.session.peer_role) for end in revoked if end.session is not None]
+
+    def _is_revoked(self, end: End) -> bool:
+        revocations = None if self.credentials is None else self.credentials.revocations
+        if revocations is None or end.session is None or end.gone.is_set():
+            return False
+        certificate = end.session.peer_certificate
+        return certificate is not None and revocations.has(certificate)
 
     @property
     def role(self) -> Role | None:

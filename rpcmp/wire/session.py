@@ -47,6 +47,11 @@ class Session:
         names = certificate.get("subjectAltName", ())
         return role.find(value for kind, value in names if kind == "URI")
 
+    @property
+    def peer_certificate(self) -> bytes | None:
+        """The other side's certificate, DER; None: it has shown none."""
+        return self._tls.getpeercert(binary_form=True)
+
     def handshake(self) -> bool:
         """Go on with the handshake; whether it is complete.
 
