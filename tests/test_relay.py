@@ -28,7 +28,7 @@ class OnTheHostsLoopback:
 
 def opened(peer: Peer) -> None:
     """Have a relay carry what goes to a peer."""
-    relay = Relay("job", 1, cast("Forks", OnTheHostsLoopback()), Dialer(Security()), [].append)
+    relay = Relay("job", 1, cast("Forks", OnTheHostsLoopback()), Dialer(Security()), print)
     asyncio.run(relay.open("127.0.0.1:40000", [peer]))
 
 
@@ -44,7 +44,7 @@ def test_a_port_that_is_taken_is_no_end_but_a_reason_for_fresh_processes() -> No
 
 
 def test_the_round_trip_is_that_to_the_other_host() -> None:
-    relay = Relay("job", 1, cast("Forks", OnTheHostsLoopback()), Dialer(Security()), [].append)
+    relay = Relay("job", 1, cast("Forks", OnTheHostsLoopback()), Dialer(Security()), print)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         there = End(socket.create_connection(listener.getsockname()))
         assert relay.round_trips == {}

@@ -199,7 +199,8 @@ class Inspection:
         next(self._steps)
         del self._buffer[: self._at]
         self._at = 0
-        passed, self._passed = self._passed, bytearray()
+        passed = bytes(self._passed)
+        self._passed.clear()
         return passed
 
     def close(self) -> None:

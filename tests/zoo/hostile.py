@@ -7,7 +7,7 @@ import zoo  # type: ignore[import-not-found]
 from torch import Tensor, nn
 from torch.distributed import rpc
 
-_builtin = torch._C._distributed_rpc._invoke_rpc_builtin  # type: ignore[attr-defined]
+_builtin = torch._C._distributed_rpc._invoke_rpc_builtin
 
 
 class Hostile(nn.Module):
