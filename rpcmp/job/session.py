@@ -95,7 +95,7 @@ class Session:
         self._forks = fleet.forks
         self._dialer = fleet.dialer
         self._identity = Identity(fleet.job_id, generation)
-        self._relay = Relay(fleet.job_id, generation, fleet.forks, fleet.dialer)
+        self._relay = Relay(fleet.job_id, generation, DRIVER, fleet.forks, fleet.dialer)
         self._store: StoreProxy | None = None
         self._settings = settings
         self._choose = choose
