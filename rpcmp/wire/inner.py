@@ -33,7 +33,7 @@ class Inner:
         self._visitors: dict[str, Visitor] = {}
 
     def path(self) -> Path:
-        """A fresh path for a socket; all are equally long, so that a deep folder fits all or none."""
+        """A fresh path for a socket; all are equally long, so a deep folder fits all or none."""
         return self._folder / secrets.token_hex(8)
 
     @contextlib.contextmanager
