@@ -12,6 +12,7 @@ import pytest
 
 from rpcmp.checkpoint.folder import CheckpointFolder
 from tests.faults import Faults, committed
+from tests.lan import cli, issue
 from tests.processes import (
     JobFolder,
     Result,
@@ -47,10 +48,19 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Committed:
 
 @contextlib.contextmanager
 def server(
-    stage: int | None, address: str = "127.0.0.1:0", under: tuple[str, ...] = ()
+    stage: int | None,
+    address: str = "127.0.0.1:0",
+    under: tuple[str, ...] = (),
+    certs: Path | None = None,
 ) -> Iterator[Server]:
-    """A stage server, or a spare."""
+    """A stage server, or a spare.
+
+    Args:
+        certs: folder of everybody's certificates; None: it has none.
+    """
     which = ["--spare"] if stage is None else ["--stage", str(stage)]
+    if certs is not None:
+        which += ["--certs", str(certs / ("spare" if stage is None else f"stage{stage}"))]
     with running("serve", *which, "--listen", address, under=under) as run:
         yield Server(run, run.wait_for_line(r"SERVING on (\S+)")[1])
 
@@ -133,18 +143,33 @@ def _serves(process: psutil.Process, stage: int) -> bool:
     return "serve" in line and line[line.index("--stage") + 1] == str(stage)
 
 
+@pytest.mark.parametrize("is_secured", [False, True])
 def test_a_spare_takes_the_stage_of_a_host_that_stays_away(
-    job: JobFolder, undisturbed: Committed
+    job: JobFolder, undisturbed: Committed, tmp_path: Path, is_secured: bool
 ) -> None:
-    with server(0) as first, server(1) as second, server(None) as spare:
+    """With certificates too a neighbour gives it the stage's snapshot: it may be any stage."""
+    certs = made_certs(tmp_path) if is_secured else None
+    with (
+        server(0, certs=certs) as first,
+        server(1, certs=certs) as second,
+        server(None, certs=certs) as spare,
+    ):
         options = [f"recovery.spares=['{spare.address}']", "recovery.replace_after=0.5"]
         settings = [part for option in options for part in ("--set", option)]
+        settings += ["--certs", str(certs / "driver")] if certs is not None else []
         with driving(slow_config(job), [first, second], *settings) as run:
             second.run.process.kill()
             result = run.wait()
     assert_went_on(result, undisturbed)
     replaced = result.event("replaced")
     assert (replaced["lost"], replaced["address"]) == (second.address, spare.address)
+
+
+def made_certs(folder: Path) -> Path:
+    """Certificates for two stages, a spare and a driver."""
+    certs = issue(folder / "certs", "127.0.0.1", "127.0.0.1")
+    cli(certs, "issue", "--spare", "--host", "127.0.0.1")
+    return certs
 
 
 @pytest.mark.long

@@ -140,10 +140,10 @@ def test_answers_pass_to_whoever_has_asked(recorded: list[Conversation]) -> None
     main = recorded[0]
     answer = frames(main.from_inside)[0]
     address = answer[8 : 8 + answer[7]].decode()
-    inspection = Pipes([].append).inspect("the other", address)
+    inspection = Pipes(print).inspect("inside", "the other", address)
     inspection.sent(joined(frames(main.from_outside)[:1]))
     assert bytes(inspection.received(main.from_inside)) == main.from_inside
-    elsewhere = Pipes([].append).inspect("the other", "127.77.0.9:1")
+    elsewhere = Pipes(print).inspect("inside", "the other", "127.77.0.9:1")
     elsewhere.sent(joined(frames(main.from_outside)[:1]))
     with pytest.raises(SecurityError, match="leads somewhere else"):
         elsewhere.received(main.from_inside)
@@ -178,13 +178,18 @@ def message(
     return joined([head, struct.pack("<I", kind), bytes(8), payload, tensors])
 
 
-HELLO = joined([b"\xb8\x00\xb9\x01\xbd\x03abc", BROCHURE])
+def hello(name: str) -> bytes:
+    """How a pipe begins."""
+    return joined([b"\xb8\x00\xb9\x01\xbd" + bytes([len(name)]) + name.encode(), BROCHURE])
 
 
-def begun(pipes: Pipes | None = None, peer: str = "stage 1 at host-b") -> Inspection:
+HELLO = hello("outside")
+
+
+def begun(pipes: Pipes | None = None, peer: str = "outside") -> Inspection:
     """An inspection of a pipe that a peer has opened."""
-    inspection = (pipes or Pipes([].append)).inspect(peer)
-    assert bytes(inspection.received(HELLO)) == HELLO
+    inspection = (pipes or Pipes(print)).inspect(peer, "stage 1 at host-b")
+    assert bytes(inspection.received(hello(peer))) == hello(peer)
     return inspection
 
 
@@ -272,7 +277,7 @@ def established(pipes: Pipes, peer: str, number: int) -> Inspection:
 
 def requested(pipes: Pipes, peer: str, number: int) -> Inspection:
     """A further connection of a pipe."""
-    inspection = pipes.inspect(peer)
+    inspection = pipes.inspect(peer, "stage 1 at host-b")
     hello = joined([b"\xb8\x01\xb9\x01" + bytes([number])])
     assert bytes(inspection.received(hello)) == hello
     return inspection
@@ -292,10 +297,10 @@ CALL = message(
 
 def test_tensors_are_as_long_as_was_said() -> None:
     for said, passes in ((96, True), (97, False), (95, False), (2**63, False), (0, False)):
-        pipes = Pipes([].append)
-        pipe = established(pipes, "stage 1", 4)
+        pipes = Pipes(print)
+        pipe = established(pipes, "stage1:0", 4)
         assert bytes(pipe.received(CALL)) == CALL
-        channel = requested(pipes, "stage 1", 4)
+        channel = requested(pipes, "stage1:0", 4)
         data = struct.pack("<Q", said) + bytes(96)
         if passes:
             assert bytes(channel.received(data)) == data
@@ -307,9 +312,9 @@ def test_tensors_are_as_long_as_was_said() -> None:
 
 
 def test_a_tensor_that_is_faster_than_its_message_waits_for_it() -> None:
-    pipes = Pipes([].append)
-    pipe = established(pipes, "stage 1", 4)
-    channel = requested(pipes, "stage 1", 4)
+    pipes = Pipes(print)
+    pipe = established(pipes, "stage1:0", 4)
+    channel = requested(pipes, "stage1:0", 4)
     data = struct.pack("<Q", 96) + bytes(range(96))
     assert not channel.received(data)
     assert channel.is_held
@@ -321,12 +326,12 @@ def test_a_tensor_that_is_faster_than_its_message_waits_for_it() -> None:
 
 
 def test_a_pipe_is_its_peers_alone() -> None:
-    pipes = Pipes([].append)
-    established(pipes, "stage 1", 4)
-    for peer, number in (("stage 2", 4), ("stage 1", 6)):
+    pipes = Pipes(print)
+    established(pipes, "stage1:0", 4)
+    for peer, number in (("stage2:0", 4), ("stage1:0", 6)):
         with pytest.raises(SecurityError, match="a pipe that it does not have"):
             requested(pipes, peer, number)
-    reply = requested(pipes, "stage 1", 5)
+    reply = requested(pipes, "stage1:0", 5)
     with pytest.raises(SecurityError, match="nothing is to be said"):
         reply.received(b"\0")
 
@@ -334,9 +339,10 @@ def test_a_pipe_is_its_peers_alone() -> None:
 @pytest.mark.parametrize(
     "data",
     [
-        joined([b"\xb8\x00\xb9\x01\xbd\x04abc", BROCHURE]),
+        hello("inside"),
+        joined([b"\xb8\x00\xb9\x01\xbd\x08outside", BROCHURE]),
         joined([b"\xb8\x02\xb9\x01\x00"]),
-        joined([b"\xb8\x00\xb9\x01\xbd\x03abc", b"\xb9\x02\xbb\x01\xbd\x03shm\xbd\x01x"]),
+        joined([b"\xb8\x00\xb9\x01\xbd\x07outside", b"\xb9\x02\xbb\x01\xbd\x03shm\xbd\x01x"]),
         struct.pack("<Q", 2**40),
         HELLO + struct.pack("<Q", 2**30),
         HELLO + joined([b"\xb9\x03"]),
@@ -347,7 +353,7 @@ def test_a_pipe_is_its_peers_alone() -> None:
     ],
 )
 def test_frames_are_what_they_are_announced_as(data: bytes) -> None:
-    inspection = Pipes([].append).inspect("stage 1")
+    inspection = Pipes(print).inspect("outside", "stage 1 at host-b")
     with pytest.raises(SecurityError):
         inspection.received(data)
 
@@ -372,7 +378,7 @@ def test_how_a_stream_is_cut_makes_no_difference(
     recorded: list[Conversation], cuts: list[int]
 ) -> None:
     main = recorded[0]
-    inspection = Pipes([].append).inspect("stage 1")
+    inspection = Pipes(print).inspect("outside", "stage 1 at host-b")
     passed = b"".join(
         bytes(inspection.received(p)) for p in in_pieces(bytes(main.from_outside), cuts)
     )
@@ -390,7 +396,7 @@ def test_nothing_that_was_meddled_with_passes_as_another_message(
     data = bytearray(recorded[0].from_outside)
     for place, change in changes:
         data[place % len(data)] ^= change
-    inspection = Pipes([].append).inspect("stage 1")
+    inspection = Pipes(print).inspect("outside", "stage 1 at host-b")
     passed = bytearray()
     try:
         for piece in in_pieces(bytes(data), cuts):

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 import socket
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1.health_pb2_grpc import HealthStub
 
 from rpcmp.errors import JobError, RpcmpError
+from rpcmp.server import listener
 from rpcmp.server.values import (
     MAX_ASKED,
     MAX_BYTES,
@@ -20,7 +26,12 @@ from rpcmp.server.values import (
     require_askable,
 )
 from rpcmp.v1 import control_pb2 as pb
-from rpcmp.v1.control_pb2_grpc import RendezvousStub, SnapshotsStub
+from rpcmp.v1.control_pb2_grpc import ControlStub, RendezvousStub, SnapshotsStub
+from rpcmp.wire.credentials import GRPC
+from rpcmp.wire.end import End
+from rpcmp.wire.front import Visitor
+from rpcmp.wire.inner import Inner
+from rpcmp.wire.role import DRIVER, Role, stage
 from tests.fuzz import http2
 from tests.processes import JobFolder, Server, connect, describe, running, running_servers
 
@@ -58,6 +69,73 @@ def test_a_message_that_cannot_be_read_is_the_callers_fault() -> None:
             for data in (b"\xff\xff\xff", b"\x0b" * 5000):
                 answer = say(server, http2.opening() + http2.call(f"/rpcmp.v1.{method}", data))
                 assert b"the message cannot be read" in answer, method
+
+
+def test_a_call_comes_from_the_path_that_its_socket_is_bound_to(tmp_path: Path) -> None:
+    """Of gRPC: so a call has the role of the visitor whose connection it came by."""
+
+    async def roles() -> list[Role | None]:
+        inner, seen = Inner(tmp_path), []
+
+        async def check(_self: object, _request: object, grpc_context: Any) -> Any:
+            seen.append(inner.role(grpc_context.peer()))
+            return health_pb2.HealthCheckResponse()
+
+        class Health(health_pb2_grpc.HealthServicer):
+            Check = check
+
+        made, path = listener.make([], [], inner), inner.path()
+        health_pb2_grpc.add_HealthServicer_to_server(Health(), made)
+        made.add_insecure_port(f"unix:{path}")
+        await made.start()
+        for role in (stage(7), None, DRIVER):
+            visitor = Visitor(End(socket.socket()), role, GRPC)
+            with inner.carrying(visitor) as end:
+                assert await answered(end, path)
+            visitor.end.close()
+        await made.stop(None)
+        return seen
+
+    assert asyncio.run(roles()) == [stage(7), None, DRIVER]
+    assert not list(tmp_path.iterdir())
+
+
+async def answered(end: socket.socket, path: Path) -> bytes:
+    """What a gRPC server answers to one call, until it has said how that has ended."""
+    loop, answer = asyncio.get_running_loop(), b""
+    await loop.sock_connect(end, str(path))
+    await loop.sock_sendall(end, http2.opening() + http2.call("/grpc.health.v1.Health/Check", b""))
+    while b"grpc-status" not in answer and (part := await loop.sock_recv(end, 65536)):
+        answer += part
+    return answer
+
+
+def test_other_processes_of_the_user_cannot_go_round_the_port(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as a worker, that runs a job's code: it can find the sockets behind the port."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    with running_servers(1) as (server,):
+        sockets = [path for path in tmp_path.glob("rpcmp-server-*/*") if path.is_socket()]
+        assert len(sockets) == 2
+        calls: list[Callable[[grpc.Channel], object]] = [
+            lambda channel: ControlStub(channel).Drain(pb.DrainRequest()),
+            lambda channel: list(SnapshotsStub(channel).Fetch(pb.FetchRequest())),
+            lambda channel: SnapshotsStub(channel).Put(iter([pb.PutRequest()])),
+            lambda channel: ControlStub(channel).Describe(pb.DescribeRequest()),
+            lambda channel: HealthStub(channel).Check(health_pb2.HealthCheckRequest()),
+        ]
+        for path, call in itertools.product(sockets, calls):
+            with (
+                grpc.insecure_channel(f"unix:{path}") as channel,
+                pytest.raises(grpc.RpcError) as refused,
+            ):
+                call(channel)
+            assert refused.value.code() in REFUSED
+        assert not describe(server).draining
+
+
+REFUSED = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
 
 
 @pytest.fixture

@@ -28,23 +28,23 @@ class OnTheHostsLoopback:
 
 def opened(peer: Peer) -> None:
     """Have a relay carry what goes to a peer."""
-    relay = Relay("job", 1, cast("Forks", OnTheHostsLoopback()), Dialer(Security()), print)
+    relay = Relay("job", 1, "a:0", cast("Forks", OnTheHostsLoopback()), Dialer(Security()), print)
     asyncio.run(relay.open("127.0.0.1:40000", [peer]))
 
 
 @pytest.mark.parametrize("listens", ["10.0.0.1:40001", "0.0.0.0:40001", "[::]:40001"])
 def test_a_peer_that_others_could_reach_is_refused(listens: str) -> None:
     with pytest.raises(SecurityError, match="for all to see"):
-        opened(Peer(listens, "host-b:50052", 1))
+        opened(Peer("b:0", listens, "host-b:50052", 1))
 
 
 def test_a_port_that_is_taken_is_no_end_but_a_reason_for_fresh_processes() -> None:
     with pytest.raises(WorkerDiedError, match=r"127\.0\.0\.1:40001.* fresh processes"):
-        opened(Peer("127.0.0.1:40001", "host-b:50052", 1))
+        opened(Peer("b:0", "127.0.0.1:40001", "host-b:50052", 1))
 
 
 def test_the_round_trip_is_that_to_the_other_host() -> None:
-    relay = Relay("job", 1, cast("Forks", OnTheHostsLoopback()), Dialer(Security()), print)
+    relay = Relay("job", 1, "a:0", cast("Forks", OnTheHostsLoopback()), Dialer(Security()), print)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         there = End(socket.create_connection(listener.getsockname()))
         assert relay.round_trips == {}

@@ -166,9 +166,7 @@ def renew(folder: Path, names: tuple[str, ...], days: int) -> None:
         issued = authority.issue(folder, name, found.role, found.hosts, days)
         until = f"{Certificate.load(issued).not_after:%Y-%m-%d}"
         where = found.hosts[0] if found.hosts else "the driver's host"
-        echo(
-            f"{issued} is for {found.role}{_at(found.hosts)}, until {until}: copy it to {where}"
-        )
+        echo(f"{issued} is for {found.role}{_at(found.hosts)}, until {until}: copy it to {where}")
 
 
 @certs.command()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rpcmp.v1 import control_pb2 as pb
 
-PROTOCOL = 7
+PROTOCOL = 8
 """Raised whenever a message or the data plane changes its meaning."""
 
 MAX_MESSAGE = 64 * 2**20

@@ -96,7 +96,9 @@ class Session:
         self._dialer = fleet.dialer
         self._identity = Identity(fleet.job_id, generation)
         self._failure = FirstFailure()
-        self._relay = Relay(fleet.job_id, generation, fleet.forks, fleet.dialer, self._failure.fail)
+        refused = self._failure.fail
+        identity = (fleet.job_id, generation, DRIVER)
+        self._relay = Relay(*identity, fleet.forks, fleet.dialer, refused)
         self._store: StoreProxy | None = None
         self._settings = settings
         self._choose = choose

@@ -20,7 +20,7 @@ from rpcmp.job.heardlines import HeardLines
 from rpcmp.job.restore import Holdings, holders
 from rpcmp.job.vitals import Vitals
 from rpcmp.logs.entry import Entry
-from rpcmp.members import Member, members
+from rpcmp.members import DRIVER, Member, members
 from rpcmp.process.channel import Message
 from rpcmp.v1 import control_pb2 as pb
 from rpcmp.wire.dialer import Dialer
@@ -151,18 +151,22 @@ class Stages:
             WorkerDiedError: an address is taken on a host that cannot make networks.
         """
         stages = [
-            (claim.network, Peer(self._listens[client.name], client.address, worker.stage_index))
+            (
+                claim.network,
+                Peer(worker.name, self._listens[client.name], client.address, worker.stage_index),
+            )
             for worker, client, claim in zip(
                 self._workers, self._clients, self._claims, strict=True
             )
         ]
-        everybody = [*stages, (network, Peer(listens))]
+        everybody = [*stages, (network, Peer(DRIVER, listens))]
         await all_of(
             client.link(
                 pb.LinkRequest(
                     **self._identity,
                     peers=[
                         pb.Peer(
+                            name=peer.name,
                             listens=peer.listens,
                             server=peer.server,
                             stage_index=peer.stage_index or 0,
@@ -190,7 +194,7 @@ class Stages:
         Raises:
             CheckpointError, UnavailableError: what a stage begins with is not to be had.
         """
-        is_mirrored = self._is_copied()
+        is_mirrored, holders = self._is_copied(), self._holders()
         await all_of(
             client.start(
                 pb.StartRequest(
@@ -202,6 +206,7 @@ class Stages:
                     assignment=assignments[rank],
                     restore=restores.get(client.name),
                     is_mirrored=is_mirrored[rank],
+                    mirrored_by=self._stage_of(holders[rank]),
                     saves=self._workers[rank].replica == 0,
                 )
             )
@@ -209,7 +214,7 @@ class Stages:
         )
         await all_of(
             self._clients[holder].mirror(self._mirror(index, step))
-            for index, holder in enumerate(self._holders())
+            for index, holder in enumerate(holders)
             if holder is not None
         )
 
@@ -276,6 +281,9 @@ class Stages:
             for index, holder in enumerate(self._holders())
         ]
 
+    def _stage_of(self, rank: int | None) -> int | None:
+        return None if rank is None else self._workers[rank].stage_index
+
     def _mirror(self, index: int, step: int) -> pb.MirrorRequest:
         """The order to hold the snapshots of one stage."""
         claim = self._claims[index]
@@ -305,6 +313,11 @@ class Stages:
                 code=code,
                 heartbeat_timeout=self._config.recovery.heartbeat_timeout,
                 checkpoint_folder=str(self._config.checkpoint_folder),
+                group=[
+                    pb.GroupStage(name=member.stage, replicas=member.num_replicas)
+                    for member in self._workers
+                    if member.replica == 0
+                ],
             )
         )
         self._failure.follow(_named(client, self._watch(client, worker)))

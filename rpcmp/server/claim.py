@@ -34,6 +34,7 @@ from rpcmp.process.environment import compute_environment
 from rpcmp.process.forking import Forks, NetworkOf
 from rpcmp.process.pulse import Pulse
 from rpcmp.server import codefolder
+from rpcmp.server.group import Group
 from rpcmp.server.loglines import LogLines
 from rpcmp.server.values import Values
 from rpcmp.server.vault import Vault
@@ -41,6 +42,7 @@ from rpcmp.server.vitals import WorkerVitals
 from rpcmp.v1 import control_pb2 as pb
 from rpcmp.wire.dialer import Dialer
 from rpcmp.wire.relay import Peer, Relay
+from rpcmp.wire.role import Role
 
 State = pb.ServerState
 
@@ -57,6 +59,7 @@ class Claim:
 
     Args:
         request: what the driver asked for in Prepare.
+        group: of the request.
         vault: where the worker's snapshots lie.
         forks: where the worker comes from.
         dialer: how this server talks to others.
@@ -64,6 +67,7 @@ class Claim:
         show: told of each line that the worker says.
 
     Attributes:
+        group: as given.
         relay: carries the worker's connections to other networks.
         servers: of the members on other hosts, by where their agents listen.
         lines: what the worker says.
@@ -72,6 +76,7 @@ class Claim:
     def __init__(
         self,
         request: pb.PrepareRequest,
+        group: Group,
         vault: Vault,
         forks: Forks,
         dialer: Dialer,
@@ -101,7 +106,11 @@ class Claim:
         self._dialer = dialer
         self._allowed = list(allowed)
         self._show = show
-        self.relay = Relay(request.job_id, request.generation, forks, dialer, self._refused)
+        self.group = group
+        name = group.member(request.stage_index, request.replica)
+        identity = (request.job_id, request.generation, name)
+        self.relay = Relay(*identity, forks, dialer, self._refused)
+        self._mirrored_by: int | None = None
         self._store: StoreProxy | None = None
         self._pulse = Pulse(request.heartbeat_timeout)
         self._threads = request.threads
@@ -161,7 +170,8 @@ class Claim:
         )
         restore = request.restore if request.HasField("restore") else None
         self.step = restore.step if restore else 0
-        files = await self._vault.prepare(request.stage_name, restore)
+        self._mirrored_by = request.mirrored_by if request.HasField("mirrored_by") else None
+        files = await self._vault.prepare(request.stage_name, restore, self.generation)
         self._start = {
             "op": "start",
             "restore": {"step": restore.step, "files": files} if restore else None,
@@ -180,11 +190,30 @@ class Claim:
     async def link(self, request: pb.LinkRequest) -> None:
         """Carry the worker's connections to those whom it cannot reach by itself."""
         peers = [
-            Peer(peer.listens, peer.server, peer.stage_index if peer.server else None)
+            Peer(peer.name, peer.listens, peer.server, peer.stage_index if peer.server else None)
             for peer in request.peers
         ]
         self.servers = {peer.listens: peer.server or DRIVER for peer in peers}
         await self.relay.open(self.listens, peers)
+
+    def require_may_fetch(self, role: Role | None, request: pb.FetchRequest) -> None:
+        """Refuse what a certificate does not give a right to.
+
+        Args:
+            role: of the caller; None: there are no certificates.
+            request: for a snapshot or a checkpoint's file.
+
+        Raises:
+            SecurityError: the caller may not have it.
+        """
+        if request.path:
+            self.group.require_member(role, "read its checkpoints")
+        elif request.newer:
+            what = f"mirror stage {request.stage_name!r}"
+            self.group.require_stage(role, self._mirrored_by, what)
+        else:
+            index = self.group.index(request.stage_name)
+            self.group.require_stage(role, index, f"read snapshots of {request.stage_name!r}")
 
     async def network(self) -> NetworkOf:
         """Where the worker's agent will listen."""

@@ -18,6 +18,7 @@ from rpcmp.control.options import machine
 from rpcmp.errors import JobError, RpcmpError, one_line, to_wire
 from rpcmp.v1 import control_pb2 as pb
 from rpcmp.v1 import control_pb2_grpc
+from rpcmp.wire.inner import Inner
 
 if TYPE_CHECKING:
     from rpcmp.server.server import StageServer
@@ -46,13 +47,17 @@ def answers_errors(method: Method) -> Method:
 class ControlServicer(control_pb2_grpc.ControlServicer):
     """See protos/rpcmp/v1/control.proto."""
 
-    def __init__(self, server: StageServer) -> None:
-        self._server = server
+    def __init__(self, server: StageServer, inner: Inner) -> None:
+        self._server, self._inner = server, inner
 
+    @answers_errors
     async def Describe(
         self, request: pb.DescribeRequest, grpc_context: GrpcContext
     ) -> pb.DescribeResponse:
-        return self._server.describe()
+        role = self._inner.role(grpc_context.peer())
+        if role is None or role.is_driver:
+            return self._server.describe()
+        return pb.DescribeResponse(draining=self._server.draining)
 
     @answers_errors
     async def Profile(

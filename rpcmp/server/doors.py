@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import grpc
@@ -28,6 +27,7 @@ from rpcmp.v1.doctor_pb2_grpc import add_DoctorServicer_to_server
 from rpcmp.wire import measure
 from rpcmp.wire.end import End
 from rpcmp.wire.front import GREETING_SECONDS, Front, Visitor
+from rpcmp.wire.inner import Inner
 
 if TYPE_CHECKING:
     from rpcmp.server.server import StageServer
@@ -59,10 +59,11 @@ class Doors:
         self._server = server
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
         self._folder = scratch.create(PREFIX)
+        self._inner = Inner(self._folder)
         self._drivers = self._make([], SERVER_OPTIONS)
         self._peers = self._make([OnlyPeers()], PEERS_OPTIONS)
-        paths = self._path("drivers"), self._path("peers")
-        self._front = Front(server.security, *paths, self._carry)
+        self._paths = self._inner.path(), self._inner.path()
+        self._front = Front(server.security, self._inner, *self._paths, self._carry)
         self._measuring = 0
 
     async def open(self, host: str, port: int) -> int:
@@ -71,8 +72,8 @@ class Doors:
         Raises:
             ConfigError: the port is in use, or the host is not this machine's.
         """
-        for server, name in ((self._drivers, "drivers"), (self._peers, "peers")):
-            server.add_insecure_port(f"unix:{self._path(name)}")
+        for server, path in zip((self._drivers, self._peers), self._paths, strict=True):
+            server.add_insecure_port(f"unix:{path}")
             await server.start()
         try:
             bound = await self._front.start(host, port)
@@ -96,16 +97,13 @@ class Doors:
     def _make(
         self, interceptors: Sequence[OnlyPeers], options: Sequence[tuple[str, int]]
     ) -> grpc.aio.Server:
-        made = listener.make(interceptors, options)
+        made = listener.make(interceptors, options, self._inner)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, made)
-        add_ControlServicer_to_server(ControlServicer(self._server), made)
-        add_RendezvousServicer_to_server(RendezvousServicer(self._server), made)
-        add_SnapshotsServicer_to_server(SnapshotsServicer(self._server), made)
+        add_ControlServicer_to_server(ControlServicer(self._server, self._inner), made)
+        add_RendezvousServicer_to_server(RendezvousServicer(self._server, self._inner), made)
+        add_SnapshotsServicer_to_server(SnapshotsServicer(self._server, self._inner), made)
         add_DoctorServicer_to_server(DoctorServicer(self._server), made)
         return made
-
-    def _path(self, name: str) -> Path:
-        return self._folder / name
 
     async def _carry(self, visitor: Visitor) -> None:
         """A connection that carries tensors, or is to be measured.

@@ -1,5 +1,7 @@
 """gRPC servers that a client cannot end, or fill the log of, by what it says.
 
+Calls are taken only from the connections of the front, which have names; see `wire.inner`.
+
 Two things of grpc.aio are put right here, tests/test_listener.py pins down both:
 
 - A call of a method whose name is not UTF-8 ends the loop that takes calls, and soon the process.
@@ -23,6 +25,7 @@ from grpc._cython import cygrpc
 from grpc.aio import _server as grpc_aio
 
 from rpcmp.errors import one_line
+from rpcmp.wire.inner import Inner
 
 if TYPE_CHECKING:
     Interceptor = grpc.aio.ServerInterceptor[Any, Any]
@@ -35,15 +38,16 @@ log = logging.getLogger(__name__)
 
 
 def make(
-    interceptors: Sequence[Interceptor], options: Sequence[tuple[str, int]]
+    interceptors: Sequence[Interceptor], options: Sequence[tuple[str, int]], inner: Inner
 ) -> grpc.aio.Server:
     """A server that listens nowhere yet.
 
     Args:
+        inner: knows the callers that are let in.
         interceptors: asked in this order.
         options: of gRPC.
     """
-    server: Any = _Server((*interceptors, _Answering()), tuple(options))
+    server: Any = _Server((*interceptors, _Answering(inner)), tuple(options))
     return server  # type: ignore[no-any-return]
 
 
@@ -69,7 +73,10 @@ class _Unreadable:
 
 
 class _Answering(Interceptor):
-    """Answers for messages that cannot be read, and for methods that fail."""
+    """Answers for unknown callers, for messages that cannot be read, and for methods that fail."""
+
+    def __init__(self, inner: Inner) -> None:
+        self._inner = inner
 
     async def intercept_service(
         self,
@@ -83,11 +90,11 @@ class _Answering(Interceptor):
         kind = next(kind for kind in _KINDS if getattr(handler, kind) is not None)
         method = getattr(handler, kind)
         if kind == "stream_unary":
-            answering = _answering(_of_readable(method))
+            answering = _answering(_of_readable(method), self._inner)
         elif inspect.isasyncgenfunction(method):
-            answering = _answering_in_parts(method)
+            answering = _answering_in_parts(method, self._inner)
         else:
-            answering = _answering(method)
+            answering = _answering(method, self._inner)
         reads = functools.partial(_read, handler.request_deserializer)
         changed = {"request_deserializer": reads, kind: answering}
         return cast("Handler", handler._replace(**changed))
@@ -103,9 +110,12 @@ def _read(deserialize: Callable[[bytes], Any], data: bytes) -> Any:
         return _Unreadable()
 
 
-def _answering(method: Callable[[Any, GrpcContext], Awaitable[Any]]) -> Callable[..., Any]:
+def _answering(
+    method: Callable[[Any, GrpcContext], Awaitable[Any]], inner: Inner
+) -> Callable[..., Any]:
     async def answering(request: Any, grpc_context: GrpcContext) -> Any:
         try:
+            await _require_known(inner, grpc_context)
             await _require_readable(request, grpc_context)
             return await method(request, grpc_context)
         except Exception as error:
@@ -114,9 +124,12 @@ def _answering(method: Callable[[Any, GrpcContext], Awaitable[Any]]) -> Callable
     return answering
 
 
-def _answering_in_parts(method: Callable[[Any, GrpcContext], Any]) -> Callable[..., Any]:
+def _answering_in_parts(
+    method: Callable[[Any, GrpcContext], Any], inner: Inner
+) -> Callable[..., Any]:
     async def answering(request: Any, grpc_context: GrpcContext) -> Any:
         try:
+            await _require_known(inner, grpc_context)
             await _require_readable(request, grpc_context)
             async for part in method(request, grpc_context):
                 yield part
@@ -135,6 +148,13 @@ def _of_readable(
             yield request
 
     return lambda requests, grpc_context: method(readable(requests, grpc_context), grpc_context)
+
+
+async def _require_known(inner: Inner, grpc_context: GrpcContext) -> None:
+    if not inner.knows(grpc_context.peer()):
+        await grpc_context.abort(
+            grpc.StatusCode.UNAUTHENTICATED, "the call did not come through the server's port"
+        )
 
 
 async def _require_readable(request: Any, grpc_context: GrpcContext) -> None:

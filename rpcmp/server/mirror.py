@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable
 
 from rpcmp.control.client import StageClient
 from rpcmp.control.options import machine
-from rpcmp.errors import RpcmpError
+from rpcmp.errors import RpcmpError, SecurityError
 from rpcmp.server.stream import receive
 from rpcmp.snapshot.slots import Slots, Snapshot
 from rpcmp.v1 import control_pb2 as pb
@@ -89,6 +89,11 @@ class Mirror:
             while True:
                 try:
                     have = await self._copy_next(client, have)
+                except (
+                    SecurityError
+                ) as error:  # the worker there waits, and its host cannot say why
+                    log.warning("cannot hold the snapshots of stage %r: %s", self.stage_name, error)
+                    await asyncio.sleep(RETRY_SECONDS)
                 except RpcmpError:  # gone, or between two generations: the driver sees to it
                     await asyncio.sleep(RETRY_SECONDS)
                 except Exception:  # no memory: the neighbour waits, and must not wait in silence

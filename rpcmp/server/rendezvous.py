@@ -11,29 +11,39 @@ from rpcmp.server.control import answers_errors
 from rpcmp.server.values import require_askable
 from rpcmp.v1 import control_pb2 as pb
 from rpcmp.v1 import control_pb2_grpc
+from rpcmp.wire.inner import Inner
 
 if TYPE_CHECKING:
+    from rpcmp.server.claim import Claim
     from rpcmp.server.server import StageServer
 
+    Job = pb.SetRequest | pb.GetRequest | pb.CompareSetRequest | pb.AddRequest
     GrpcContext = grpc.aio.ServicerContext[Any, Any]
 
 
 class RendezvousServicer(control_pb2_grpc.RendezvousServicer):
     """See protos/rpcmp/v1/control.proto. The values go with the claim."""
 
-    def __init__(self, server: StageServer) -> None:
-        self._server = server
+    def __init__(self, server: StageServer, inner: Inner) -> None:
+        self._server, self._inner = server, inner
+
+    def _claim_of(self, job: Job, grpc_context: GrpcContext) -> Claim:
+        """The current claim, whose group the caller must belong to."""
+        role = self._inner.role(grpc_context.peer())
+        claim = self._server.claimed_by(job.job_id, job.generation)
+        claim.group.require_member(role, "use the rendezvous")
+        return claim
 
     @answers_errors
     async def Set(self, request: pb.SetRequest, grpc_context: GrpcContext) -> pb.SetResponse:
-        claim = self._server.claimed_by(request.job_id, request.generation)
+        claim = self._claim_of(request, grpc_context)
         claim.values.set(request.key, request.value)
         await claim.notify()
         return pb.SetResponse(generation=claim.generation)
 
     @answers_errors
     async def Get(self, request: pb.GetRequest, grpc_context: GrpcContext) -> pb.GetResponse:
-        claim = self._server.claimed_by(request.job_id, request.generation)
+        claim = self._claim_of(request, grpc_context)
         require_askable(request.keys)
         async with claim.changed:
             await claim.changed.wait_for(
@@ -48,7 +58,7 @@ class RendezvousServicer(control_pb2_grpc.RendezvousServicer):
     async def CompareSet(
         self, request: pb.CompareSetRequest, grpc_context: GrpcContext
     ) -> pb.CompareSetResponse:
-        claim = self._server.claimed_by(request.job_id, request.generation)
+        claim = self._claim_of(request, grpc_context)
         held = claim.values.get(request.key)
         if (held or b"") == request.expected:
             held = request.desired
@@ -58,7 +68,7 @@ class RendezvousServicer(control_pb2_grpc.RendezvousServicer):
 
     @answers_errors
     async def Add(self, request: pb.AddRequest, grpc_context: GrpcContext) -> pb.AddResponse:
-        claim = self._server.claimed_by(request.job_id, request.generation)
+        claim = self._claim_of(request, grpc_context)
         value = claim.values.add(request.key, request.amount)
         await claim.notify()
         return pb.AddResponse(generation=claim.generation, value=value)

@@ -19,6 +19,7 @@ from rpcmp.process.forking import WORKERS, Forks
 from rpcmp.server import codefolder, doors, profiling
 from rpcmp.server.claim import Claim, State
 from rpcmp.server.doors import NOT_SERVING, Doors
+from rpcmp.server.group import Group
 from rpcmp.server.vault import Vault
 from rpcmp.v1 import control_pb2 as pb
 from rpcmp.v1 import doctor_pb2
@@ -165,13 +166,14 @@ class StageServer:
 
     async def _prepare(self, request: pb.PrepareRequest) -> Claim:
         self._check(request)
+        group = Group.of(request)
         if self._forgetting is not None:
             self._forgetting.cancel()
         await self._release(self.claim)
         await self.vault.open(request.job_id, request.checkpoint_folder)
         await self.vault.pause()
         claim = self.claim = Claim(
-            request, self.vault, self._forks, self.dialer, self._allowed, self._show
+            request, group, self.vault, self._forks, self.dialer, self._allowed, self._show
         )
         self._idle.clear()
         try:

@@ -16,6 +16,7 @@ from rpcmp.server.control import answers_errors
 from rpcmp.server.stream import receive_file
 from rpcmp.v1 import control_pb2 as pb
 from rpcmp.v1 import control_pb2_grpc
+from rpcmp.wire.inner import Inner
 
 if TYPE_CHECKING:
     from rpcmp.server.server import StageServer
@@ -31,16 +32,17 @@ MAX_FETCHING = 64
 class SnapshotsServicer(control_pb2_grpc.SnapshotsServicer):
     """See protos/rpcmp/v1/control.proto."""
 
-    def __init__(self, server: StageServer) -> None:
-        self._server = server
+    def __init__(self, server: StageServer, inner: Inner) -> None:
+        self._server, self._inner = server, inner
         self._fetching = 0
 
     async def Fetch(
         self, request: pb.FetchRequest, grpc_context: GrpcContext
     ) -> AsyncIterator[pb.FetchResponse]:
         try:
-            if request.newer:  # a host that was replaced must not speak for its successor
-                self._server.claimed_by(request.job_id, request.generation)
+            # A host that was replaced must not speak for its successor.
+            claim = self._server.claimed_by(request.job_id, request.generation)
+            claim.require_may_fetch(self._inner.role(grpc_context.peer()), request)
             vault = self._vault_of(request.job_id)
             with self._one_more():
                 async for part in vault.stream(request):

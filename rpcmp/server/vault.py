@@ -146,9 +146,16 @@ class Vault:
         if before is not None:
             await before.close()
 
-    async def prepare(self, stage_name: str, restore: pb.Restore | None) -> list[str]:
+    async def prepare(
+        self, stage_name: str, restore: pb.Restore | None, generation: int
+    ) -> list[str]:
         """Get ready what a fresh worker begins with; names the files that it finds it in, where it
         is not a snapshot in memory.
+
+        Args:
+            stage_name: of the server's own stage from now on.
+            restore: the snapshot or files; None: the worker starts from the config.
+            generation: of the group that the worker and the servers to fetch from belong to.
 
         Raises:
             CheckpointError: it is not to be had.
@@ -163,9 +170,9 @@ class Vault:
             return []
         if restore.files:
             self.slots.drop()
-            return [await self._file(file) for file in restore.files]
+            return [await self._file(file, generation) for file in restore.files]
         if restore.address:
-            await self._fetch(restore)
+            await self._fetch(restore, generation)
         self.slots.truncate_after(restore.step)
         self._require(stage_name, restore.step)
         return []
@@ -284,17 +291,22 @@ class Vault:
         """The oldest snapshot after `step`: a neighbour gets all, one after the other."""
         return next((found for found in self.slots.all() if found.step > step), None)
 
-    async def _fetch(self, restore: pb.Restore) -> None:
+    async def _fetch(self, restore: pb.Restore, generation: int) -> None:
         """Copy a snapshot of this stage that another server holds."""
-        request = pb.FetchRequest(job_id=self.job_id, stage_name=self.stage_name, step=restore.step)
+        request = pb.FetchRequest(
+            job_id=self.job_id,
+            generation=generation,
+            stage_name=self.stage_name,
+            step=restore.step,
+        )
         async with StageClient(self.stage_name, restore.address, self._dialer) as client:
             await receive(client.fetch(request), self.slots)
 
-    async def _file(self, file: pb.CheckpointFile) -> str:
+    async def _file(self, file: pb.CheckpointFile, generation: int) -> str:
         """A file of a checkpoint, on this host's disk from now on."""
         path = self.require_ours(file.path)
         if file.address:
-            request = pb.FetchRequest(job_id=self.job_id, path=file.path)
+            request = pb.FetchRequest(job_id=self.job_id, generation=generation, path=file.path)
             async with StageClient(self.stage_name, file.address, self._dialer) as client:
                 await receive_file((part.data async for part in client.fetch(request)), file)
         state = await asyncio.to_thread(files.check, path, file.sha256, file.size)

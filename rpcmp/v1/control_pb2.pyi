@@ -219,6 +219,7 @@ class PrepareRequest(_message.Message):
     CODE_FIELD_NUMBER: _builtins.int
     HEARTBEAT_TIMEOUT_FIELD_NUMBER: _builtins.int
     CHECKPOINT_FOLDER_FIELD_NUMBER: _builtins.int
+    GROUP_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     """the name that people see"""
     job_id: _builtins.str
@@ -236,6 +237,10 @@ class PrepareRequest(_message.Message):
     def versions(self) -> Global___Versions: ...
     @_builtins.property
     def code(self) -> _containers.RepeatedCompositeFieldContainer[Global___CodeFile]: ...
+    @_builtins.property
+    def group(self) -> _containers.RepeatedCompositeFieldContainer[Global___GroupStage]:
+        """the job's stages, in order; only to claim a server"""
+
     def __init__(
         self,
         *,
@@ -249,14 +254,40 @@ class PrepareRequest(_message.Message):
         code: _abc.Iterable[Global___CodeFile] | None = ...,
         heartbeat_timeout: _builtins.float = ...,
         checkpoint_folder: _builtins.str = ...,
+        group: _abc.Iterable[Global___GroupStage] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["versions", b"versions"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint_folder", b"checkpoint_folder", "code", b"code", "generation", b"generation", "heartbeat_timeout", b"heartbeat_timeout", "job", b"job", "job_id", b"job_id", "replica", b"replica", "stage_index", b"stage_index", "threads", b"threads", "versions", b"versions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint_folder", b"checkpoint_folder", "code", b"code", "generation", b"generation", "group", b"group", "heartbeat_timeout", b"heartbeat_timeout", "job", b"job", "job_id", b"job_id", "replica", b"replica", "stage_index", b"stage_index", "threads", b"threads", "versions", b"versions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PrepareRequest: _TypeAlias = PrepareRequest  # noqa: Y015
+
+@_typing.final
+class GroupStage(_message.Message):
+    """A stage of a job's group."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    REPLICAS_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    replicas: _builtins.int
+    """at least 1"""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        replicas: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "replicas", b"replicas"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GroupStage: _TypeAlias = GroupStage  # noqa: Y015
 
 @_typing.final
 class PrepareResponse(_message.Message):
@@ -403,6 +434,7 @@ class StartRequest(_message.Message):
     IS_MIRRORED_FIELD_NUMBER: _builtins.int
     LABEL_FIELD_NUMBER: _builtins.int
     SAVES_FIELD_NUMBER: _builtins.int
+    MIRRORED_BY_FIELD_NUMBER: _builtins.int
     job_id: _builtins.str
     generation: _builtins.int
     stage_name: _builtins.str
@@ -417,6 +449,8 @@ class StartRequest(_message.Message):
     """what people call the worker: the stage, and which replica of it"""
     saves: _builtins.bool
     """whether it writes the stage's file of a checkpoint"""
+    mirrored_by: _builtins.int
+    """Index of the stage whose server holds this stage's snapshots as well; absent: none does."""
     @_builtins.property
     def members(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """RPC names, by rank"""
@@ -439,12 +473,15 @@ class StartRequest(_message.Message):
         is_mirrored: _builtins.bool = ...,
         label: _builtins.str = ...,
         saves: _builtins.bool = ...,
+        mirrored_by: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["restore", b"restore"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_mirrored_by", b"_mirrored_by", "mirrored_by", b"mirrored_by", "restore", b"restore"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["assignment", b"assignment", "generation", b"generation", "is_mirrored", b"is_mirrored", "job_id", b"job_id", "label", b"label", "members", b"members", "rank", b"rank", "rendezvous", b"rendezvous", "restore", b"restore", "saves", b"saves", "stage_name", b"stage_name"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_mirrored_by", b"_mirrored_by", "assignment", b"assignment", "generation", b"generation", "is_mirrored", b"is_mirrored", "job_id", b"job_id", "label", b"label", "members", b"members", "mirrored_by", b"mirrored_by", "rank", b"rank", "rendezvous", b"rendezvous", "restore", b"restore", "saves", b"saves", "stage_name", b"stage_name"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__mirrored_by: _TypeAlias = _typing.Literal["mirrored_by"]  # noqa: Y015
+    _WhichOneofArgType__mirrored_by: _TypeAlias = _typing.Literal["_mirrored_by", b"_mirrored_by"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__mirrored_by) -> _WhichOneofReturnType__mirrored_by | None: ...
 
 Global___StartRequest: _TypeAlias = StartRequest  # noqa: Y015
 
@@ -537,21 +574,25 @@ class Peer(_message.Message):
     LISTENS_FIELD_NUMBER: _builtins.int
     SERVER_FIELD_NUMBER: _builtins.int
     STAGE_INDEX_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
     listens: _builtins.str
     """HOST:PORT of its agent, on its own loopback"""
     server: _builtins.str
     """HOST:PORT of its stage server; empty: the driver"""
     stage_index: _builtins.int
+    name: _builtins.str
+    """RPC name"""
     def __init__(
         self,
         *,
         listens: _builtins.str = ...,
         server: _builtins.str = ...,
         stage_index: _builtins.int = ...,
+        name: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["listens", b"listens", "server", b"server", "stage_index", b"stage_index"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["listens", b"listens", "name", b"name", "server", b"server", "stage_index", b"stage_index"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -966,7 +1007,6 @@ class FetchRequest(_message.Message):
     path: _builtins.str
     """a file of a checkpoint instead"""
     generation: _builtins.int
-    """where `newer`: of the group that the caller mirrors"""
     def __init__(
         self,
         *,

@@ -93,7 +93,8 @@ class ControlServicer:
     """
 
     def Describe(self, request, context):
-        """Says who the server is and what it does. Never changes anything.
+        """Says who the server is and what it does; to a stage's certificate only whether it drains. Never
+        changes anything.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -468,6 +469,9 @@ class Control:
 class SnapshotsStub:
     """A stage's snapshots: what it was right after its last optimizer steps, held by its own server and
     by a neighbour's. They outlive workers, and a lost connection to the driver.
+
+    Fetch is for members of the claim's group: a stage's snapshot is for servers of that stage, what
+    is newer than a step for the stage that mirrors this one.
     """
 
     def __init__(self, channel):
@@ -511,6 +515,9 @@ class SnapshotsStub:
 class SnapshotsServicer:
     """A stage's snapshots: what it was right after its last optimizer steps, held by its own server and
     by a neighbour's. They outlive workers, and a lost connection to the driver.
+
+    Fetch is for members of the claim's group: a stage's snapshot is for servers of that stage, what
+    is newer than a step for the stage that mirrors this one.
     """
 
     def Fetch(self, request, context):
@@ -600,6 +607,9 @@ def add_SnapshotsServicer_to_server(servicer, server):
 class Snapshots:
     """A stage's snapshots: what it was right after its last optimizer steps, held by its own server and
     by a neighbour's. They outlive workers, and a lost connection to the driver.
+
+    Fetch is for members of the claim's group: a stage's snapshot is for servers of that stage, what
+    is newer than a step for the stage that mirrors this one.
     """
 
     @staticmethod
@@ -768,7 +778,7 @@ class Snapshots:
 class RendezvousStub:
     """The key-value store at which one generation's workers exchange their addresses: the five
     operations of torch.distributed.Store that a TensorPipe agent uses. Served by the first stage's
-    server for the job that has claimed it.
+    server for the job that has claimed it, to members of its group.
     """
 
     def __init__(self, channel):
@@ -802,7 +812,7 @@ class RendezvousStub:
 class RendezvousServicer:
     """The key-value store at which one generation's workers exchange their addresses: the five
     operations of torch.distributed.Store that a TensorPipe agent uses. Served by the first stage's
-    server for the job that has claimed it.
+    server for the job that has claimed it, to members of its group.
     """
 
     def Set(self, request, context):
@@ -864,7 +874,7 @@ def add_RendezvousServicer_to_server(servicer, server):
 class Rendezvous:
     """The key-value store at which one generation's workers exchange their addresses: the five
     operations of torch.distributed.Store that a TensorPipe agent uses. Served by the first stage's
-    server for the job that has claimed it.
+    server for the job that has claimed it, to members of its group.
     """
 
     @staticmethod

@@ -44,7 +44,9 @@ class ControlStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> ControlAsyncStub: ...
     Describe: _grpc.UnaryUnaryMultiCallable[_control_pb2.DescribeRequest, _control_pb2.DescribeResponse]
-    """Says who the server is and what it does. Never changes anything."""
+    """Says who the server is and what it does; to a stage's certificate only whether it drains. Never
+    changes anything.
+    """
     Profile: _grpc.UnaryUnaryMultiCallable[_control_pb2.ProfileRequest, _control_pb2.ProfileResponse]
     """Measures each layer of a job's model in a process that ends with the call; before Prepare, and
     only while the server is free.
@@ -78,7 +80,9 @@ class ControlAsyncStub(ControlStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Describe: _aio.UnaryUnaryMultiCallable[_control_pb2.DescribeRequest, _control_pb2.DescribeResponse]  # type: ignore[assignment]
-    """Says who the server is and what it does. Never changes anything."""
+    """Says who the server is and what it does; to a stage's certificate only whether it drains. Never
+    changes anything.
+    """
     Profile: _aio.UnaryUnaryMultiCallable[_control_pb2.ProfileRequest, _control_pb2.ProfileResponse]  # type: ignore[assignment]
     """Measures each layer of a job's model in a process that ends with the call; before Prepare, and
     only while the server is free.
@@ -115,7 +119,9 @@ class ControlServicer(metaclass=_abc_1.ABCMeta):
         request: _control_pb2.DescribeRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_control_pb2.DescribeResponse, _abc.Awaitable[_control_pb2.DescribeResponse]]:
-        """Says who the server is and what it does. Never changes anything."""
+        """Says who the server is and what it does; to a stage's certificate only whether it drains. Never
+        changes anything.
+        """
 
     @_abc_1.abstractmethod
     def Profile(
@@ -192,6 +198,9 @@ def add_ControlServicer_to_server(servicer: ControlServicer, server: _typing.Uni
 class SnapshotsStub:
     """A stage's snapshots: what it was right after its last optimizer steps, held by its own server and
     by a neighbour's. They outlive workers, and a lost connection to the driver.
+
+    Fetch is for members of the claim's group: a stage's snapshot is for servers of that stage, what
+    is newer than a step for the stage that mirrors this one.
     """
 
     @_typing.overload
@@ -217,6 +226,9 @@ class SnapshotsStub:
 class SnapshotsAsyncStub(SnapshotsStub):
     """A stage's snapshots: what it was right after its last optimizer steps, held by its own server and
     by a neighbour's. They outlive workers, and a lost connection to the driver.
+
+    Fetch is for members of the claim's group: a stage's snapshot is for servers of that stage, what
+    is newer than a step for the stage that mirrors this one.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
@@ -238,6 +250,9 @@ class SnapshotsAsyncStub(SnapshotsStub):
 class SnapshotsServicer(metaclass=_abc_1.ABCMeta):
     """A stage's snapshots: what it was right after its last optimizer steps, held by its own server and
     by a neighbour's. They outlive workers, and a lost connection to the driver.
+
+    Fetch is for members of the claim's group: a stage's snapshot is for servers of that stage, what
+    is newer than a step for the stage that mirrors this one.
     """
 
     @_abc_1.abstractmethod
@@ -295,7 +310,7 @@ def add_SnapshotsServicer_to_server(servicer: SnapshotsServicer, server: _typing
 class RendezvousStub:
     """The key-value store at which one generation's workers exchange their addresses: the five
     operations of torch.distributed.Store that a TensorPipe agent uses. Served by the first stage's
-    server for the job that has claimed it.
+    server for the job that has claimed it, to members of its group.
     """
 
     @_typing.overload
@@ -312,7 +327,7 @@ class RendezvousStub:
 class RendezvousAsyncStub(RendezvousStub):
     """The key-value store at which one generation's workers exchange their addresses: the five
     operations of torch.distributed.Store that a TensorPipe agent uses. Served by the first stage's
-    server for the job that has claimed it.
+    server for the job that has claimed it, to members of its group.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
@@ -325,7 +340,7 @@ class RendezvousAsyncStub(RendezvousStub):
 class RendezvousServicer(metaclass=_abc_1.ABCMeta):
     """The key-value store at which one generation's workers exchange their addresses: the five
     operations of torch.distributed.Store that a TensorPipe agent uses. Served by the first stage's
-    server for the job that has claimed it.
+    server for the job that has claimed it, to members of its group.
     """
 
     @_abc_1.abstractmethod

@@ -25,6 +25,7 @@ from rpcmp.process.links import keep_alive
 from rpcmp.wire.accept import connections
 from rpcmp.wire.credentials import GRPC, RELAY
 from rpcmp.wire.end import HEADER, End, refusal
+from rpcmp.wire.inner import Inner
 from rpcmp.wire.localpeer import is_ours
 from rpcmp.wire.role import Role
 from rpcmp.wire.security import Security
@@ -56,12 +57,19 @@ class Visitor(NamedTuple):
     role: Role | None
     protocol: str
 
+    @property
+    def name(self) -> str:
+        """The role and the address, for messages: "stage 1 at 10.0.0.2:40000"."""
+        where = _name(self.end.socket)
+        return where if self.role is None else f"{self.role} at {where}"
+
 
 class Front:
     """Lets visitors in.
 
     Args:
         security: who may come.
+        inner: names the connections to the gRPC servers.
         drivers, peers: Unix sockets of gRPC servers, for those who drive and for stages.
         relay: takes connections that carry tensors, and closes them.
     """
@@ -69,12 +77,13 @@ class Front:
     def __init__(
         self,
         security: Security,
+        inner: Inner,
         drivers: Path,
         peers: Path,
         relay: Callable[[Visitor], Awaitable[None]],
     ) -> None:
         self._security = security
-        self._drivers, self._peers = drivers, peers
+        self._inner, self._drivers, self._peers = inner, drivers, peers
         self._relay = relay
         self._listeners: list[socket.socket] = []
         self._tasks: set[asyncio.Future[None]] = set()
@@ -183,15 +192,10 @@ class Front:
             await self._relay(visitor)
             return
         is_driver = visitor.role is None or visitor.role.is_driver
-        inside = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            inside.setblocking(False)
-            path = str(self._drivers if is_driver else self._peers)
+        path = str(self._drivers if is_driver else self._peers)
+        with self._inner.carrying(visitor) as inside:
             await asyncio.get_running_loop().sock_connect(inside, path)
-        except BaseException:
-            inside.close()
-            raise
-        await splice(visitor.end, End(inside))
+            await splice(visitor.end, End(inside))
 
 
 def _room() -> int:

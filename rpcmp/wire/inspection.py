@@ -112,14 +112,15 @@ class Pipes:
         # By who has opened the pipe, its peer, and the number in the answer; None: the reply's.
         self._channels: dict[tuple[bool, str, int], Lengths | None] = {}
 
-    def inspect(self, peer: str, listens: str = "") -> Inspection:
+    def inspect(self, peer: str, label: str, listens: str = "") -> Inspection:
         """The inspection of a new connection.
 
         Args:
-            peer: what the other side is called, the same for all its connections.
+            peer: RPC name of the member on the other side.
+            label: what it is called in errors.
             listens: HOST:PORT of its agent, where our worker has opened the connection.
         """
-        return Inspection(self, peer, listens)
+        return Inspection(self, peer, label, listens)
 
     def register(self, key: tuple[bool, str, int], lengths: Lengths | None) -> None:
         """Note a connection of a pipe that may be opened from now on."""
@@ -147,7 +148,8 @@ class Inspection:
 
     Args:
         pipes: of the worker.
-        peer: what the other side is called.
+        peer: RPC name of the member on the other side.
+        label: what it is called in errors.
         listens: HOST:PORT of its agent, where our worker has opened the connection.
 
     Attributes:
@@ -155,8 +157,8 @@ class Inspection:
         resume: called when it has to wait no longer.
     """
 
-    def __init__(self, pipes: Pipes, peer: str, listens: str) -> None:
-        self._pipes, self._peer, self._listens = pipes, peer, listens
+    def __init__(self, pipes: Pipes, peer: str, label: str, listens: str) -> None:
+        self._pipes, self._peer, self._label, self._listens = pipes, peer, label, listens
         self._is_ours = bool(listens)
         self._buffer, self._at = bytearray(), 0
         self._passed = bytearray()
@@ -233,8 +235,11 @@ class Inspection:
         if (found := _REQUESTED.fullmatch(frame)) is not None:
             self._pass(frame)
             yield from self._channel(_int(found[1]))
-        elif (found := _SPONTANEOUS.fullmatch(frame)) is None or _int(found[1]) != len(found[2]):
-            raise self._error("a connection that does not say what it is for")
+            return
+        found = _SPONTANEOUS.fullmatch(frame)
+        name = self._peer.encode()
+        if found is None or _int(found[1]) != len(name) or found[2] != name:
+            raise self._error("a connection that says it is another's, or not what it is for")
         self._pass(frame)
         brochure = yield from self._frame(MAX_NAME)
         if not brochure.startswith(_BROCHURE_BEGIN):
@@ -352,7 +357,7 @@ class Inspection:
 
     def _error(self, what: str) -> SecurityError:
         error = SecurityError(
-            f"{self._peer} has sent a worker on {platform.node()} what is no message of rpcmp's: "
+            f"{self._label} has sent a worker on {platform.node()} what is no message of rpcmp's: "
             f"{what}. That host, or its certificate, may be in other hands: look there, and "
             "revoke the certificate with `rpcmp certs revoke`"
         )

@@ -53,19 +53,27 @@ class Peer:
     """A member of the group that is in another network.
 
     Attributes:
+        name: its RPC name.
         listens: HOST:PORT of its agent, on its own loopback.
         server: HOST:PORT of its stage server; empty: it is the driver, which has none.
         stage_index: which stage that serves.
     """
 
+    name: str
     listens: str
     server: str = ""
     stage_index: int | None = None
 
     @property
-    def name(self) -> str:
+    def label(self) -> str:
         """What it is called in errors."""
-        return f"stage {self.stage_index} at {self.server}" if self.server else "the driver"
+        return f"{self.name} at {self.server}" if self.server else self.name
+
+    def may_be(self, role: Role | None) -> bool:
+        """Whether a certificate's role allows to be this member; None: there are none."""
+        if role is None:
+            return True
+        return role.may_serve(self.stage_index) if self.server else role.is_driver
 
 
 class Relay:
@@ -73,6 +81,7 @@ class Relay:
 
     Args:
         job_id, generation: whose; nobody else's are carried.
+        name: RPC name of the member.
         forks: has sockets in the member's network.
         dialer: opens connections to servers.
         refused: called when a peer has sent what is no message of the protocol, before its
@@ -83,15 +92,17 @@ class Relay:
         self,
         job_id: str,
         generation: int,
+        name: str,
         forks: Forks,
         dialer: Dialer,
         refused: Callable[[SecurityError], None],
     ) -> None:
         self._greeting = {"job_id": job_id, "generation": generation}
+        self._name = name
         self._forks, self._dialer = forks, dialer
         self._pipes = Pipes(refused)
         self._own = ""
-        self._stages: set[int | None] = set()
+        self._peers: dict[str, Peer] = {}
         self._waiting: asyncio.Queue[End] = asyncio.Queue(MAX_WAITING)
         self._is_shared = False
         self._is_closed = False
@@ -126,7 +137,7 @@ class Relay:
                 )
         self._is_shared = not (await self._forks.network()).is_private
         self._own = own
-        self._stages = {peer.stage_index for peer in peers if peer.server}
+        self._peers = {peer.name: peer for peer in peers}
         for peer in peers:
             try:
                 listener = await self._forks.listener(*parse(peer.listens))
@@ -166,17 +177,26 @@ class Relay:
             raise error
 
     async def _serve(self, visitor: Visitor, greeting: Mapping[str, Any]) -> None:
-        if greeting.get("op") == "wait":
-            if visitor.role is not None and not visitor.role.is_driver:
-                raise RelayError(f"a {visitor.role.kind} has nothing to wait for")
-            await self._park(visitor.end)
+        peer = self._member(visitor, greeting)
+        if greeting.get("op") != "wait":
+            await self._connect(visitor.end, peer)
+        elif peer.server:
+            raise RelayError(f"{peer.name} has nothing to wait for")
         else:
-            if not self._is_member(visitor.role):
-                raise RelayError(f"{visitor.role} is not of this group")
-            await self._connect(visitor.end, _name(visitor))
+            await self._park(visitor.end)
 
-    def _is_member(self, role: Role | None) -> bool:
-        return role is None or role.is_driver or any(map(role.may_serve, self._stages))
+    def _member(self, visitor: Visitor, greeting: Mapping[str, Any]) -> Peer:
+        """The member of the group that a visitor speaks for.
+
+        Raises:
+            RelayError: there is none of that name here, or the certificate is another's.
+        """
+        peer = self._peers.get(str(greeting.get("from")))
+        if peer is None:
+            raise RelayError(f"{visitor.name} names no peer of {self._name}")
+        if not peer.may_be(visitor.role):
+            raise RelayError(f"{visitor.name} may not speak for {peer.name}")
+        return peer
 
     async def close(self) -> None:
         """Carry nothing more; all connections break."""
@@ -220,7 +240,7 @@ class Relay:
             raise
         self._carried[there] = peer.listens
         try:
-            await _carry(here, there, self._pipes.inspect(peer.name, peer.listens))
+            await _carry(here, there, self._pipes.inspect(peer.name, peer.label, peer.listens))
         finally:
             del self._carried[there]
 
@@ -241,7 +261,7 @@ class Relay:
     async def _dial(self, server: str, stage_index: int | None, op: str) -> End:
         there = await self._dialer.open(server, RELAY, stage_index)
         try:
-            await there.write_message({**self._greeting, "op": op})
+            await there.write_message({**self._greeting, "op": op, "from": self._name})
             if op == "wait":
                 await there.read_message()
         except BaseException:
@@ -268,13 +288,13 @@ class Relay:
                     log.warning("the worker of %s cannot reach the driver: %s", stage.server, error)
                 await asyncio.sleep(RETRY_SECONDS)
                 continue
-            self._spawn(self._come(there, stage.name))
+            self._spawn(self._come(there, stage))
 
-    async def _come(self, there: End, peer: str) -> None:
+    async def _come(self, there: End, peer: Peer) -> None:
         with contextlib.suppress(OSError, RpcmpError):
             await self._connect(there, peer)
 
-    async def _connect(self, there: End, peer: str) -> None:
+    async def _connect(self, there: End, peer: Peer) -> None:
         """Pass on to our own worker what comes from elsewhere."""
         try:
             connection = await self._forks.connectable()
@@ -288,7 +308,7 @@ class Relay:
             connection.close()
             there.abort()
             raise
-        await _carry(End(connection), there, self._pipes.inspect(peer))
+        await _carry(End(connection), there, self._pipes.inspect(peer.name, peer.label))
 
 
 async def _carry(here: End, there: End, inspection: Inspection) -> None:
@@ -298,12 +318,3 @@ async def _carry(here: End, there: End, inspection: Inspection) -> None:
             await splice(here, there, inspection)
     finally:
         inspection.close()
-
-
-def _name(visitor: Visitor) -> str:
-    """What a peer that has opened a connection is called."""
-    who = "a member of the group" if visitor.role is None else str(visitor.role)
-    try:
-        return f"{who} at {visitor.end.socket.getpeername()[0]}"
-    except OSError:  # it is gone already
-        return who

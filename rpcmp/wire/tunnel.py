@@ -2,15 +2,19 @@
 
 gRPC cannot be told to insist on TLS 1.3, or to look for a role in a certificate. So its channel
 ends at a Unix socket in this process, in a folder that only its user can look into, and what it
-sends there goes on over a connection of the Dialer.
+sends there goes on over a connection of the Dialer. That has our certificate, so only this very
+process may connect: no other one of its user, such as a worker that runs a job's code.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
+import os
 import socket
 import ssl
+import struct
 
 from rpcmp import scratch
 from rpcmp.errors import RpcmpError, SecurityError
@@ -21,6 +25,11 @@ from rpcmp.wire.end import End, refusal
 from rpcmp.wire.splice import splice
 
 PREFIX = "rpcmp-tunnel-"
+
+_CREDENTIALS = struct.Struct("iII")
+"""See `struct ucred` in unix(7): process, user, group."""
+
+log = logging.getLogger(__name__)
 
 
 class Tunnel:
@@ -67,6 +76,10 @@ class Tunnel:
 
     async def _accept(self) -> None:
         async for connection in connections(self._listener):
+            if (pid := _pid_of_peer(connection)) != os.getpid():
+                log.warning("process %d has tried to reach %s by our socket", pid, self._address)
+                connection.close()
+                continue
             task = asyncio.create_task(self._carry(End(connection)))
             self._carrying.add(task)
             task.add_done_callback(self._carrying.discard)
@@ -95,3 +108,14 @@ class Tunnel:
         self.failure = error
         if not self.refused.done():
             self.refused.set_result(error)
+
+
+def _pid_of_peer(connection: socket.socket) -> int:
+    """The process that has connected; 0 if it is outside of this one's pid namespace.
+
+    The kernel notes the process and not the thread, and gives its id as this process sees it.
+    """
+    found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    pid: int
+    pid, _, _ = _CREDENTIALS.unpack(found)
+    return pid
