@@ -77,15 +77,15 @@ def test_a_call_comes_from_the_path_that_its_socket_is_bound_to(tmp_path: Path) 
     async def roles() -> list[Role | None]:
         inner, seen = Inner(tmp_path), []
 
-        async def check(_self: object, _request: object, grpc_context: Any) -> Any:
+        async def check(_request: object, grpc_context: Any) -> Any:
             seen.append(inner.role(grpc_context.peer()))
             return health_pb2.HealthCheckResponse()
 
-        class Health(health_pb2_grpc.HealthServicer):
-            Check = check
+        servicer = health_pb2_grpc.HealthServicer()
+        servicer.Check = check
 
         made, path = listener.make([], [], inner), inner.path()
-        health_pb2_grpc.add_HealthServicer_to_server(Health(), made)
+        health_pb2_grpc.add_HealthServicer_to_server(servicer, made)
         made.add_insecure_port(f"unix:{path}")
         await made.start()
         for role in (stage(7), None, DRIVER):
