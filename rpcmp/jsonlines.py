@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+
+Opener = Callable[[str, int], int]
+"""What `open` takes to open a file in another way."""
 
 
 def dumps(value: Any) -> str:
@@ -24,18 +30,24 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
+def private(path: str, flags: int) -> int:
+    """Open a file; where it is new, only its owner may read it."""
+    return os.open(path, flags, 0o600)
+
+
 class Writer:
     """Appends lines; each is with the system when `append` returns.
 
     Args:
         path: the file; made where it is missing.
+        opener: as of `open`.
 
     Raises:
         OSError: it cannot be written; so does `append`.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._file = path.open("ab", buffering=0)
+    def __init__(self, path: Path, opener: Opener | None = None) -> None:
+        self._file = open(path, "ab", buffering=0, opener=opener)
 
     def append(self, value: Any) -> None:
         """Write a line, in one piece: a kill leaves it whole, or it is the last and cut off."""
