@@ -9,7 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-
 Opener = Callable[[str, int], int]
 """What `open` takes to open a file in another way."""
 
@@ -47,7 +46,7 @@ class Writer:
     """
 
     def __init__(self, path: Path, opener: Opener | None = None) -> None:
-        self._file = open(path, "ab", buffering=0, opener=opener)
+        self._file = open(path, "ab", buffering=0, opener=opener)  # noqa: SIM115 # closed by close
 
     def append(self, value: Any) -> None:
         """Write a line, in one piece: a kill leaves it whole, or it is the last and cut off."""

@@ -1,4 +1,4 @@
-"""What a job may not do on a host: name what is not allowed there, or reach files of its own choice."""
+"""What a job may not do on a host: name what is not allowed, or reach files of its own choice."""
 
 from __future__ import annotations
 
@@ -180,8 +180,8 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 PIECES = st.one_of(
     st.sampled_from(
-        ["..", ".", "", "out", "up", "circle", "proc", "fifo", "canary", "step-00000001", "link"]
-        + ["step-00000002", "a.safetensors", "root", "job", "\0", "x" * 300, "/", "~", "é"]
+        "/.././/out/up/circle/proc/fifo/canary/step-00000001/link/root/job/\0/~/é".split("/")
+        + ["step-00000002", "a.safetensors", "/", "x" * 300]  # noqa: RUF005
     ),
     st.text(max_size=5).filter(lambda text: not text or ord(max(text)) < 0xD800),
 )
@@ -257,13 +257,13 @@ def test_a_server_runs_nothing_that_is_not_allowed(
     """The worker, the examination and the layers' profile all refuse it."""
     canary = tmp_path / "canary"
     order = Order(callables={"model.layers": layers}, devices=["cpu"], folder=str(tmp_path))
-    with running_servers(1, *options, "--checkpoints", str(tmp_path / "saved")) as (server,):
+    with running_servers(1, *options, "--checkpoints", str(tmp_path / "saved")) as (server,):  # noqa: SIM117
         with grpc.insecure_channel(server.address) as channel:
             answer = DoctorStub(channel).Examine(
                 doctor_pb2.ExamineRequest(
                     job=pb.PrepareRequest(versions=versions()), order=order.model_dump_json()
                 ),
-                timeout=60,
+                timeout=120,
             )
             facts = HostFacts.model_validate_json(answer.facts)
             assert "--allow or --no-code" in facts.problems["model.layers"]
@@ -280,11 +280,11 @@ def test_a_server_runs_nothing_that_is_not_allowed(
                 sample=sample,
             )
             with pytest.raises(grpc.RpcError, match="--allow or --no-code"):
-                ControlStub(channel).Profile(measured, timeout=60)
+                ControlStub(channel).Profile(measured, timeout=120)
             job = prepared(server, "")
-            ControlStub(channel).Prepare(job, timeout=30)
+            ControlStub(channel).Prepare(job, timeout=120)
             watched = ControlStub(channel).Watch(
-                pb.WatchRequest(job_id=job.job_id, generation=1), timeout=60
+                pb.WatchRequest(job_id=job.job_id, generation=1), timeout=120
             )
             ControlStub(channel).Start(
                 pb.StartRequest(
@@ -298,7 +298,7 @@ def test_a_server_runs_nothing_that_is_not_allowed(
                         config=config, stage_index=0, layers=["only"]
                     ).model_dump_json(),
                 ),
-                timeout=30,
+                timeout=120,
             )
             error = next(change.error for change in watched if change.error)
             assert "--allow or --no-code" in error
@@ -321,7 +321,7 @@ def prepared(server: Server, folder: str, **more: Any) -> pb.PrepareRequest:
         job_id=uuid.uuid4().hex,
         generation=1,
         versions=versions(),
-        heartbeat_timeout=30,
+        heartbeat_timeout=120,
         checkpoint_folder=folder,
         **more,
     )
@@ -335,16 +335,16 @@ def test_a_job_does_not_choose_where_checkpoints_lie(
     place = folder if folder == "/" else f"{base}{folder}"
     with grpc.insecure_channel(server.address) as channel:
         with pytest.raises(grpc.RpcError, match="--checkpoints"):
-            ControlStub(channel).Prepare(prepared(server, place), timeout=30)
+            ControlStub(channel).Prepare(prepared(server, place), timeout=120)
         job = prepared(server, place, may_keep_nothing=True)
-        assert "--checkpoints" in ControlStub(channel).Prepare(job, timeout=30).keeps_nothing
+        assert "--checkpoints" in ControlStub(channel).Prepare(job, timeout=120).keeps_nothing
         with pytest.raises(grpc.RpcError, match="--checkpoints"):
             list(
                 SnapshotsStub(channel).Fetch(
-                    pb.FetchRequest(job_id=job.job_id, path=f"{base}/canary"), timeout=30
+                    pb.FetchRequest(job_id=job.job_id, path=f"{base}/canary"), timeout=120
                 )
             )
-        ControlStub(channel).Stop(pb.StopRequest(job_id=job.job_id, generation=1), timeout=30)
+        ControlStub(channel).Stop(pb.StopRequest(job_id=job.job_id, generation=1), timeout=120)
 
 
 def test_a_job_reads_and_writes_no_file_outside_of_its_folder(
@@ -359,7 +359,7 @@ def test_a_job_reads_and_writes_no_file_outside_of_its_folder(
     evil = ["out/canary", "step-00000001/link", "../canary", "../../canary", "out/saved/x"]
     with grpc.insecure_channel(server.address) as channel:
         control, snapshots = ControlStub(channel), SnapshotsStub(channel)
-        control.Prepare(job, timeout=30)
+        control.Prepare(job, timeout=120)
         for name in (*evil, "\0", "x" * 5000):
             file = pb.CheckpointFile(path=f"{saved}/{name}", size=4)
             with pytest.raises(grpc.RpcError):
@@ -367,18 +367,18 @@ def test_a_job_reads_and_writes_no_file_outside_of_its_folder(
             puts = [pb.PutRequest(job_id=job.job_id, file=file), pb.PutRequest(data=b"evil")]
             if name != "step-00000001/link":  # there a file replaces the link
                 with pytest.raises(grpc.RpcError):
-                    snapshots.Put(iter(puts), timeout=30)
+                    snapshots.Put(iter(puts), timeout=120)
             with pytest.raises(grpc.RpcError):
-                snapshots.Remove(pb.RemoveRequest(job_id=job.job_id, folder=file.path), timeout=30)
+                snapshots.Remove(pb.RemoveRequest(job_id=job.job_id, folder=file.path), timeout=120)
         start = pb.StartRequest(job_id=job.job_id, generation=1, stage_name="../../evil")
         with pytest.raises(grpc.RpcError, match="cannot be the name of a file"):
-            control.Start(start, timeout=30)
+            control.Start(start, timeout=120)
         file = pb.CheckpointFile(path=f"{saved}/step-00000002/a.safetensors", size=4)
         puts = [pb.PutRequest(job_id=job.job_id, file=file), pb.PutRequest(data=b"ours")]
-        snapshots.Put(iter(puts), timeout=30)
-        fetched = snapshots.Fetch(pb.FetchRequest(job_id=job.job_id, path=file.path), timeout=30)
+        snapshots.Put(iter(puts), timeout=120)
+        fetched = snapshots.Fetch(pb.FetchRequest(job_id=job.job_id, path=file.path), timeout=120)
         assert b"".join(part.data for part in fetched) == b"ours"
-        control.Stop(pb.StopRequest(job_id=job.job_id, generation=1), timeout=30)
+        control.Stop(pb.StopRequest(job_id=job.job_id, generation=1), timeout=120)
     assert (base / "canary").read_text() == "SECRET"
     assert sorted(path.name for path in base.iterdir()) == ["canary", "saved"]
     assert json.dumps(sorted(path.name for path in (base / "saved").iterdir())) == '["job"]'
