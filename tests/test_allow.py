@@ -159,7 +159,7 @@ def test_five_thousand_names_lead_nowhere_else(package: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tree(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A folder of checkpoints with links in it, beside a canary."""
     base = tmp_path_factory.mktemp("tree")
     (base / "canary").write_text("SECRET")
@@ -175,16 +175,16 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (job / "proc").symlink_to("/proc/self/fd")
     (job / "step-00000002" / "link").symlink_to(base / "canary")
     os.mkfifo(job / "fifo")
-    return base
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda fd: None)  # ten thousand would take minutes
+        yield base
 
 
-PIECES = st.one_of(
-    st.sampled_from(
-        "/.././/out/up/circle/proc/fifo/canary/step-00000001/link/root/job/\0/~/é".split("/")
-        + ["step-00000002", "a.safetensors", "/", "x" * 300]  # noqa: RUF005
-    ),
-    st.text(max_size=5).filter(lambda text: not text or ord(max(text)) < 0xD800),
+NAMES = (
+    *("..", ".", "", "/", "out", "up", "circle", "proc", "fifo", "canary", "step-00000001", "link"),
+    *("step-00000002", "a.safetensors", "root", "job", "\0", "x" * 300, "~", "é"),
 )
+PIECES = st.one_of(st.sampled_from(NAMES), st.text(st.characters(codec="utf-8"), max_size=5))
 
 
 @settings(max_examples=5000, deadline=None)
@@ -369,7 +369,7 @@ def test_a_job_reads_and_writes_no_file_outside_of_its_folder(
                 with pytest.raises(grpc.RpcError):
                     snapshots.Put(iter(puts), timeout=120)
             with pytest.raises(grpc.RpcError):
-                snapshots.Remove(pb.RemoveRequest(job_id=job.job_id, folder=file.path), timeout=120)
+                snapshots.Remove(pb.RemoveRequest(folder=file.path), timeout=120)
         start = pb.StartRequest(job_id=job.job_id, generation=1, stage_name="../../evil")
         with pytest.raises(grpc.RpcError, match="cannot be the name of a file"):
             control.Start(start, timeout=120)
