@@ -67,6 +67,7 @@ for stage in "${!nodes[@]}"; do
     srun --nodes=1 --ntasks=1 --nodelist="${nodes[stage]}" \
         --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" \
         rpcmp serve --stage "$stage" --listen 0.0.0.0:0 --certs "$folder/certs/stage$stage" \
+        --checkpoints "${RPCMP_CHECKPOINTS:-$PWD}" \
         > >(tee "$folder/stage$stage") 2>&1 &
     stages+=("$!")
 done

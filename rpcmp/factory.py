@@ -5,28 +5,29 @@ from __future__ import annotations
 import functools
 import importlib
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from rpcmp.allowlist import AllowList
 from rpcmp.errors import FactoryError, RpcmpError, one_line
 from rpcmp.kinds import Factory
 
-_allowed: list[str] = []
-"""Where a job's callables may come from; empty: from anywhere."""
+_lists: list[AllowList] = []
+"""The allow list; empty where there is none, and anything may be named."""
 
 
-def limit(prefixes: Sequence[str]) -> None:
-    """Resolve only what is in these modules, or below them; nothing: whatever is asked for."""
-    _allowed[:] = prefixes
+def limit(prefixes: Sequence[str] | None) -> None:
+    """Resolve only what an allow list has; see `rpcmp.allowlist`.
+
+    Args:
+        prefixes: modules that the list has besides what every list has; None: there is no list.
+    """
+    _lists[:] = [] if prefixes is None else [AllowList(prefixes)]
 
 
-def _require_allowed(name: str, what: str) -> None:
-    module = name.partition(":")[0]
-    if _allowed and not any(f"{module}.".startswith(f"{prefix}.") for prefix in _allowed):
-        raise FactoryError(
-            f"{what} = {name!r} is not among what this host allows, {', '.join(_allowed)}: its "
-            "server was started with --allow"
-        )
+def allowed_among(modules: Iterable[str]) -> list[str]:
+    """The modules among these that a job's callables may come from."""
+    return [module for module in modules if all(allowed.has_module(module) for allowed in _lists)]
 
 
 def resolve(name: str, what: str) -> Callable[..., Any]:
@@ -39,12 +40,18 @@ def resolve(name: str, what: str) -> Callable[..., Any]:
     Raises:
         FactoryError: it does not import, does not exist, is not callable, or not allowed here.
     """
-    _require_allowed(name, what)
     module_name, _, attribute = name.partition(":")
     try:
+        for allowed in _lists:
+            return allowed.find(module_name, attribute)
         target: Any = importlib.import_module(module_name)
         for part in attribute.split("."):
             target = getattr(target, part)
+    except FactoryError as error:
+        raise FactoryError(
+            f"{what} = {name!r} is refused by a server that was started with --allow or --no-code: "
+            f"{error}"
+        ) from error
     except (Exception, SystemExit) as error:  # sys.exit() in a module must not end this process
         raise FactoryError(f"{what} = {name!r} does not import: {explain(error)}") from error
     if not callable(target):

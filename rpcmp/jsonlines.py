@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -15,6 +16,9 @@ MAX_LINE = 4 * MIB
 
 MAX_FILE = 1024 * MIB
 """Bytes of a file that is read."""
+
+Opener = Callable[[str, int], int]
+"""What `open` takes to open a file in another way."""
 
 
 def dumps(value: Any) -> str:
@@ -33,18 +37,24 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
+def private(path: str, flags: int) -> int:
+    """Open a file; where it is new, only its owner may read it."""
+    return os.open(path, flags, 0o600)
+
+
 class Writer:
     """Appends lines; each is with the system when `append` returns.
 
     Args:
         path: the file; made where it is missing.
+        opener: as of `open`.
 
     Raises:
         OSError: it cannot be written; so does `append`.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._file = path.open("ab", buffering=0)
+    def __init__(self, path: Path, opener: Opener | None = None) -> None:
+        self._file = open(path, "ab", buffering=0, opener=opener)  # noqa: SIM115 # closed by close
 
     def append(self, value: Any) -> None:
         """Write a line, in one piece: a kill leaves it whole, or it is the last and cut off."""

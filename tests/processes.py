@@ -137,9 +137,16 @@ def running(
     with _line("drive" if command[0] in SHARING and not under else "") as fds:
         shared = ["-P", sharedforks.__file__, *map(str, fds)]
         program = shared if fds else ["-m", "rpcmp"]
+        command = _serving(*command)
         run = _start([*under, sys.executable, *program, *map(str, command)], fds, cwd)
     with _ended(run):
         yield run
+
+
+def _serving(*command: str | Path) -> tuple[str | Path, ...]:
+    """A server lets checkpoints lie in any folder, unless a test says otherwise."""
+    anywhere = command[0] == "serve" and "--checkpoints" not in command
+    return (*command, "--checkpoints", "/") if anywhere else command
 
 
 @contextlib.contextmanager
@@ -153,7 +160,7 @@ def _line(whose: str) -> Iterator[list[int]]:
         yield [line.fileno()]
 
 
-def _start(command: Sequence[str], fds: Sequence[int], cwd: Path | None) -> Running:
+def _start(command: Sequence[str | Path], fds: Sequence[int], cwd: Path | None) -> Running:
     process = subprocess.Popen(
         command,
         stdout=subprocess.PIPE,
@@ -219,7 +226,7 @@ def running_servers(num_stages: int, *options: str) -> Iterator[list[Server]]:
             place = ("--stage", str(index), "--listen", "127.0.0.1:0")
             with _line(f"stage {index}") as fds:
                 shared = [part for fd in fds for part in ("--forks", str(fd))]
-                command = ["-m", "rpcmp", "serve", *place, *shared, *options]
+                command = ["-m", "rpcmp", *_serving("serve", *place, *shared, *options)]
                 runs.append(_start([sys.executable, *command], fds, None))
             stack.enter_context(_ended(runs[-1]))
         yield [Server(run, run.wait_for_line(r"SERVING on (\S+)")[1]) for run in runs]

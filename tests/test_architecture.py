@@ -23,7 +23,7 @@ LAYERS = """
     graph partition schedule microbatch treespec turns ties split process scratch
     simulation sizes work handoff snapshot unpickling payload
     transport store wire
-    control kinds
+    control kinds allowlist
     sections source trace weights configrules
     config checkpoint
     configfile factory setting inflight

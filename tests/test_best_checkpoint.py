@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rpcmp.checkpoint.folder import CheckpointFolder
+from rpcmp.checkpoint.folder import CheckpointFolder, remove
 from rpcmp.checkpoint.manifest import BestMark, Manifest
 from rpcmp.configfile import parse
 from rpcmp.job.best import BestCheckpoint, mark_of
@@ -88,7 +88,7 @@ def test_a_run_that_goes_on_knows_the_best_unless_it_is_gone(run: Run) -> None:
     assert run.best.known_to(knowing(9, best)) == {"best": best}
     assert run.best.known_to(knowing(9, None)) == {}
     assert run.events == []
-    run.folder.remove(run.folder.path_of(8))
+    remove(run.folder.path_of(8))
     assert run.best.known_to(knowing(9, best)) == {"best": None}
     (warning,) = run.events
     assert warning["text"] == "the best checkpoint, of step 8, is gone: the best begins anew"

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import rpcmp as library
-from rpcmp.checkpoint.folder import CheckpointFolder
+from rpcmp.checkpoint.folder import CheckpointFolder, remove
 from rpcmp.config import Config
 from rpcmp.errors import JobError, LossScaleError
 from tests.faults import Faults, committed, drive
@@ -136,7 +136,7 @@ def test_a_run_resumed_after_a_skipped_step_changes_nothing(
     saved = CheckpointFolder(job.folder / "saved")
     shutil.copytree(undisturbed[0].folder / "saved", saved.path)
     for step in (4, 6):
-        saved.remove(saved.path_of(step))
+        remove(saved.path_of(step))
     result = drive(config, "--resume", "--set", "model.balance=[2, 1]")
     steps, parameters = committed(undisturbed[1])
     assert committed(result) == (steps[2:], parameters)

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import rpcmp as library
-from rpcmp.checkpoint.folder import CheckpointFolder
+from rpcmp.checkpoint.folder import CheckpointFolder, remove
 from rpcmp.runfolder.compare import compare
 from rpcmp.runfolder.reader import read
 from tests.faults import committed
@@ -68,7 +68,7 @@ def left(whole: tuple[JobFolder, Result], job: JobFolder) -> Path:
     config = job.config(BODY)
     shutil.copytree(whole[0].folder / "saved", checkpoints(job).path)
     for step in (12, STEPS):
-        checkpoints(job).remove(checkpoints(job).path_of(step))
+        remove(checkpoints(job).path_of(step))
     return config
 
 

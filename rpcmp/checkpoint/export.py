@@ -154,7 +154,7 @@ def _export(
         metadata = {"format": "pt", "step": str(manifest.step)}
         chunks = _chunks(ranges.header(ordered, metadata), [sources[name] for name in ordered])
         try:
-            written = write_durably(target, chunks)
+            written = write_durably(target, chunks, mode=0o666)  # its user named it
         except OSError as error:
             raise ConfigError(f"cannot write {target}: {error.strerror}") from error
     return Exported(

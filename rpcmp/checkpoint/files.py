@@ -9,13 +9,24 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import fcntl
 import hashlib
 import os
+import secrets
+import stat
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
 from typing import Literal
+
+from rpcmp.checkpoint.inside import FOLDER, Inside, make_folder
+
+Where = Path | Inside
+"""A file that this user names, or one that a message does."""
+
+PRIVATE = 0o600
+"""Mode of files that are their owner's alone."""
 
 BLOCK = 1 << 22
 """Bytes that are read or written at a time."""
@@ -35,18 +46,23 @@ class Written:
     size: int
 
 
-def write_durably(path: Path, chunks: Iterable[bytes | memoryview]) -> Written:
-    """Write `chunks` to `path`, all or nothing; makes the folders that it lies in.
+def write_durably(
+    where: Where, chunks: Iterable[bytes | memoryview], mode: int = PRIVATE
+) -> Written:
+    """Write `chunks` to a file, all or nothing; makes the folders that it lies in.
 
     A file that was there stays as it was until the new one is complete.
+
+    Args:
+        mode: of the file, less what the umask takes away.
 
     Raises:
         OSError: it cannot be written; no temporary file is left.
     """
-    return _durably(path, lambda temporary: _write(temporary, chunks))
+    return _durably(where, lambda fd: _write(fd, chunks), mode)
 
 
-def write_memory_durably(path: Path, memory: memoryview) -> Written:
+def write_memory_durably(where: Where, memory: memoryview) -> Written:
     """Write `memory`, which begins at a page, as `write_durably` does.
 
     Past the page cache, where the file system can: a checkpoint is not read again soon, and to copy
@@ -55,22 +71,52 @@ def write_memory_durably(path: Path, memory: memoryview) -> Written:
     Raises:
         OSError: it cannot be written; no temporary file is left.
     """
-    return _durably(path, lambda temporary: _write_memory(temporary, memory))
+    return _durably(where, lambda fd: _write_memory(fd, memory), PRIVATE)
 
 
-def _durably(path: Path, write: Callable[[Path], Written]) -> Written:
-    _make_folder(path.parent)
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    try:
-        written = write(temporary)
-        os.replace(temporary, path)
-    except BaseException:
-        # What went wrong is the error to report, not that the rest could not be removed either.
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
-        raise
-    sync_folder(path.parent)
+def _durably(where: Where, write: Callable[[int], Written], mode: int) -> Written:
+    with folder_of(where, make=True) as folder:
+        # Its name is nobody's to guess, and to make a link of. That of a writer which was killed
+        # goes with its step folder.
+        temporary = f".{secrets.token_hex(16)}.tmp"
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        fd = os.open(temporary, flags, mode, dir_fd=folder)
+        try:
+            try:
+                written = write(fd)
+            finally:
+                os.close(fd)
+            os.replace(temporary, where.name, src_dir_fd=folder, dst_dir_fd=folder)
+        except BaseException:
+            # What went wrong is the error to report, not that the rest could not be removed either.
+            with contextlib.suppress(OSError):
+                os.unlink(temporary, dir_fd=folder)
+            raise
+        sync(folder)
     return written
+
+
+@contextlib.contextmanager
+def folder_of(where: Where, make: bool = False) -> Iterator[int]:
+    """Open the folder that a file or folder lies in.
+
+    Args:
+        make: the folder and those above it, where they are missing.
+
+    Raises:
+        OSError: it cannot be opened, or made.
+    """
+    if make:
+        _make_folders(where.parent if isinstance(where, Path) else where.root)
+    if isinstance(where, Inside):
+        with where.folder(make) as fd:
+            yield fd
+        return
+    fd = os.open(where.parent, FOLDER)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
 
 
 def sync_folder(folder: Path) -> None:
@@ -79,39 +125,45 @@ def sync_folder(folder: Path) -> None:
     Raises:
         OSError: the disk fails.
     """
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    fd = os.open(folder, FOLDER)
     try:
-        os.fsync(fd)
-    except OSError as error:
-        if error.errno != errno.EINVAL:  # some network file systems have no such thing
-            raise
+        sync(fd)
     finally:
         os.close(fd)
 
 
-def sha256_of(path: Path) -> str:
+def sync(folder: int) -> None:
+    """As `sync_folder`, of an open folder."""
+    try:
+        os.fsync(folder)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # some network file systems have no such thing
+            raise
+
+
+def sha256_of(where: Where) -> str:
     """The hash of a file's content.
 
     Raises:
         OSError: it cannot be read.
     """
-    with path.open("rb", buffering=0) as file:
+    with _opened(where) as file:
         return _hash(file)
 
 
-async def parts(path: Path) -> AsyncIterator[bytes]:
+async def parts(where: Where) -> AsyncIterator[bytes]:
     """A file's content, in parts that a message can carry; read on another thread.
 
     Raises:
         OSError: it cannot be read.
     """
-    content = _parts(path)
+    content = _parts(where)
     while part := await asyncio.to_thread(next, content, b""):
         yield part
 
 
-def check(path: Path, sha256: str, size: int) -> Literal["ok", "missing", "damaged"]:
-    """Whether the file at `path` is the one that was written.
+def check(where: Where, sha256: str, size: int) -> Literal["ok", "missing", "damaged"]:
+    """Whether the file at a place is the one that was written.
 
     The size is compared first, so a file that was cut off is found without reading it.
 
@@ -119,62 +171,75 @@ def check(path: Path, sha256: str, size: int) -> Literal["ok", "missing", "damag
         OSError: it is there and cannot be opened. One that the disk cannot read is damaged.
     """
     try:
-        with path.open("rb", buffering=0) as file:
+        with _opened(where) as file:
             is_whole = os.fstat(file.fileno()).st_size == size
             return "ok" if is_whole and _hash(file) == sha256 else "damaged"
     except (FileNotFoundError, NotADirectoryError):
         return "missing"
     except OSError as error:
-        if error.errno in (errno.EIO, errno.EISDIR):
+        if error.errno in (errno.EIO, errno.EISDIR, errno.ELOOP):  # a disk; no file; a link
             return "damaged"
         raise
 
 
-def _parts(path: Path) -> Iterator[bytes]:
-    with path.open("rb", buffering=0) as file:
+@contextlib.contextmanager
+def _opened(where: Where) -> Iterator[FileIO]:
+    """A file, to be read; where a message names it no link, and nothing that a reader waits at."""
+    with folder_of(where) as folder:
+        flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
+        if isinstance(where, Inside):
+            flags |= os.O_NOFOLLOW
+        fd = os.open(where.name, flags, dir_fd=folder)
+    with FileIO(fd) as file:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise OSError(errno.EISDIR, "Is no regular file", str(where))
+        yield file
+
+
+def _parts(where: Where) -> Iterator[bytes]:
+    with _opened(where) as file:
         while part := file.read(PART):
             yield part
 
 
-def _write(path: Path, chunks: Iterable[bytes | memoryview]) -> Written:
+def _write(fd: int, chunks: Iterable[bytes | memoryview]) -> Written:
     digest = hashlib.sha256()
     size = 0
-    with path.open("wb") as file:
+    with open(fd, "wb", closefd=False) as file:
         for chunk in chunks:
             digest.update(chunk)
             file.write(chunk)
             size += memoryview(chunk).nbytes
         file.flush()
-        os.fsync(file.fileno())
+        os.fsync(fd)
     return Written(digest.hexdigest(), size)
 
 
-def _write_memory(path: Path, memory: memoryview) -> Written:
+def _write_memory(fd: int, memory: memoryview) -> Written:
     whole_blocks = memory.nbytes // ALIGNMENT * ALIGNMENT
-    with _open_direct(path) as file:
-        for offset in range(0, whole_blocks, BLOCK):
-            _write_all(file, memory[offset : min(whole_blocks, offset + BLOCK)])
-    with path.open("ab", buffering=0) as file:
-        _write_all(file, memory[whole_blocks:])
-        os.fsync(file.fileno())
+    _set_direct(fd, True)
+    for offset in range(0, whole_blocks, BLOCK):
+        _write_all(fd, memory[offset : min(whole_blocks, offset + BLOCK)])
+    _set_direct(fd, False)
+    _write_all(fd, memory[whole_blocks:])
+    os.fsync(fd)
     return Written(hashlib.sha256(memory).hexdigest(), memory.nbytes)
 
 
-def _open_direct(path: Path) -> FileIO:
-    """A new file, written without the page cache where that can be done."""
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+def _set_direct(fd: int, direct: bool) -> None:
+    """Write without the page cache, where that can be done, or with it."""
+    flag = getattr(os, "O_DIRECT", 0)
+    flags = fcntl.fcntl(fd, fcntl.F_GETFL)
     try:
-        fd = os.open(path, flags | getattr(os, "O_DIRECT", 0))
+        fcntl.fcntl(fd, fcntl.F_SETFL, flags | flag if direct else flags & ~flag)
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise
-        fd = os.open(path, flags)
-    return FileIO(fd, "wb")
 
 
-def _write_all(file: FileIO, memory: memoryview) -> None:
+def _write_all(fd: int, memory: memoryview) -> None:
     while memory.nbytes:
-        memory = memory[file.write(memory) :]
+        memory = memory[os.write(fd, memory) :]
 
 
 def _hash(file: FileIO) -> str:
@@ -185,8 +250,9 @@ def _hash(file: FileIO) -> str:
     return digest.hexdigest()
 
 
-def _make_folder(folder: Path) -> None:
-    missing = [one for one in (folder, *folder.parents) if not one.exists()]
-    folder.mkdir(parents=True, exist_ok=True)
-    for created in missing:
-        sync_folder(created.parent)
+def _make_folders(folder: Path) -> None:
+    for one in reversed([one for one in (folder, *folder.parents) if not one.exists()]):
+        if make_folder(one):
+            sync_folder(one.parent)
+    if not folder.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(folder))

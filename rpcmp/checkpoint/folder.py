@@ -8,12 +8,15 @@ A step folder without a manifest is no checkpoint: its stages are still writing,
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
 from rpcmp.bounded import MIB, read_bytes
-from rpcmp.checkpoint.files import sync_folder, write_durably
+from rpcmp.checkpoint.files import Where, folder_of, sync, write_durably
+from rpcmp.checkpoint.inside import FOLDER
 from rpcmp.checkpoint.manifest import Manifest, dumps, loads
 from rpcmp.errors import CheckpointError, OtherRunError
 
@@ -21,6 +24,8 @@ MANIFEST = "manifest.json"
 
 MAX_MANIFEST = 16 * MIB
 """Bytes of a manifest: 200,000 layers."""
+
+_NAME = re.compile(r"step-([0-9]{8}|[1-9][0-9]{8,})")
 
 
 @dataclass(frozen=True)
@@ -40,7 +45,7 @@ class CheckpointFolder:
 
     def path_of(self, step: int) -> Path:
         """The folder of the checkpoint after `step` steps."""
-        return self.path / f"step-{step:08d}"
+        return self.path / name_of(step)
 
     def commit(self, manifest: Manifest) -> None:
         """Make a checkpoint of the stages' files: from now on, it exists.
@@ -122,23 +127,6 @@ class CheckpointFolder:
         older = [path for path in self._step_folders() if _step(path) < valid[0].step]
         return [path for path in older if _step(path) not in kept]
 
-    def remove(self, step_folder: Path) -> None:
-        """Remove a step folder, or what is left of it.
-
-        The manifest goes first: a checkpoint that was half removed does not exist.
-
-        Raises:
-            CheckpointError: it cannot be removed.
-        """
-        if step_of(step_folder) is None:
-            raise ValueError(f"{step_folder} is no step folder")
-        try:
-            _remove(step_folder)
-        except FileNotFoundError:
-            return  # by another host, where they share the folder
-        except OSError as error:
-            raise CheckpointError(f"cannot remove {step_folder}: {error.strerror}") from error
-
     def _step_folders(self) -> list[Path]:
         """Step folders, with or without a manifest, that of the highest step first."""
         try:
@@ -171,9 +159,14 @@ def look(step_folder: Path) -> Found | None:
     return Found(step_folder, manifest)
 
 
+def name_of(step: int) -> str:
+    """The name of the folder of the checkpoint after `step` steps."""
+    return f"step-{step:08d}"
+
+
 def step_of(path: Path) -> int | None:
     """The step that a folder is named after; None for other names."""
-    match = re.fullmatch(r"step-([0-9]{8}|[1-9][0-9]{8,})", path.name)
+    match = _NAME.fullmatch(path.name)
     return int(match[1]) if match else None
 
 
@@ -181,10 +174,34 @@ def _step(path: Path) -> int:
     return step_of(path) or 0
 
 
-def _remove(step_folder: Path) -> None:
-    """Unlink the manifest, durably, then all else; subfolders are not ours and an error."""
-    (step_folder / MANIFEST).unlink(missing_ok=True)
-    sync_folder(step_folder)
-    for path in step_folder.iterdir():
-        path.unlink(missing_ok=True)
-    step_folder.rmdir()
+def remove(step_folder: Where) -> None:
+    """Remove a step folder, or what is left of it; subfolders are not ours and an error.
+
+    The manifest goes first, durably: a checkpoint that was half removed does not exist.
+
+    Raises:
+        CheckpointError: it is no step folder, or cannot be removed.
+    """
+    if _NAME.fullmatch(step_folder.name) is None:
+        raise CheckpointError(f"{step_folder} is no step folder")
+    try:
+        with folder_of(step_folder) as above:
+            _empty(step_folder.name, above)
+            os.rmdir(step_folder.name, dir_fd=above)
+    except FileNotFoundError:
+        return  # by another host, where they share the folder
+    except OSError as error:
+        raise CheckpointError(f"cannot remove {step_folder}: {error.strerror}") from error
+
+
+def _empty(name: str, above: int) -> None:
+    folder = os.open(name, FOLDER | os.O_NOFOLLOW, dir_fd=above)
+    try:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(MANIFEST, dir_fd=folder)
+        sync(folder)
+        for file in os.listdir(folder):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(file, dir_fd=folder)
+    finally:
+        os.close(folder)

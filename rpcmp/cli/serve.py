@@ -26,6 +26,18 @@ if TYPE_CHECKING:
     from rpcmp.wire.security import Security
 
 
+def _modules(
+    ctx: click.Context, option: click.Parameter, given: tuple[str, ...]
+) -> tuple[str, ...]:
+    """Check that each is the dotted name of a module."""
+    for name in given:
+        if not all(step.isidentifier() for step in name.split(".")):
+            raise click.BadParameter(
+                f"{name!r} is no module's name, such as my_models or my.models"
+            )
+    return given
+
+
 @click.command()
 @click.option("--stage", type=click.IntRange(min=0), help="Index of the stage.")
 @click.option("--spare", is_flag=True, help="Take the stage of whichever server is lost.")
@@ -37,14 +49,28 @@ if TYPE_CHECKING:
     f"port {addresses.FIRST_PORT} + stage + {addresses.PORTS_A_REPLICA} x replica]",
 )
 @certs_options
-@click.option("--no-code", is_flag=True, help="Refuse jobs that bring Python files along.")
+@click.option(
+    "--no-code",
+    is_flag=True,
+    help="Refuse jobs that bring Python files along, and let jobs use nothing but models, losses "
+    "and optimizers of torch.nn and torch.optim, and what is in rpcmp.metrics and rpcmp.examples.",
+)
 @click.option(
     "--allow",
     "allowed",
     metavar="MODULE",
     multiple=True,
-    help="Let jobs use callables of this module and those below it alone, and bring no files "
-    "along. Repeatable.",
+    callback=_modules,
+    help="As --no-code, and let jobs use functions and classes that are defined in this module or "
+    "below it. Repeatable.",
+)
+@click.option(
+    "--checkpoints",
+    metavar="DIR",
+    type=click.Path(file_okay=False, path_type=Path),
+    default="checkpoints",
+    show_default=True,
+    help="Let jobs have their checkpoints in this folder, or in folders below it, alone.",
 )
 @metrics_option
 @log_options
@@ -59,6 +85,7 @@ def serve(
     insecure: bool,
     no_code: bool,
     allowed: tuple[str, ...],
+    checkpoints: Path,
     metrics: str | None,
     parent: int | None,
     forks: int | None,
@@ -108,7 +135,14 @@ def serve(
         # A driver that has started us tells of what workers say by itself.
         show = pass_on if parent is None else lambda entry: None
         server = StageServer(
-            stage, replica, not no_code, Forks([WORKERS], line), security, allowed, show
+            stage,
+            replica,
+            not no_code,
+            Forks([WORKERS], line),
+            security,
+            allowed if allowed or no_code else None,
+            show,
+            checkpoints,
         )
         display.place = lambda: server.place
         with served(server, metrics, security):

@@ -9,7 +9,9 @@ from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 
+from rpcmp.checkpoint.inside import beneath, require_plain
 from rpcmp.control.options import PROTOCOL, machine
+from rpcmp.errors import CheckpointError
 from rpcmp.examination import folder
 from rpcmp.examination.facts import Folder, HostFacts, Order, Paper
 from rpcmp.process.child import Child
@@ -27,7 +29,8 @@ async def examine(
     security: Security,
     code_folder: Path | None,
     threads: int = 1,
-    allowed: Sequence[str] = (),
+    allowed: Sequence[str] | None = None,
+    checkpoints: Path | None = None,
 ) -> HostFacts:
     """What this host is and has, as `order` needs it.
 
@@ -37,7 +40,8 @@ async def examine(
         security: of this supervisor.
         code_folder: of the Python files that came with the job; None: none did.
         threads: of the worker's compute.
-        allowed: modules that callables may come from; none: any.
+        allowed: modules that callables may come from, see `rpcmp.allowlist`; None: any.
+        checkpoints: the folder that checkpoints may lie in; None: anywhere.
 
     Raises:
         JobError: that process failed; WorkerDiedError: it ended.
@@ -48,7 +52,7 @@ async def examine(
             "op": "examine",
             "order": order.model_dump_json(),
             "code_folder": str(code_folder or ""),
-            "allowed": list(allowed),
+            "allowed": allowed,
         }
     )
     network = await forks.network()
@@ -61,7 +65,7 @@ async def examine(
         listens=sorted(listeners().values()),
         network=network.name,
         exposed=network.reason,
-        folder=await _folder(order),
+        folder=await _folder(order, checkpoints),
         devices=found["devices"],
         code=found["code"],
         problems=found["problems"],
@@ -90,8 +94,15 @@ def _paper(security: Security) -> Paper | None:
     )
 
 
-async def _folder(order: Order) -> Folder | None:
+async def _folder(order: Order, checkpoints: Path | None) -> Folder | None:
     """On a thread: a disk may take its time."""
     if not order.folder:
         return None
+    try:
+        if checkpoints is not None:
+            beneath(checkpoints, order.folder)
+        if order.marker:
+            require_plain(order.marker)
+    except CheckpointError as error:
+        return Folder(problem=f"{error}: start its server with --checkpoints, or set `dir`")
     return await asyncio.to_thread(folder.try_out, Path(order.folder), order.marker)

@@ -17,7 +17,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from rpcmp.checkpoint.folder import CheckpointFolder
+from rpcmp.checkpoint.folder import CheckpointFolder, remove
 from rpcmp.checkpoint.manifest import Cursor, Manifest, StageFile
 from rpcmp.checkpoint.redaction import redacted
 from rpcmp.config import Config
@@ -228,7 +228,7 @@ class Checkpoints:
         keep = self._config.checkpoint.keep if self._config.checkpoint is not None else 1
         try:
             for folder in await asyncio.to_thread(self._folder.surplus, keep):
-                await asyncio.to_thread(self._folder.remove, folder)
+                await asyncio.to_thread(remove, folder)
                 await self.remove_elsewhere(folder)
         except RpcmpError as error:
             self._report({"event": "warning", "text": f"old checkpoints stay: {error}"})

@@ -69,7 +69,7 @@ class Fleet:
         self._spares = list(config.recovery.spares)
         self.forks = forks or forks_for(config, connect)
         self._owns_forks = forks is None
-        self._local = None if self.addresses else LocalServers(self.forks)
+        self._local = None if self.addresses else LocalServers(self.forks, config.checkpoint_folder)
 
     async def open(self) -> None:
         """Start servers on this machine, where the job has no others.

@@ -9,6 +9,7 @@ import re
 import signal
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from rpcmp.errors import JobError
 from rpcmp.logs import display
@@ -24,10 +25,12 @@ class LocalServers:
 
     Args:
         forks: where their workers come from.
+        checkpoints: the folder that the job's checkpoints lie in.
     """
 
-    def __init__(self, forks: Forks) -> None:
+    def __init__(self, forks: Forks, checkpoints: Path) -> None:
         self._forks = forks
+        self._checkpoints = checkpoints
         self._workers: list[Member] = []
         self._processes: dict[int, asyncio.subprocess.Process] = {}
 
@@ -55,6 +58,7 @@ class LocalServers:
         command = [sys.executable, "-P", "-m", "rpcmp", "serve"]
         command += ["--stage", str(worker.stage_index), "--replica", str(worker.replica)]
         command += ["--listen", "127.0.0.1:0", "--parent", str(os.getpid())]
+        command += ["--checkpoints", str(self._checkpoints)]
         command += display.options()  # it shares our standard error
         with await self._forks.another_line() as forks:
             process = await asyncio.create_subprocess_exec(

@@ -253,6 +253,9 @@ class Session:
             where, why = ", ".join(exposed), "; ".join(sorted(set(exposed.values())))
             text = f"other users of their hosts can reach the processes of {where}: {why}"
             self._events.put_nowait({"event": "warning", "text": text})
+        if problems := self._stages.keep_nothing:
+            text = f"a run that has to give up leaves nothing: {'; '.join(problems)}"
+            self._events.put_nowait({"event": "warning", "text": text})
         away = await self._stages.link(network.name, listens)
         await self._relay.open(listens, away)
         for peer in away:

@@ -134,6 +134,11 @@ class Stages:
         pairs = zip(self._clients, self._claims, strict=True)
         return {client.name: claim.exposed for client, claim in pairs if claim.exposed}
 
+    @property
+    def keep_nothing(self) -> list[str]:
+        """Why hosts would keep no checkpoint, of those that would not."""
+        return sorted({claim.keeps_nothing for claim in self._claims if claim.keeps_nothing})
+
     def place(self, rank: int) -> dict[str, Any]:
         """Where in the group the process with `rank` is."""
         return {"members": members(self._workers), "rank": rank}
@@ -318,6 +323,7 @@ class Stages:
                     for member in self._workers
                     if member.replica == 0
                 ],
+                may_keep_nothing=self._config.checkpoint is None,
             )
         )
         self._failure.follow(_named(client, self._watch(client, worker)))

@@ -28,7 +28,7 @@ async def visiting(
     Raises:
         JobError: a server does not start.
     """
-    local = LocalServers(forks)
+    local = LocalServers(forks, config.checkpoint_folder)
     async with contextlib.AsyncExitStack() as opened:
         opened.push_async_callback(local.stop)
         found = addresses or await local.start(config.workers[:num_local])

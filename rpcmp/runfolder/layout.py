@@ -64,7 +64,7 @@ def make_folder(parent: Path, name: str) -> Path:
     while True:
         path = parent / (name if number == 1 else f"{name}-{number}")
         try:
-            path.mkdir()
+            path.mkdir(mode=0o700)
         except FileExistsError:
             number += 1
             continue

@@ -10,7 +10,7 @@ import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from rpcmp import jsonlines
 from rpcmp.checkpoint.redaction import redacted
@@ -103,18 +103,18 @@ class RunFolder:
     def _fill(self, path: Path) -> None:
         self._write_config(self._config.model_dump(mode="json"))
         self._write_info()
-        self._metrics = jsonlines.Writer(path / layout.METRICS)
+        self._metrics = jsonlines.Writer(path / layout.METRICS, jsonlines.private)
         self._open.callback(self._metrics.close)
-        self._events = jsonlines.Writer(path / layout.EVENTS)
+        self._events = jsonlines.Writer(path / layout.EVENTS, jsonlines.private)
         self._open.callback(self._events.close)
-        log = self._open.enter_context((path / layout.LOG).open("a", encoding="utf-8"))
+        log = self._open.enter_context(_opened(path / layout.LOG, "a"))
         self._log = self._text(lambda line: print(line, file=log, flush=True))
 
     def _make_parent(self, parent: Path) -> None:
         """Folders of runs do not belong into anybody's repository."""
         if parent.is_dir():
             return
-        parent.mkdir(parents=True)
+        parent.mkdir(mode=0o700, parents=True)
         self._vanishing.append(parent)
         (parent / ".gitignore").write_text("*\n", encoding="utf-8")
 
@@ -156,8 +156,14 @@ class RunFolder:
         """Whole or not at all: a kill leaves the file as it was."""
         assert self.path is not None
         new = self.path / f"{name}.new"
-        new.write_text(f"{text}\n", encoding="utf-8")
+        with _opened(new, "w") as file:
+            file.write(f"{text}\n")
         new.replace(self.path / name)
+
+
+def _opened(path: Path, mode: str) -> IO[str]:
+    """A file of text that only its owner may read."""
+    return open(path, mode, encoding="utf-8", opener=jsonlines.private)
 
 
 def _remove(folder: Path) -> None:

@@ -63,7 +63,7 @@ class Claim:
         vault: where the worker's snapshots lie.
         forks: where the worker comes from.
         dialer: how this server talks to others.
-        allowed: modules that the job's callables may come from; none: any.
+        allowed: see StageServer.
         show: told of each line that the worker says.
 
     Attributes:
@@ -80,7 +80,7 @@ class Claim:
         vault: Vault,
         forks: Forks,
         dialer: Dialer,
-        allowed: Sequence[str] = (),
+        allowed: Sequence[str] | None = None,
         show: Callable[[Entry], None] = pass_on,
     ) -> None:
         self.job = request.job
@@ -104,7 +104,7 @@ class Claim:
         self._vitals = WorkerVitals()
         self._forks = forks
         self._dialer = dialer
-        self._allowed = list(allowed)
+        self._allowed = allowed
         self._show = show
         self.group = group
         name = group.member(request.stage_index, request.replica)

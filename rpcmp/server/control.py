@@ -82,6 +82,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
             network=network.name,
             exposed=network.reason,
             host=platform.node(),
+            keeps_nothing=vault.keeps_nothing,
         )
 
     @answers_errors

@@ -13,12 +13,12 @@ from rpcmp.server import codefolder
 from rpcmp.v1 import control_pb2 as pb
 
 
-async def profile(request: pb.ProfileRequest, forks: Forks, allowed: Sequence[str]) -> str:
+async def profile(request: pb.ProfileRequest, forks: Forks, allowed: Sequence[str] | None) -> str:
     """JSON of what was measured; the child ends where the caller goes away.
 
     Args:
         forks: where the child comes from.
-        allowed: modules that the job's callables may come from; none: any.
+        allowed: see StageServer.
 
     Raises:
         RpcmpError: what a layer failed with, or why the child ended.
@@ -31,7 +31,7 @@ async def profile(request: pb.ProfileRequest, forks: Forks, allowed: Sequence[st
                 "op": "profile",
                 "order": request.order,
                 "code_folder": str(folder or ""),
-                "allowed": list(allowed),
+                "allowed": allowed,
                 "sample": base64.b64encode(request.sample).decode(),
             }
         )

@@ -13,13 +13,16 @@ import os
 import platform
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 from rpcmp.checkpoint import files
-from rpcmp.checkpoint.folder import CheckpointFolder
-from rpcmp.errors import one_line
+from rpcmp.checkpoint.folder import name_of
+from rpcmp.checkpoint.inside import Inside, require_plain
+from rpcmp.errors import CheckpointError, one_line
 from rpcmp.snapshot.slots import Slots, Snapshot
 from rpcmp.v1 import control_pb2 as pb
+
+Kept = Inside | str
+"""The folder of a job's checkpoints, or why it has none here."""
 
 
 class Disk:
@@ -29,34 +32,50 @@ class Disk:
         self._thread = ThreadPoolExecutor(1, "rpcmp-saving", initializer=_yield_to_others)
 
     async def save(
-        self, slots: Slots, snapshot: Snapshot, stage_name: str, folder: str
+        self, slots: Slots, snapshot: Snapshot, stage_name: str, folder: Kept
     ) -> pb.Saved:
         """Write a snapshot into the checkpoint of its step, and unpin it; what became of it.
 
         Args:
-            folder: of all checkpoints.
+            folder: of all checkpoints, or why there is none.
         """
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._thread, _save, slots, snapshot, stage_name, folder)
+
+
+def file_of(stage_name: str) -> str:
+    """The name of a stage's file in a step folder.
+
+    Raises:
+        CheckpointError: the stage's name leads elsewhere.
+    """
+    name = f"{stage_name}.safetensors"
+    require_plain(name)
+    return name
 
 
 def _yield_to_others() -> None:
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
 
 
-def _save(slots: Slots, snapshot: Snapshot, stage_name: str, folder: str) -> pb.Saved:
-    path = CheckpointFolder(Path(folder)).path_of(snapshot.step) / f"{stage_name}.safetensors"
-    saved = pb.Saved(step=snapshot.step, file=path.name, host=platform.node())
+def _save(slots: Slots, snapshot: Snapshot, stage_name: str, folder: Kept) -> pb.Saved:
+    saved = pb.Saved(step=snapshot.step, file=file_of(stage_name), host=platform.node())
+    path = f"{folder}/{name_of(snapshot.step)}/{saved.file}"
     try:
+        if isinstance(folder, str):
+            raise CheckpointError(folder)
+        place = folder / name_of(snapshot.step) / saved.file
         # Not closed by hand: an error's traceback still refers to parts of it.
         memory = mmap.mmap(slots.fd(snapshot.slot), snapshot.length, prot=mmap.PROT_READ)
         saved.state = _about(memory)
-        written = files.write_memory_durably(path, memoryview(memory))
+        written = files.write_memory_durably(place, memoryview(memory))
         saved.sha256, saved.size = written.sha256, written.size
         if not slots.holds(snapshot):
             saved.error = f"{path} was overwritten in memory while it was written"
     except OSError as error:
         saved.error = f"cannot write {path}: {error.strerror or error}"
+    except CheckpointError as error:
+        saved.error = str(error)
     except Exception as error:  # somebody waits to hear of it
         saved.error = f"cannot save {path}: {one_line(error)}"
     finally:

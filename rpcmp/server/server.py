@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import platform
 from collections.abc import AsyncIterator, Callable, Sequence
+from pathlib import Path
 
 from rpcmp import scratch
+from rpcmp.checkpoint.inside import beneath
 from rpcmp.control.options import differences, machine, versions
-from rpcmp.errors import BusyError, ConfigError, DrainingError, VersionError
+from rpcmp.errors import BusyError, CheckpointError, ConfigError, DrainingError, VersionError
 from rpcmp.examination.facts import Order
 from rpcmp.examination.host import examine
 from rpcmp.logs.display import Place
@@ -20,7 +23,8 @@ from rpcmp.server import codefolder, doors, profiling
 from rpcmp.server.claim import Claim, State
 from rpcmp.server.doors import NOT_SERVING, Doors
 from rpcmp.server.group import Group
-from rpcmp.server.vault import Vault
+from rpcmp.server.saving import Kept
+from rpcmp.server.vault import NO_FOLDER, Vault
 from rpcmp.v1 import control_pb2 as pb
 from rpcmp.v1 import doctor_pb2
 from rpcmp.wire import tunnel
@@ -48,8 +52,11 @@ class StageServer:
         accept_code: whether jobs may bring Python files along.
         forks: where workers come from; owned from now on.
         security: who may come; None: this user's processes on this machine.
-        allowed: modules that jobs' callables may come from; none: any.
+        allowed: modules that jobs' callables may come from, besides what every allow list has;
+            None: there is no list.
         show: told of each line that a worker says.
+        checkpoints: the folder that jobs' checkpoints may lie in; None: "checkpoints" below the one
+            that this process was started in.
 
     Attributes:
         draining: whether it takes no new job.
@@ -67,8 +74,9 @@ class StageServer:
         accept_code: bool = True,
         forks: Forks | None = None,
         security: Security | None = None,
-        allowed: Sequence[str] = (),
+        allowed: Sequence[str] | None = None,
         show: Callable[[Entry], None] = pass_on,
+        checkpoints: Path | None = None,
     ) -> None:
         self.stage_index = stage_index
         self.replica = replica
@@ -77,9 +85,11 @@ class StageServer:
         self.security = security or Security()
         self.dialer = Dialer(self.security)
         self.vault = Vault(self.dialer)
-        self._accept_code = accept_code and not allowed  # it could call itself what it likes
-        self._allowed = list(allowed)
+        self._accept_code = accept_code and allowed is None  # it could call itself what it likes
+        self._allowed = None if allowed is None else list(allowed)
         self._show = show
+        # Links on the way to it are its owner's, and followed once.
+        self._checkpoints = Path(checkpoints or "checkpoints").resolve()
         self._forks = forks or Forks([WORKERS])
         self._forgetting: asyncio.TimerHandle | None = None
         self._changing = asyncio.Lock()  # held while a claim begins or ends
@@ -137,7 +147,13 @@ class StageServer:
         async with self._looked_at(request.job):
             with codefolder.unpacked(request.job.code) as folder:
                 found = await examine(
-                    order, self._forks, self.security, folder, threads, self._allowed
+                    order,
+                    self._forks,
+                    self.security,
+                    folder,
+                    threads,
+                    self._allowed,
+                    self._checkpoints,
                 )
         return found.model_dump_json()
 
@@ -167,10 +183,11 @@ class StageServer:
     async def _prepare(self, request: pb.PrepareRequest) -> Claim:
         self._check(request)
         group = Group.of(request)
+        folder = self._folder_of(request)
         if self._forgetting is not None:
             self._forgetting.cancel()
         await self._release(self.claim)
-        await self.vault.open(request.job_id, request.checkpoint_folder)
+        await self.vault.open(request.job_id, folder)
         await self.vault.pause()
         claim = self.claim = Claim(
             request, group, self.vault, self._forks, self.dialer, self._allowed, self._show
@@ -306,6 +323,25 @@ class StageServer:
             raise BusyError(f"busy with job {self.claim.job!r}")
         if self._examined:
             raise BusyError(f"busy measuring for job {self._examined!r}")
+
+    def _folder_of(self, request: pb.PrepareRequest) -> Kept:
+        """Where the job's checkpoints lie on this host.
+
+        Raises:
+            ConfigError: not where they may, and the job needs them.
+        """
+        if not request.checkpoint_folder:
+            return NO_FOLDER
+        try:
+            return beneath(self._checkpoints, request.checkpoint_folder)
+        except CheckpointError as error:
+            text = (
+                f"checkpoints cannot lie on {platform.node()}: {error}: start `rpcmp serve` there "
+                "with --checkpoints, or set [checkpoint] dir"
+            )
+            if request.may_keep_nothing:
+                return text
+            raise ConfigError(text) from error
 
     def _forget(self) -> None:
         """Let go of the snapshots of a driver that has not come back."""

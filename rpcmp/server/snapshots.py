@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import grpc
 
 from rpcmp.checkpoint import files
-from rpcmp.checkpoint.folder import CheckpointFolder
+from rpcmp.checkpoint.folder import remove
 from rpcmp.errors import BusyError, RpcmpError, to_wire
 from rpcmp.server.control import answers_errors
 from rpcmp.server.stream import receive_file
@@ -78,8 +78,8 @@ class SnapshotsServicer(control_pb2_grpc.SnapshotsServicer):
         self, requests: AsyncIterator[pb.PutRequest], grpc_context: GrpcContext
     ) -> pb.PutResponse:
         head = await anext(requests, pb.PutRequest())
-        self._vault_of(head.job_id).require_ours(head.file.path)
-        await receive_file((request.data async for request in requests), head.file)
+        place = self._vault_of(head.job_id).require_ours(head.file.path)
+        await receive_file((request.data async for request in requests), place, head.file.size)
         return pb.PutResponse()
 
     @answers_errors
@@ -87,7 +87,7 @@ class SnapshotsServicer(control_pb2_grpc.SnapshotsServicer):
         self, request: pb.RemoveRequest, grpc_context: GrpcContext
     ) -> pb.RemoveResponse:
         folder = self._server.vault.require_ours(request.folder)
-        await asyncio.to_thread(CheckpointFolder(folder.parent).remove, folder)
+        await asyncio.to_thread(remove, folder)
         return pb.RemoveResponse()
 
     @contextlib.contextmanager

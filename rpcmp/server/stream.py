@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
 
 from rpcmp.checkpoint import files
+from rpcmp.checkpoint.inside import Inside
 from rpcmp.errors import CheckpointError, UnreachableError
 from rpcmp.snapshot.slots import Slots
 from rpcmp.v1 import control_pb2 as pb
@@ -44,8 +44,12 @@ async def receive(stream: AsyncIterator[pb.FetchResponse], slots: Slots, pin: bo
     return head.step
 
 
-async def receive_file(parts: AsyncIterator[bytes], file: pb.CheckpointFile) -> None:
-    """Write `file`, whose content `parts` brings, to the disk; never holds it as a whole.
+async def receive_file(parts: AsyncIterator[bytes], place: Inside, size: int) -> None:
+    """Write a file, whose content `parts` brings, to the disk; never holds it as a whole.
+
+    Args:
+        place: of the file.
+        size: that it has to have.
 
     Raises:
         UnreachableError: the other end was gone before all had arrived.
@@ -57,14 +61,14 @@ async def receive_file(parts: AsyncIterator[bytes], file: pb.CheckpointFile) -> 
         return await anext(parts, b"")
 
     def content() -> Iterator[bytes]:
-        size = 0
+        arrived = 0
         while part := asyncio.run_coroutine_threadsafe(next_part(), loop).result():
-            size += len(part)
+            arrived += len(part)
             yield part
-        if size != file.size:
-            raise UnreachableError(f"only {size} of {file.size} bytes of {file.path} have arrived")
+        if arrived != size:
+            raise UnreachableError(f"only {arrived} of {size} bytes of {place} have arrived")
 
     try:
-        await asyncio.to_thread(files.write_durably, Path(file.path), content())
+        await asyncio.to_thread(files.write_durably, place, content())
     except OSError as error:
-        raise CheckpointError(f"cannot write {file.path}: {error.strerror or error}") from error
+        raise CheckpointError(f"cannot write {place}: {error.strerror or error}") from error

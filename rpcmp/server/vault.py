@@ -13,19 +13,21 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 from rpcmp.checkpoint import files
+from rpcmp.checkpoint.inside import Inside
 from rpcmp.control.client import StageClient
 from rpcmp.errors import CheckpointError, JobError
 from rpcmp.server.mirror import Mirror
-from rpcmp.server.saving import Disk
+from rpcmp.server.saving import Disk, Kept, file_of
 from rpcmp.server.stream import blocks, receive, receive_file
 from rpcmp.snapshot.slots import Slots, Snapshot
 from rpcmp.v1 import control_pb2 as pb
 from rpcmp.wire.dialer import Dialer
 
 log = logging.getLogger(__name__)
+
+NO_FOLDER = "the job has named no folder of checkpoints"
 
 
 @dataclass(frozen=True)
@@ -63,37 +65,38 @@ class Vault:
         self._acknowledged: asyncio.Queue[int] = asyncio.Queue()
         self._last_acknowledged = 0
         self.freed: Callable[[], None] = _nobody
-        self._folder = ""
+        self._folder: Kept = NO_FOLDER
         self._saves_mirror = False
         self._disk = Disk()
         self._saves: set[asyncio.Task[None]] = set()
         self._being_saved: set[int] = set()
         self._changed = asyncio.Condition()
 
-    async def open(self, job_id: str, folder: str) -> None:
+    async def open(self, job_id: str, folder: Kept) -> None:
         """Hold snapshots of this job from now on, and none of any other.
 
         Args:
-            folder: of its checkpoints; what others ask for has to be in there.
+            folder: of its checkpoints; what messages name has to be in there.
         """
         if job_id != self.job_id:
             await self.clear()
             self.job_id = job_id
         self._folder = folder
 
-    def require_ours(self, path: str) -> Path:
-        """A file or folder of the job's checkpoints: links do not lead out of theirs.
+    @property
+    def keeps_nothing(self) -> str:
+        """Why the job's checkpoints cannot lie here; empty: they can."""
+        return self._folder if isinstance(self._folder, str) else ""
+
+    def require_ours(self, path: str) -> Inside:
+        """A file or folder of the job's checkpoints.
 
         Raises:
             CheckpointError: it is somewhere else, and none of the caller's business.
         """
-        try:
-            found, folder = Path(path).resolve(), Path(self._folder).resolve()
-        except (OSError, ValueError, RuntimeError) as error:  # a zero byte; links in a circle
-            raise CheckpointError(f"{path!r} is no path") from error
-        if not self._folder or folder not in found.parents:
-            raise CheckpointError(f"{path} is not in the folder of the job's checkpoints")
-        return found
+        if isinstance(self._folder, str):
+            raise CheckpointError(self._folder)
+        return self._folder.at(path)
 
     async def clear(self) -> None:
         """Let go of everything, once nothing of it is being saved any more."""
@@ -101,7 +104,8 @@ class Vault:
         if self.mirror is not None:
             await self.mirror.close()
         self.mirror = None
-        self.job_id = self.stage_name = self._folder = ""
+        self.job_id = self.stage_name = ""
+        self._folder = NO_FOLDER
         self.slots.clear()
         await self.notify()
 
@@ -138,7 +142,12 @@ class Vault:
         return [own, pb.Holding(stage_name=self.mirror.stage_name, steps=steps)]
 
     async def hold(self, request: pb.MirrorRequest) -> None:
-        """Hold the snapshots of another stage as well."""
+        """Hold the snapshots of another stage as well.
+
+        Raises:
+            CheckpointError: the stage's name cannot be that of a file.
+        """
+        file_of(request.stage_name)
         before = self.mirror
         kept = before.take_copies() if before and before.stage_name == request.stage_name else None
         self.mirror = Mirror(request, self._arrived, self._dialer, kept)
@@ -161,6 +170,7 @@ class Vault:
             CheckpointError: it is not to be had.
             UnavailableError: the server that has it does not answer.
         """
+        file_of(stage_name)
         self.stage_name = stage_name
         while not self._acknowledged.empty():  # of a time that was undone
             self._acknowledged.get_nowait()
@@ -255,7 +265,7 @@ class Vault:
         mirror.slots.unpin(snapshot)
 
     @staticmethod
-    async def _file_blocks(path: Path) -> AsyncIterator[pb.FetchResponse]:
+    async def _file_blocks(path: Inside) -> AsyncIterator[pb.FetchResponse]:
         try:
             async for data in files.parts(path):
                 yield pb.FetchResponse(data=data)
@@ -308,7 +318,8 @@ class Vault:
         if file.address:
             request = pb.FetchRequest(job_id=self.job_id, generation=generation, path=file.path)
             async with StageClient(self.stage_name, file.address, self._dialer) as client:
-                await receive_file((part.data async for part in client.fetch(request)), file)
+                parts = (part.data async for part in client.fetch(request))
+                await receive_file(parts, path, file.size)
         state = await asyncio.to_thread(files.check, path, file.sha256, file.size)
         if state != "ok":
             raise CheckpointError(f"{path} is {state}")

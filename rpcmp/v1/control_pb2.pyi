@@ -220,6 +220,7 @@ class PrepareRequest(_message.Message):
     HEARTBEAT_TIMEOUT_FIELD_NUMBER: _builtins.int
     CHECKPOINT_FOLDER_FIELD_NUMBER: _builtins.int
     GROUP_FIELD_NUMBER: _builtins.int
+    MAY_KEEP_NOTHING_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     """the name that people see"""
     job_id: _builtins.str
@@ -233,6 +234,8 @@ class PrepareRequest(_message.Message):
     """seconds without a sign of life after which a worker is ended"""
     checkpoint_folder: _builtins.str
     """absolute; the only place where the job's files are"""
+    may_keep_nothing: _builtins.bool
+    """a server that does not let it lie there takes the job without"""
     @_builtins.property
     def versions(self) -> Global___Versions: ...
     @_builtins.property
@@ -255,10 +258,11 @@ class PrepareRequest(_message.Message):
         heartbeat_timeout: _builtins.float = ...,
         checkpoint_folder: _builtins.str = ...,
         group: _abc.Iterable[Global___GroupStage] | None = ...,
+        may_keep_nothing: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["versions", b"versions"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint_folder", b"checkpoint_folder", "code", b"code", "generation", b"generation", "group", b"group", "heartbeat_timeout", b"heartbeat_timeout", "job", b"job", "job_id", b"job_id", "replica", b"replica", "stage_index", b"stage_index", "threads", b"threads", "versions", b"versions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint_folder", b"checkpoint_folder", "code", b"code", "generation", b"generation", "group", b"group", "heartbeat_timeout", b"heartbeat_timeout", "job", b"job", "job_id", b"job_id", "may_keep_nothing", b"may_keep_nothing", "replica", b"replica", "stage_index", b"stage_index", "threads", b"threads", "versions", b"versions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -303,6 +307,7 @@ class PrepareResponse(_message.Message):
     NETWORK_FIELD_NUMBER: _builtins.int
     EXPOSED_FIELD_NUMBER: _builtins.int
     HOST_FIELD_NUMBER: _builtins.int
+    KEEPS_NOTHING_FIELD_NUMBER: _builtins.int
     generation: _builtins.int
     worker_pid: _builtins.int
     machine: _builtins.str
@@ -313,6 +318,8 @@ class PrepareResponse(_message.Message):
     """why other users of the host could reach it; empty: they cannot"""
     host: _builtins.str
     """the host's name"""
+    keeps_nothing: _builtins.str
+    """why its checkpoints cannot lie there; empty: they can"""
     @_builtins.property
     def holdings(self) -> _containers.RepeatedCompositeFieldContainer[Global___Holding]: ...
     @_builtins.property
@@ -334,10 +341,11 @@ class PrepareResponse(_message.Message):
         network: _builtins.str = ...,
         exposed: _builtins.str = ...,
         host: _builtins.str = ...,
+        keeps_nothing: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["exposed", b"exposed", "generation", b"generation", "holdings", b"holdings", "host", b"host", "machine", b"machine", "network", b"network", "snapshot_fds", b"snapshot_fds", "snapshot_inodes", b"snapshot_inodes", "supervisor_pid", b"supervisor_pid", "worker_pid", b"worker_pid"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["exposed", b"exposed", "generation", b"generation", "holdings", b"holdings", "host", b"host", "keeps_nothing", b"keeps_nothing", "machine", b"machine", "network", b"network", "snapshot_fds", b"snapshot_fds", "snapshot_inodes", b"snapshot_inodes", "supervisor_pid", b"supervisor_pid", "worker_pid", b"worker_pid"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -78,7 +78,7 @@ class WorkerProcess:
         if folder := self._start["code_folder"]:
             sys.path.insert(0, folder)
             files = [path.stem for path in Path(folder).iterdir()]
-        unpickling.allow(assignment.config.modules, files)
+        unpickling.allow(factory.allowed_among(assignment.config.modules), files)
         loaders = _loaders(assignment)  # before there are threads
         transport.reserve_threads(assignment.in_flight)
         if any(limits.splits for limits in assignment.all_limits):
