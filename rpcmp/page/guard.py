@@ -1,7 +1,8 @@
 """Who gets an answer, and what a browser may do with it.
 
 Any page that a browser shows can make it send requests here. Three things keep such a page out: a
-name that is not ours is refused (see rpcmp.addresses), nothing is allowed to other origins, and the cookie goes along with none of their requests.
+name that is not ours is refused (see rpcmp.addresses), nothing is allowed to other origins, and the
+cookie goes along with none of their requests.
 """
 
 from __future__ import annotations
