@@ -107,6 +107,7 @@ class _Handler(WSGIRequestHandler):
 
 class _Server(ThreadingMixIn, WSGIServer):
     daemon_threads = True
+    request_queue_size = 128
 
     def __init__(self, host: str, port: int, credentials: Credentials | None) -> None:
         self._credentials = credentials
