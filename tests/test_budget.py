@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from rpcmp.wire.budget import Budget, Guest
 
 
@@ -74,7 +76,7 @@ def test_one_peer_has_its_share_and_no_more() -> None:
 def test_one_that_was_ended_counts_until_it_has_left() -> None:
     budget = Budget(most=2, strangers=2)
     ended: list[int] = []
-    guests = [budget.admit("a", lambda number=number: ended.append(number)) for number in range(2)]
+    guests = [budget.admit("a", partial(ended.append, number)) for number in range(2)]
     assert not budget.has_room()
     assert not budget.has_room()
     assert ended == [0]

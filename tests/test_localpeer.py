@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -20,7 +21,7 @@ from rpcmp.errors import SecurityError, UnreachableError
 from rpcmp.wire import localpeer
 from rpcmp.wire.credentials import RELAY
 from rpcmp.wire.dialer import Dialer
-from rpcmp.wire.front import Front
+from rpcmp.wire.front import Front, Visitor
 from rpcmp.wire.localpeer import is_trusted, owner
 from rpcmp.wire.security import Security
 from tests.processes import JobFolder, rpcmp, running_servers
@@ -191,14 +192,16 @@ def test_a_port_that_no_process_here_serves_is_refused(monkeypatch: pytest.Monke
 def test_a_kernel_that_does_not_say_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(localpeer, "_SOCK_DIAG", 31)  # there is no such service
 
+    async def refuse(visitor: Visitor) -> None:
+        raise AssertionError("it has come in")
+
     async def start() -> None:
-        front = Front(Security(), *[pathless] * 2, relay=unused)  # type: ignore[arg-type]
+        front = Front(Security(), Path(), Path(), refuse)
         try:
             await front.start(HERE, 0)
         finally:
             await front.stop()
 
-    pathless = unused = None
     with pytest.raises(SecurityError, match=r"does not say whose.*--certs.*--insecure"):
         asyncio.run(start())
     with (

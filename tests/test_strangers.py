@@ -19,7 +19,6 @@ from tests.processes import (
     JobFolder,
     Server,
     connect,
-    poll_for,
     rpcmp,
     running,
 )
@@ -71,7 +70,15 @@ def certs(tmp_path: Path) -> Path:
 @pytest.mark.usefixtures("own_forks")
 def test_a_run_outlives_strangers_at_its_page_and_its_metrics(job: JobFolder, certs: Path) -> None:
     """More of them than the driver may have descriptors, while its group forms and to its end."""
-    options = ["--ui", "0.0.0.0:0", "--metrics", f"{HERE}:0", "--certs", certs, "--json"]
+    options: list[str | Path] = [
+        "--ui",
+        "0.0.0.0:0",
+        "--metrics",
+        f"{HERE}:0",
+        "--certs",
+        certs,
+        "--json",
+    ]
     with running("drive", job.config(JOB), *options, under=limited(1024)) as run:
         metrics = url_of(run)
         page = int(run.wait_for_line(r'"url": "https://[^"]*:(\d+)/')[1])
@@ -93,20 +100,20 @@ def test_servers_with_few_descriptors_serve_on(
         runs = []
         for index in range(2):
             place = ["--stage", str(index), "--listen", f"{HERE}:0", "--metrics", f"{HERE}:0"]
-            secured = [] if folder is None else ["--certs", folder / f"stage{index}"]
+            secured = [] if folder is None else ["--certs", str(folder / f"stage{index}")]
             command = running("serve", *place, *secured, under=limited(256))
             runs.append(stack.enter_context(command))
         servers = [Server(run, run.wait_for_line(r"SERVING on (\S+)")[1]) for run in runs]
         for server in servers:
             stack.enter_context(silent(int(server.address.rpartition(":")[2]), 400))
             stack.enter_context(silent(port_of(url_of(server.run)), 300))
-        secured = [] if folder is None else ["--certs", folder / "driver"]
+        secured = [] if folder is None else ["--certs", str(folder / "driver")]
         result = rpcmp("drive", job.config(JOB), "--json", "--connect", connect(servers), *secured)
         assert result.code == 0, result.err
         assert "fault" not in {event["event"] for event in result.events}
         for server in servers:
             assert descriptors(server.pid) < 128
-            found = poll_for(lambda server=server: scrape(url_of(server.run)), "a scrape")
+            found = scrape(url_of(server.run))
             assert value(found, "rpcmp_server_jobs_total") == 1
             assert "Traceback" not in "".join(server.run.err)
 
