@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from urllib.parse import urlsplit
+
 from rpcmp.errors import ConfigError
 
 HERE = "127.0.0.1"
+LOOPBACK_NAMES = frozenset({HERE, "localhost", "::1"})
 FIRST_PORT = 50051
 PORTS_A_REPLICA = 100
 LAST_PORT = 65535
@@ -55,3 +58,19 @@ def parse(address: str) -> tuple[str, int]:
 def joined(host: str, port: int) -> str:
     """The other way round."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def is_own_name(host_header: str, host: str) -> bool:
+    """Return whether a request on loopback names this server, as browsers' requests have to.
+
+    Any page could else have its own name point here, and would be of the same origin.
+
+    Args:
+        host_header: the request's. Its port says nothing: a forwarded one is another.
+        host: what the server was told to listen on.
+    """
+    try:
+        name = urlsplit(f"//{host_header}").hostname
+    except ValueError:
+        return False
+    return name is not None and name in LOOPBACK_NAMES | {host.lower()}

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import re
 import shutil
 import socket
 import ssl
+import threading
 import urllib.error
 from collections.abc import Iterator
 from pathlib import Path
@@ -59,6 +61,34 @@ def test_on_loopback_everybody_may_read() -> None:
         assert "process_resident_memory_bytes" in {name for name, _ in scrape(url)}
     with pytest.raises(urllib.error.URLError):
         scrape(url)  # it is closed
+
+
+def test_no_web_page_can_read_them_by_a_name_of_its_own() -> None:
+    with door(f"{HERE}:0", Security()) as url:
+        for name in ("127.0.0.1", "localhost:9464", "[::1]:1"):
+            assert status(url, name) == 200
+        for name in (f"evil.example:{port_of(url)}", "evil.example", "[::1", ""):
+            assert status(url, name) == 403
+
+
+def status(url: str, host: str) -> int:
+    with contextlib.closing(http.client.HTTPConnection(HERE, port_of(url), timeout=20)) as line:
+        line.request("GET", "/metrics", headers={"Host": host})
+        return line.getresponse().status
+
+
+def test_connections_that_say_nothing_are_few_and_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rpcmp.openmetrics.door.SCRAPE_SECONDS", 0.5)
+    before = threading.active_count()
+    with door(f"{HERE}:0", Security()) as url, contextlib.ExitStack() as stack:
+        silent = [
+            stack.enter_context(socket.create_connection((HERE, port_of(url)))) for _ in range(100)
+        ]
+        assert value(scrape(url), "rpcmp_checkpoint_step") == 3
+        assert threading.active_count() - before < 20
+        for connection in silent:
+            connection.settimeout(20)
+            assert connection.recv(1) == b""
 
 
 @pytest.mark.parametrize("address", [f"{ELSEWHERE}:0", "[::]:0", "host-a:9464"])

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import socket
 from pathlib import Path
 
 import click
@@ -14,7 +12,6 @@ from rpcmp.errors import ConfigError, SecurityError
 from rpcmp.wire import authority, role
 from rpcmp.wire.certificate import Certificate
 from rpcmp.wire.credentials import CA, CERTIFICATE, KEY, Credentials
-from rpcmp.wire.localpeer import is_ours
 from rpcmp.wire.security import Security
 from tests.lan import cli, issue
 
@@ -160,24 +157,3 @@ def test_a_certificate_for_nothing_in_particular_is_not_issued(
 def test_a_name_does_not_lead_out_of_the_folder(certs: Path, name: str) -> None:
     with pytest.raises(SecurityError, match="no name of a folder"):
         cli(certs, "issue", "--name", name, "--driver")
-
-
-@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
-def test_the_other_end_of_a_connection_is_our_own(host: str) -> None:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.create_server((host, 0), family=family) as listener:
-        near = socket.create_connection(listener.getsockname()[:2])
-        far, _ = listener.accept()
-    with far:
-        assert is_ours(far)
-        near.close()
-        assert not is_ours(far)  # nobody's any more
-
-
-def test_so_it_is_through_a_socket_for_both_protocols() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener, socket.socket(socket.AF_INET6) as near:
-        near.connect(("::ffff:127.0.0.1", listener.getsockname()[1]))
-        far, _ = listener.accept()
-        with far:
-            assert is_ours(far)
-            assert os.geteuid() == 0 or is_ours(near)

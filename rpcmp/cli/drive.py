@@ -79,6 +79,7 @@ def drive(
     from rpcmp.cli.output import printer
     from rpcmp.job.drive import drive as run
     from rpcmp.observers.watch import watching
+    from rpcmp.process.descriptors import raise_limit
     from rpcmp.runfolder.layout import TRACE
 
     if steps is not None:
@@ -87,6 +88,7 @@ def drive(
         require_writable(trace)
     job = configfile.load(config, overrides)
     servers = addresses_of(connect, job)
+    raise_limit()
     found: list[Observer] = []
     with (
         printer(job, as_json, verbose, quiet) as show,

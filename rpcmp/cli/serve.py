@@ -127,10 +127,12 @@ def serve(
         # Of headers that make no sense gRPC's core would print a line each.
         os.environ.setdefault("GRPC_VERBOSITY", "NONE")
         # Imported late: `rpcmp --help` needs no gRPC.
+        from rpcmp.process.descriptors import raise_limit
         from rpcmp.process.forking import WORKERS, Forks
         from rpcmp.server.serve import serve as run_server
         from rpcmp.server.server import StageServer
 
+        raise_limit()
         line = None if forks is None else socket.socket(fileno=forks)
         # A driver that has started us tells of what workers say by itself.
         show = pass_on if parent is None else lambda entry: None

@@ -57,8 +57,9 @@ class StageClient:
     ) -> None:
         self.name = name
         self.address = address
-        has_tls = dialer.security.credentials is not None
-        self._tunnel = Tunnel(dialer, address, stage_index) if has_tls else None
+        # With certificates the tunnel has the TLS; without, it looks whose the server is.
+        is_open = dialer.security.insecure
+        self._tunnel = None if is_open else Tunnel(dialer, address, stage_index)
         target = address if self._tunnel is None else self._tunnel.target
         self._channel = grpc.aio.insecure_channel(target, options=CHANNEL_OPTIONS)
         self._stub: ControlAsyncStub = ControlStub(self._channel)

@@ -1,9 +1,9 @@
 """Where metrics are scraped: HTTP on loopback, TLS with certificates on both sides elsewhere.
 
-HTTP elsewhere too for who says `--insecure`.
+HTTP elsewhere too with `--insecure`.
 
 Each connection has a thread of its own, which shakes hands as well: one that says nothing holds up
-nobody but itself.
+no other. There are few of them, for a short time, whoever connects.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ import contextlib
 import logging
 import socket
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from socketserver import TCPServer, ThreadingMixIn
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
@@ -22,11 +23,20 @@ from prometheus_client.registry import Collector
 
 from rpcmp import addresses
 from rpcmp.errors import ConfigError
+from rpcmp.wire.budget import Budget, Guest, peer_of, share
 from rpcmp.wire.credentials import Credentials
 from rpcmp.wire.security import Security, is_loopback
 
-SILENT_SECONDS = 10.0
-"""After which a connection that says nothing is closed."""
+SCRAPE_SECONDS = 10.0
+"""How long a connection may last, which is for one scrape; Prometheus waits no longer either."""
+
+MOST = 16
+"""Connections at once. Fewer if there are few file descriptors."""
+
+LEAVING_SECONDS = 0.01
+"""Between two looks whether a connection that was ended has left."""
+
+Application = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +72,8 @@ def serving(collector: Collector, address: str, security: Security) -> Iterator[
     except OSError as error:
         reason = error.strerror or error
         raise ConfigError(f"--metrics: cannot listen on {address}: {reason}") from error
-    server.set_app(make_wsgi_app(registry))
+    app: Application = make_wsgi_app(registry)
+    server.set_app(_guarded(app, host) if is_loopback(host) else app)
     thread = threading.Thread(
         target=server.serve_forever, args=[0.1], name="rpcmp-metrics", daemon=True
     )
@@ -75,8 +86,20 @@ def serving(collector: Collector, address: str, security: Security) -> Iterator[
         server.server_close()
 
 
+def _guarded(app: Application, host: str) -> Application:
+    """Return `app` for requests that name this server: no web page can read it by another name."""
+
+    def guarded(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+        if addresses.is_own_name(environ.get("HTTP_HOST", ""), host):
+            return app(environ, start_response)
+        start_response("403 Forbidden", [("Content-Type", "text/plain")])
+        return [b"403: this is not the name of this server\n"]
+
+    return guarded
+
+
 class _Handler(WSGIRequestHandler):
-    timeout = SILENT_SECONDS
+    timeout = SCRAPE_SECONDS
 
     def log_message(self, format: str, *args: Any) -> None:
         """Scrapes are no news."""
@@ -84,9 +107,13 @@ class _Handler(WSGIRequestHandler):
 
 class _Server(ThreadingMixIn, WSGIServer):
     daemon_threads = True
+    request_queue_size = 128
 
     def __init__(self, host: str, port: int, credentials: Credentials | None) -> None:
         self._credentials = credentials
+        most = share(32, MOST)
+        self._budget = Budget(most, most, seconds=SCRAPE_SECONDS)
+        self._guests: dict[Any, Guest] = {}
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         super().__init__((host, port), _Handler)
 
@@ -98,15 +125,47 @@ class _Server(ThreadingMixIn, WSGIServer):
         self.setup_environ()
 
     def get_request(self) -> tuple[socket.socket, Any]:
-        """The next connection; with the certificate that there is now, which may be a new one."""
+        """Return the next connection, with the certificate that there is now, maybe a new one.
+
+        Raises:
+            OSError: there is none, or no room for it yet.
+        """
+        if not self._budget.has_room():
+            time.sleep(LEAVING_SECONDS)
+            raise BlockingIOError("a connection has to leave first")
         connection, address = super().get_request()
-        if self._credentials is None:
-            return connection, address
-        context = self._credentials.server()
-        return context.wrap_socket(
-            connection, server_side=True, do_handshake_on_connect=False
-        ), address
+        try:
+            peer = peer_of(connection)
+            if self._credentials is not None:
+                context = self._credentials.server()
+                connection = context.wrap_socket(
+                    connection, server_side=True, do_handshake_on_connect=False
+                )
+            guest = self._budget.admit(peer, lambda: _break(connection))
+            if guest is None:
+                raise BlockingIOError("there are too many connections")
+            self._guests[connection] = guest
+        except BaseException:
+            connection.close()
+            raise
+        return connection, address
+
+    def close_request(self, request: Any) -> None:
+        """Close a connection, which counts no more then."""
+        super().close_request(request)
+        if (guest := self._guests.pop(request, None)) is not None:
+            self._budget.leave(guest)
+
+    def service_actions(self) -> None:
+        """Called ten times a second, and after each connection."""
+        self._budget.expire()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Whoever is refused, or goes away, has been told so."""
         log.debug("a scrape from %s failed", client_address, exc_info=True)
+
+
+def _break(connection: socket.socket) -> None:
+    """Have the thread of a connection see its end; not by TLS, which only that thread may touch."""
+    with contextlib.suppress(OSError):
+        socket.socket.shutdown(connection, socket.SHUT_RDWR)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any, Protocol
 
 from starlette.applications import Starlette
@@ -50,8 +50,12 @@ class Source(Protocol):
         """See State."""
 
 
-def application(source: Source, place: Place) -> ASGIApp:
-    """The application that serves `source`."""
+def application(source: Source, place: Place, let_in: Callable[[object], None]) -> ASGIApp:
+    """Return the application that serves `source`.
+
+    Args:
+        let_in: see Guard.
+    """
     loaded = assets.load()
 
     async def file(request: Request) -> Response:
@@ -66,7 +70,7 @@ def application(source: Source, place: Place) -> ASGIApp:
         return StreamingResponse(stream(source, version), media_type="text/event-stream")
 
     routes = [Route("/events", events), Route("/{path:path}", file)]
-    return Guard(Starlette(routes=routes), place)
+    return Guard(Starlette(routes=routes), place, let_in)
 
 
 async def stream(source: Source, version: int | None) -> AsyncIterator[str]:

@@ -1,20 +1,22 @@
 """Who gets an answer, and what a browser may do with it.
 
 Any page that a browser shows can make it send requests here. Three things keep such a page out: a
-name that is not ours is refused (else its own name, pointed at 127.0.0.1, would make us its
-origin), nothing is allowed to other origins, and the cookie goes along with none of their requests.
+name that is not ours is refused (see rpcmp.addresses), nothing is allowed to other origins, and the
+cookie goes along with none of their requests.
 """
 
 from __future__ import annotations
 
 import secrets
+from collections.abc import Callable
 from http.cookies import CookieError, SimpleCookie
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import parse_qs
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from rpcmp import addresses
 from rpcmp.page.place import Place
 
 HEADERS = {
@@ -36,14 +38,15 @@ class Guard:
     Args:
         app: what answers those who are let in.
         place: where it is served.
+        let_in: called with the address of each client that is.
     """
 
-    def __init__(self, app: ASGIApp, place: Place) -> None:
+    def __init__(self, app: ASGIApp, place: Place, let_in: Callable[[object], None]) -> None:
         self._app = app
+        self._let_in = let_in
         self._token = place.token
         self._cookie = f"__Host-rpcmp-{place.port}"
-        here = {place.host.lower(), "127.0.0.1", "localhost", "::1"}
-        self._hosts = here if place.token is None else None
+        self._host = place.host if place.token is None else None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ASGI."""
@@ -62,13 +65,16 @@ class Guard:
             await send(message)
 
         headers = Headers(scope=scope)
-        if self._hosts is not None and _name(headers.get("host", "")) not in self._hosts:
+        if self._host is not None and not addresses.is_own_name(
+            headers.get("host", ""), self._host
+        ):
             refusal = PlainTextResponse("403: this is not the name of this server\n", 403)
             await refusal(scope, receive, answer)
         elif not self._knows_token(scope, headers):
             text = "403: open the address that `rpcmp drive --ui` printed; it has a token in it\n"
             await PlainTextResponse(text, 403)(scope, receive, answer)
         else:
+            self._let_in(scope.get("client"))
             if self._token is not None and self._of_query(scope) is not None:
                 kept = "Path=/; Secure; HttpOnly; SameSite=Strict"
                 cookie = f"{self._cookie}={self._token}; {kept}"
@@ -93,11 +99,3 @@ class Guard:
         except CookieError:
             return ""
         return "" if found is None else found.value
-
-
-def _name(host: str) -> str | None:
-    """The name in a Host header. Its port says nothing: a forwarded one is another."""
-    try:
-        return urlsplit(f"//{host}").hostname
-    except ValueError:
-        return None

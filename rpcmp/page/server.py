@@ -3,12 +3,12 @@
     observer's thread ── tell ──> state <── since ── server's thread ──> browsers
 
 The two share the state and its lock, and nothing else. The server ends with the run; a browser that
-does not take the last message in time is left behind.
+does not take the last message in time is left behind. Connections are bounded in number, so that
+they cannot take the run's file descriptors; and what ends the server does not end the run.
 """
 
 from __future__ import annotations
 
-import contextlib
 import secrets
 import ssl
 import threading
@@ -21,13 +21,21 @@ from rpcmp.page.app import application
 from rpcmp.page.place import Place
 from rpcmp.page.state import State
 from rpcmp.process.channel import Message
+from rpcmp.wire.accept import BoundedListener
+from rpcmp.wire.budget import Budget, share
 from rpcmp.wire.credentials import Credentials
 
 LAST_WORDS = 1
 """Seconds for browsers to take the last message."""
 
 MOST = 64
-"""Connections at once; more are refused."""
+"""Connections at once; more are refused. Fewer if there are few file descriptors."""
+
+BACKLOG = 128
+"""Connections that the kernel keeps for the server to accept."""
+
+CLOSE_SECONDS = 10.0
+"""How long the server may take to end."""
 
 
 class Page:
@@ -44,25 +52,52 @@ class Page:
 
     def __init__(self, place: Place) -> None:
         self._run = _Run()
-        self._server = uvicorn.Server(_config(application(self._run, place), place))
+        self._failure: Exception | None = None
+        most = share(16, MOST)
+        self._budget = Budget(most, max(1, most // 2), max(1, most // 2))
+        listener = BoundedListener(place.listener.dup(), self._budget)
+        app = application(self._run, place, listener.prove)
+        self._server = _Server(_config(app, place), self._budget)
         self._thread = threading.Thread(
-            target=self._serve, args=[place], name="rpcmp-page-server", daemon=True
+            target=self._serve, args=[place, listener], name="rpcmp-page-server", daemon=True
         )
         self._thread.start()
 
     def tell(self, event: Message) -> None:
-        """See Observer."""
+        """See Observer.
+
+        Raises:
+            OSError: the server has failed.
+        """
         self._run.take(event)
+        if self._failure is not None:
+            raise self._failure
 
     def close(self) -> None:
-        """Send what is left, and stop; see Observer."""
+        """Send what is left, and stop; see Observer. It never raises."""
         self._run.end()
         self._server.should_exit = True
-        self._thread.join()
+        self._thread.join(LAST_WORDS + 1)
+        self._budget.end_all()  # connections that are still shaking hands
+        self._thread.join(CLOSE_SECONDS)
 
-    def _serve(self, place: Place) -> None:
-        with contextlib.closing(place.listener):
-            self._server.run([place.listener])
+    def _serve(self, place: Place, listener: BoundedListener) -> None:
+        try:
+            with place.listener, listener:
+                self._server.run([listener])
+        except (Exception, SystemExit) as error:  # uvicorn exits where it cannot start
+            self._failure = error if isinstance(error, Exception) else OSError("it cannot start")
+
+
+class _Server(uvicorn.Server):
+    def __init__(self, config: uvicorn.Config, budget: Budget) -> None:
+        super().__init__(config)
+        self._budget = budget
+
+    async def on_tick(self, counter: int) -> bool:
+        """See uvicorn: called ten times a second; whether to stop."""
+        self._budget.expire()
+        return await super().on_tick(counter)
 
 
 class _Run:
@@ -108,6 +143,7 @@ def _config(app: ASGIApp, place: Place) -> uvicorn.Config:
         proxy_headers=False,
         server_header=False,
         limit_concurrency=MOST,
+        backlog=BACKLOG,
         timeout_graceful_shutdown=LAST_WORDS,
     )
     config.load()

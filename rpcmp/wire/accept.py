@@ -1,25 +1,39 @@
-"""Taking connections, whatever happens to single ones."""
+"""Taking connections, whatever happens to single ones, and no more than there is room for."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import socket
 from collections.abc import AsyncGenerator
+from typing import Any
+
+from rpcmp.wire.budget import Budget, Guest, peer_of
 
 RETRY_SECONDS = 0.1
+
+LEAVING_SECONDS = 0.001
+"""Between two looks whether a connection that was ended has left."""
 
 log = logging.getLogger(__name__)
 
 
-async def connections(listener: socket.socket) -> AsyncGenerator[socket.socket, None]:
-    """Each connection that somebody opens to a listening socket.
+async def connections(
+    listener: socket.socket, budget: Budget | None = None
+) -> AsyncGenerator[socket.socket, None]:
+    """Yield each connection that is opened to a listening socket.
 
-    Not by asyncio's `sock_accept`: one that is cancelled while somebody comes loses him, and says
-    so with a traceback (Python 3.11).
+    Not by asyncio's `sock_accept`: one that is cancelled while a connection comes loses it, and
+    says so with a traceback (Python 3.11).
+
+    Args:
+        budget: nothing is accepted while it has no room; None: there is no limit.
     """
     while True:
         await _readable(listener)
+        while budget is not None and not budget.has_room():
+            await asyncio.sleep(LEAVING_SECONDS)
         try:
             connection, _ = listener.accept()
         except (BlockingIOError, InterruptedError, ConnectionError):  # gone again
@@ -33,7 +47,7 @@ async def connections(listener: socket.socket) -> AsyncGenerator[socket.socket, 
 
 
 async def _readable(listener: socket.socket) -> None:
-    """Wait until somebody comes."""
+    """Wait until there is a connection to accept."""
     loop = asyncio.get_running_loop()
     came = asyncio.Event()
     loop.add_reader(listener, came.set)
@@ -41,3 +55,68 @@ async def _readable(listener: socket.socket) -> None:
         await came.wait()
     finally:
         loop.remove_reader(listener)
+
+
+class BoundedListener(socket.socket):
+    """A listening socket for servers that accept by themselves, such as asyncio's.
+
+    What it accepts counts until it is closed; `prove` tells which connections are no strangers.
+
+    Args:
+        listener: the socket; detached.
+        budget: of its connections.
+    """
+
+    def __init__(self, listener: socket.socket, budget: Budget) -> None:
+        super().__init__(listener.family, listener.type, listener.proto, listener.detach())
+        self._budget = budget
+        self._guests: dict[Any, Guest] = {}
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        """See socket.socket.
+
+        Raises:
+            BlockingIOError: there is no room now, or nothing to accept.
+        """
+        if not self._budget.has_room():
+            raise BlockingIOError("a connection has to leave first")
+        plain, address = super().accept()
+        connection = _Accepted(self.family, self.type, self.proto, plain.detach())
+        guest = self._budget.admit(peer_of(connection), connection.end)
+        if guest is None:
+            connection.close()
+            raise BlockingIOError("there are too many connections")
+        self._guests[address[:2]] = connection.guest = guest
+        connection.closed_by = self
+        return connection, address
+
+    def prove(self, address: Any) -> None:
+        """Count the connection from an address as a stranger's no more.
+
+        Args:
+            address: host and port.
+        """
+        if (guest := self._guests.get(tuple(address[:2]))) is not None:
+            self._budget.prove(guest)
+
+    def left(self, guest: Guest) -> None:
+        """Count a connection no more."""
+        self._budget.leave(guest)
+        self._guests = {key: one for key, one in self._guests.items() if one is not guest}
+
+
+class _Accepted(socket.socket):
+    guest: Guest | None = None
+    closed_by: BoundedListener | None = None
+
+    def end(self) -> None:
+        """Break the connection; the server that has it sees that, and closes it."""
+        with contextlib.suppress(OSError):
+            self.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """See socket.socket."""
+        super().close()
+        if self.closed_by is not None and self.guest is not None:
+            self.closed_by.left(self.guest)
+            self.closed_by = None

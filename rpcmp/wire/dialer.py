@@ -11,6 +11,7 @@ from rpcmp.addresses import parse
 from rpcmp.errors import SecurityError, UnreachableError
 from rpcmp.process.links import keep_alive
 from rpcmp.wire.end import End, refusal
+from rpcmp.wire.localpeer import require_own_server
 from rpcmp.wire.security import Security
 from rpcmp.wire.session import Session
 
@@ -63,6 +64,8 @@ class Dialer:
         session = self._session(protocol, host)
         end = End(await _connect(host, port), session)
         try:
+            if session is None and not self.security.insecure:
+                await require_own_server(end.socket, address)
             await end.shake_hands()
             if session is not None:
                 self._require(session, address, stage_index)

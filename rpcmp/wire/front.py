@@ -13,8 +13,9 @@ same machine, and then from our own user or root alone; or, where the server was
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import functools
 import logging
-import resource
 import socket
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -23,23 +24,24 @@ from typing import NamedTuple
 from rpcmp.errors import ListenError, RpcmpError, SecurityError
 from rpcmp.process.links import keep_alive
 from rpcmp.wire.accept import connections
+from rpcmp.wire.budget import LOOPBACK, Budget, Guest, address_of, share, user_of
 from rpcmp.wire.credentials import GRPC, RELAY
 from rpcmp.wire.end import HEADER, End, refusal
 from rpcmp.wire.inner import Inner
-from rpcmp.wire.localpeer import is_ours
+from rpcmp.wire.localpeer import owner_of, require_answers, require_same_user
 from rpcmp.wire.role import Role
 from rpcmp.wire.security import Security
 from rpcmp.wire.session import Session
 from rpcmp.wire.splice import splice
 
 GREETING_SECONDS = 10.0
-"""How long a stranger may take to say who he is."""
+"""How long a connection may take for its handshake and its first bytes."""
 
 MAX_STRANGERS = 256
-"""Connections that have not said so yet; where there are more, the oldest has to go."""
+"""Connections that have not got so far; fewer if there are few file descriptors."""
 
 MAX_CONNECTIONS = 4096
-"""Of those who were let in; fewer where there are few file descriptors, see `_room`."""
+"""All connections; fewer, too: each that is let in takes three descriptors."""
 
 log = logging.getLogger(__name__)
 
@@ -87,13 +89,15 @@ class Front:
         self._relay = relay
         self._listeners: list[socket.socket] = []
         self._tasks: set[asyncio.Future[None]] = set()
-        self._strangers: dict[asyncio.Future[None], None] = {}  # the oldest first
+        self._budget = Budget(share(6, MAX_CONNECTIONS), share(16, MAX_STRANGERS))
 
     async def start(self, host: str, port: int) -> int:
         """Listen; returns the port, which is a free one for port 0.
 
         Raises:
             ListenError: the port is in use, or the host is not this machine's.
+            SecurityError: there are no certificates, and the kernel does not say whose a
+                connection is.
         """
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
@@ -106,6 +110,8 @@ class Front:
             ) from error
         listener.setblocking(False)
         self._listeners.append(listener)
+        if self._asks_kernel:
+            require_answers(listener)
         self._spawn(self._accept(listener))
         bound: int = listener.getsockname()[1]
         return bound
@@ -121,29 +127,33 @@ class Front:
     def _spawn(self, work: Awaitable[None]) -> asyncio.Future[None]:
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
-        task.add_done_callback(self._forget)
+        task.add_done_callback(self._tasks.discard)
         return task
 
-    def _forget(self, task: asyncio.Future[None]) -> None:
-        self._tasks.discard(task)
-        self._strangers.pop(task, None)
+    @property
+    def _asks_kernel(self) -> bool:
+        """Whether it is the kernel that says who may come in."""
+        return self._security.credentials is None and not self._security.insecure
 
     async def _accept(self, listener: socket.socket) -> None:
-        room = _room()
-        async for connection in connections(listener):
-            if len(self._tasks) - len(self._strangers) >= room:
+        async for connection in connections(listener, self._budget):
+            guest = self._budget.admit(address_of(connection), connection.close)
+            if guest is None:
                 connection.close()
                 continue
-            if len(self._strangers) >= MAX_STRANGERS:
-                next(iter(self._strangers)).cancel()
-            stranger = self._spawn(self._serve(connection))
-            self._strangers[stranger] = None
+            serving = self._spawn(self._serve(connection, guest))
+            guest.end = serving.cancel
+            serving.add_done_callback(functools.partial(self._left, connection, guest))
 
-    async def _serve(self, connection: socket.socket) -> None:
+    def _left(self, connection: socket.socket, guest: Guest, task: asyncio.Future[None]) -> None:
+        connection.close()  # a task that is cancelled before it starts does not
+        self._budget.leave(guest)
+
+    async def _serve(self, connection: socket.socket, guest: Guest) -> None:
         who = _name(connection)
         try:
             async with asyncio.timeout(GREETING_SECONDS):
-                visitor = await self._greet(connection)
+                visitor = await self._greet(connection, guest)
         except (OSError, EOFError, TimeoutError, SecurityError) as error:
             log.debug("refused %s: %s", who, refusal(error))
             connection.close()
@@ -151,7 +161,7 @@ class Front:
         except BaseException:
             connection.close()
             raise
-        self._strangers.pop(asyncio.current_task(), None)  # type: ignore[arg-type]
+        self._budget.prove(guest)
         try:
             await self._let_in(visitor)
         except (OSError, EOFError, RpcmpError) as error:
@@ -159,7 +169,7 @@ class Front:
         finally:
             visitor.end.close()
 
-    async def _greet(self, connection: socket.socket) -> Visitor:
+    async def _greet(self, connection: socket.socket, guest: Guest) -> Visitor:
         """Find out who it is.
 
         Raises:
@@ -167,6 +177,11 @@ class Front:
             OSError, EOFError: the handshake failed.
         """
         keep_alive(connection.fileno())
+        if self._asks_kernel:
+            await require_same_user(connection)
+        elif guest.peer == LOOPBACK:
+            with contextlib.suppress(SecurityError):  # only for whom to count it
+                guest.peer = user_of(await owner_of(connection))
         credentials = self._security.credentials
         if credentials is None:
             return await self._greet_plain(End(connection))
@@ -181,8 +196,6 @@ class Front:
         return Visitor(end, session.peer_role, session.protocol)
 
     async def _greet_plain(self, end: End) -> Visitor:
-        if not self._security.insecure and not is_ours(end.socket):
-            raise SecurityError("it is another user's")
         first = await end.read(HEADER.size)
         end.decrypted[:0] = first  # a frame is short and begins with a zero, HTTP/2 with PRI
         return Visitor(end, None, GRPC if first[0] else RELAY)
@@ -196,12 +209,6 @@ class Front:
         with self._inner.carrying(visitor) as inside:
             await asyncio.get_running_loop().sock_connect(inside, path)
             await splice(visitor.end, End(inside))
-
-
-def _room() -> int:
-    """How many may be inside at once: each takes three descriptors, and the job needs some."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return MAX_CONNECTIONS if soft == resource.RLIM_INFINITY else min(MAX_CONNECTIONS, soft // 4)
 
 
 def _name(connection: socket.socket) -> str:

@@ -35,12 +35,15 @@ from rpcmp.wire.dialer import Dialer
 from rpcmp.wire.end import End
 from rpcmp.wire.front import Visitor
 from rpcmp.wire.inspection import Inspection, Pipes
-from rpcmp.wire.localpeer import is_ours
+from rpcmp.wire.localpeer import require_answers, require_same_user
 from rpcmp.wire.role import Role
 from rpcmp.wire.security import is_loopback
 from rpcmp.wire.splice import splice
 
 RETRY_SECONDS = 0.5
+
+ASK_SECONDS = 5.0
+"""How long the kernel may take to say whose a connection is."""
 
 MAX_WAITING = 8
 """Connections that a driver may keep open for a worker to come."""
@@ -106,6 +109,7 @@ class Relay:
         self._waiting: asyncio.Queue[End] = asyncio.Queue(MAX_WAITING)
         self._is_shared = False
         self._is_closed = False
+        self._has_warned = False
         self._listeners: list[socket.socket] = []
         self._tasks: set[asyncio.Future[None]] = set()
         self._carried: dict[End, str] = {}
@@ -128,7 +132,8 @@ class Relay:
 
         Raises:
             WorkerDiedError: an address is taken; only where workers are on the host's loopback.
-            SecurityError: a peer says that it listens where others than its host's reach it.
+            SecurityError: a peer says that it listens where others than its host's reach it; or
+                other users reach our listeners, and the kernel does not say whose a connection is.
         """
         for peer in peers:
             if not is_loopback(parse(peer.listens)[0]):
@@ -148,6 +153,8 @@ class Relay:
                 ) from error
             listener.setblocking(False)
             self._listeners.append(listener)
+            if self._is_shared:
+                require_answers(listener)
             self._require_open()
             self._spawn(self._listen(listener, peer))
 
@@ -222,11 +229,26 @@ class Relay:
     async def _listen(self, listener: socket.socket, peer: Peer) -> None:
         """Pass on what our worker sends to where it believes a peer to be."""
         async for connection in connections(listener):
-            if self._is_shared and not is_ours(connection):
-                log.warning("another user of this host has tried to reach %s", peer.server)
-                connection.close()
-                continue
-            self._spawn(self._pass_on(End(connection), peer))
+            # One after the other: what comes meanwhile waits in the kernel, and takes nothing here.
+            if not self._is_shared or await self._is_ours(connection, peer):
+                self._spawn(self._pass_on(End(connection), peer))
+
+    async def _is_ours(self, connection: socket.socket, peer: Peer) -> bool:
+        """Return whether our own user has opened a connection; closes it otherwise."""
+        try:
+            async with asyncio.timeout(ASK_SECONDS):
+                await require_same_user(connection)
+        except (SecurityError, TimeoutError) as error:
+            connection.close()
+            if not self._has_warned:  # once, or any user could fill the log
+                self._has_warned = True
+                where = peer.server or "the driver"
+                log.warning("refused a connection on this host to reach %s: %s", where, error)
+            return False
+        except BaseException:
+            connection.close()
+            raise
+        return True
 
     async def _pass_on(self, here: End, peer: Peer) -> None:
         try:

@@ -1,9 +1,10 @@
 """gRPC to a stage server, through a connection whose TLS is ours.
 
-gRPC cannot be told to insist on TLS 1.3, or to look for a role in a certificate. So its channel
-ends at a Unix socket in this process, in a folder that only its user can look into, and what it
-sends there goes on over a connection of the Dialer. That has our certificate, so only this very
-process may connect: no other one of its user, such as a worker that runs a job's code.
+gRPC cannot be told to insist on TLS 1.3, to look for a role in a certificate, or to ask whose a
+server is. So its channel ends at a Unix socket in this process, in a folder that only its user can
+look into, and what it sends there goes on over a connection of the Dialer. That has our
+certificate, so only this very process may connect: no other one of its user, such as a worker that
+runs a job's code.
 """
 
 from __future__ import annotations
