@@ -12,7 +12,9 @@ from pathlib import Path
 from rpcmp.control.options import PROTOCOL, machine
 from rpcmp.examination import folder
 from rpcmp.examination.facts import Folder, HostFacts, Order, Paper
+from rpcmp.process import confinement
 from rpcmp.process.child import Child
+from rpcmp.process.confinement import Reach
 from rpcmp.process.environment import compute_environment
 from rpcmp.process.forking import Forks
 from rpcmp.process.listeners import listeners
@@ -28,6 +30,7 @@ async def examine(
     code_folder: Path | None,
     threads: int = 1,
     allowed: Sequence[str] = (),
+    reach: Reach | None = None,
 ) -> HostFacts:
     """What this host is and has, as `order` needs it.
 
@@ -38,11 +41,13 @@ async def examine(
         code_folder: of the Python files that came with the job; None: none did.
         threads: of the worker's compute.
         allowed: modules that callables may come from; none: any.
+        reach: what that process may open; None: it is not confined.
 
     Raises:
         JobError: that process failed; WorkerDiedError: it ended.
     """
-    child = await Child.spawn("rpcmp.examination", compute_environment(threads), forks=forks)
+    environment = compute_environment(threads)
+    child = await Child.spawn("rpcmp.examination", environment, forks=forks, reach=reach)
     found = await child.ask(
         {
             "op": "examine",
@@ -61,6 +66,8 @@ async def examine(
         listens=sorted(listeners().values()),
         network=network.name,
         exposed=network.reason,
+        confinement="" if reach is None else confinement.told(),
+        unconfined="" if reach is None else confinement.lacks(),
         folder=await _folder(order),
         devices=found["devices"],
         code=found["code"],

@@ -9,8 +9,10 @@ import re
 import signal
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
-from rpcmp.errors import JobError
+from rpcmp.config import Config
+from rpcmp.errors import ConfigError, JobError
 from rpcmp.logs import display
 from rpcmp.members import Member
 from rpcmp.process.forking import Forks
@@ -24,10 +26,12 @@ class LocalServers:
 
     Args:
         forks: where their workers come from.
+        options: more of `rpcmp serve`, see `confining`.
     """
 
-    def __init__(self, forks: Forks) -> None:
+    def __init__(self, forks: Forks, options: Sequence[str] = ()) -> None:
         self._forks = forks
+        self._options = list(options)
         self._workers: list[Member] = []
         self._processes: dict[int, asyncio.subprocess.Process] = {}
 
@@ -55,6 +59,7 @@ class LocalServers:
         command = [sys.executable, "-P", "-m", "rpcmp", "serve"]
         command += ["--stage", str(worker.stage_index), "--replica", str(worker.replica)]
         command += ["--listen", "127.0.0.1:0", "--parent", str(os.getpid())]
+        command += self._options
         command += display.options()  # it shares our standard error
         with await self._forks.another_line() as forks:
             process = await asyncio.create_subprocess_exec(
@@ -76,6 +81,20 @@ class LocalServers:
         if not found:
             raise JobError(f"the server of stage {worker.label!r} did not start: {line!r}")
         return found[0]
+
+
+def confining(config: Config) -> list[str]:
+    """Options for servers that confine a job's code, if the job wants it of its own.
+
+    Raises:
+        ConfigError: something that the code is to read is not there.
+    """
+    if not config.security.confine:
+        return []
+    for path in config.data_paths:
+        if not Path(path).exists():
+            raise ConfigError(f"there is no {path} on this machine; see `data.paths` and `init`")
+    return ["--confine", *(option for path in config.data_paths for option in ("--data", path))]
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:

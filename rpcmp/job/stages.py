@@ -305,6 +305,7 @@ class Stages:
                 code=code,
                 heartbeat_timeout=self._config.recovery.heartbeat_timeout,
                 checkpoint_folder=str(self._config.checkpoint_folder),
+                data_paths=self._config.data_paths,
             )
         )
         self._failure.follow(_named(client, self._watch(client, worker)))

@@ -29,6 +29,7 @@ from rpcmp.process import exitcode
 from rpcmp.process.activity import NO_MICROBATCH, Doing
 from rpcmp.process.channel import Message
 from rpcmp.process.child import Child
+from rpcmp.process.confinement import Reach
 from rpcmp.process.environment import compute_environment
 from rpcmp.process.forking import Forks, NetworkOf
 from rpcmp.process.pulse import Pulse
@@ -59,6 +60,7 @@ class Claim:
         dialer: how this server talks to others.
         allowed: modules that the job's callables may come from; none: any.
         show: told of each line that the worker says.
+        reach: what the worker may open beyond the job's files; None: it is not confined.
 
     Attributes:
         relay: carries the worker's connections to other networks.
@@ -74,6 +76,7 @@ class Claim:
         dialer: Dialer,
         allowed: Sequence[str] = (),
         show: Callable[[Entry], None] = pass_on,
+        reach: Reach | None = None,
     ) -> None:
         self.job = request.job
         self.job_id = request.job_id
@@ -98,6 +101,8 @@ class Claim:
         self._dialer = dialer
         self._allowed = list(allowed)
         self._show = show
+        self._reach = reach
+        self._checkpoints = Path(request.checkpoint_folder) if request.checkpoint_folder else None
         self.relay = Relay(request.job_id, request.generation, forks, dialer)
         self._store: StoreProxy | None = None
         self._pulse = Pulse(request.heartbeat_timeout)
@@ -106,7 +111,9 @@ class Claim:
         self._child: Child | None = None
         self._start: Message | None = None
         self._ready = self._started = False
+        self._finds_files = True
         self._tasks: list[asyncio.Task[None]] = []
+        self._listening: asyncio.Task[None] | None = None
         self._telling: asyncio.Task[None] | None = None
 
     @property
@@ -137,14 +144,28 @@ class Claim:
         """
         if code:
             self._folder = codefolder.unpack(code)
-        environment = compute_environment(self._threads)
         self._vault.freed = lambda: self._tell({"op": "saved"})
-        fds = self._vault.slots.fds
-        self._child = await Child.spawn("rpcmp.worker", environment, fds, self._forks, self._said)
-        self._tasks += [
-            asyncio.create_task(self._listen(self._child)),
-            asyncio.create_task(self._tell_mirrored()),
-        ]
+        await self._spawn()
+        self._tasks.append(asyncio.create_task(self._tell_mirrored()))
+
+    async def _spawn(self) -> None:
+        environment = compute_environment(self._threads)
+        reach = self._reach and self._reach.reading(self._folder, self._checkpoints)
+        self._finds_files = reach is None or bool(self._checkpoints and self._checkpoints.is_dir())
+        self._child = await Child.spawn(
+            "rpcmp.worker", environment, self._vault.slots.fds, self._forks, self._said, reach
+        )
+        self._listening = asyncio.create_task(self._listen(self._child))
+
+    async def _spawn_again(self) -> None:
+        """Replace a worker that cannot open a checkpoint, since its folder came after it."""
+        if self._child is None or self._listening is None:
+            raise AssertionError("no worker was spawned")
+        self._listening.cancel()
+        await asyncio.gather(self._listening, return_exceptions=True)
+        await self._child.kill()
+        self._ready = False
+        await self._spawn()
 
     async def start(self, request: pb.StartRequest) -> None:
         """Tell the worker its stage and its place in the group, as soon as it listens.
@@ -159,6 +180,9 @@ class Claim:
         restore = request.restore if request.HasField("restore") else None
         self.step = restore.step if restore else 0
         files = await self._vault.prepare(request.stage_name, restore)
+        if files and not self._finds_files:
+            await self._spawn_again()
+        await self._forks.add_address(request.rank)
         self._start = {
             "op": "start",
             "restore": {"step": restore.step, "files": files} if restore else None,
@@ -191,9 +215,10 @@ class Claim:
         """End the worker and remove the job's code."""
         if self._child is not None:
             await self._child.kill()
-        for task in self._tasks:
+        tasks = [*self._tasks, *([self._listening] if self._listening is not None else [])]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         await self.relay.close()
         if self._store is not None:
             await self._store.close()

@@ -15,6 +15,7 @@ from rpcmp.examination.host import examine
 from rpcmp.logs.display import Place
 from rpcmp.logs.entry import Entry, pass_on
 from rpcmp.process import usage
+from rpcmp.process.confinement import SCRATCH, Reach
 from rpcmp.process.forking import WORKERS, Forks
 from rpcmp.server import codefolder, doors, profiling
 from rpcmp.server.claim import Claim, State
@@ -49,6 +50,7 @@ class StageServer:
         security: who may come; None: this user's processes on this machine.
         allowed: modules that jobs' callables may come from; none: any.
         show: told of each line that a worker says.
+        reach: what workers may open beyond a job's own files; None: they are not confined.
 
     Attributes:
         draining: whether it takes no new job.
@@ -68,6 +70,7 @@ class StageServer:
         security: Security | None = None,
         allowed: Sequence[str] = (),
         show: Callable[[Entry], None] = pass_on,
+        reach: Reach | None = None,
     ) -> None:
         self.stage_index = stage_index
         self.replica = replica
@@ -79,6 +82,7 @@ class StageServer:
         self._accept_code = accept_code and not allowed  # it could call itself what it likes
         self._allowed = list(allowed)
         self._show = show
+        self._reach = reach
         self._forks = forks or Forks([WORKERS])
         self._forgetting: asyncio.TimerHandle | None = None
         self._changing = asyncio.Lock()  # held while a claim begins or ends
@@ -95,7 +99,7 @@ class StageServer:
         Raises:
             ConfigError: the port is in use, or the host is not this machine's.
         """
-        for prefix in (doors.PREFIX, tunnel.PREFIX, codefolder.PREFIX):
+        for prefix in (doors.PREFIX, tunnel.PREFIX, codefolder.PREFIX, SCRATCH):
             scratch.sweep(prefix)
         return await self._doors.open(host, port)
 
@@ -123,7 +127,7 @@ class StageServer:
             RpcmpError: what a layer failed with.
         """
         async with self._looked_at(request.job):
-            return await profiling.profile(request, self._forks, self._allowed)
+            return await profiling.profile(request, self._forks, self._allowed, self._reach)
 
     async def examine(self, request: doctor_pb2.ExamineRequest) -> str:
         """What this host is and has, for a stage of a job; JSON of HostFacts.
@@ -135,8 +139,9 @@ class StageServer:
         order, threads = Order.model_validate_json(request.order), request.job.threads
         async with self._looked_at(request.job):
             with codefolder.unpacked(request.job.code) as folder:
+                reach = self._reach and self._reach.reading(folder)
                 found = await examine(
-                    order, self._forks, self.security, folder, threads, self._allowed
+                    order, self._forks, self.security, folder, threads, self._allowed, reach
                 )
         return found.model_dump_json()
 
@@ -171,7 +176,7 @@ class StageServer:
         await self.vault.open(request.job_id, request.checkpoint_folder)
         await self.vault.pause()
         claim = self.claim = Claim(
-            request, self.vault, self._forks, self.dialer, self._allowed, self._show
+            request, self.vault, self._forks, self.dialer, self._allowed, self._show, self._reach
         )
         self._idle.clear()
         try:
@@ -300,6 +305,12 @@ class StageServer:
                 f"was started with {option} and refuses {len(request.code)} Python files; "
                 "install the model's package on the host and set ship_code = false"
             )
+        for path in request.data_paths if self._reach is not None else ():
+            if not self._reach.may_read(path):
+                raise ConfigError(
+                    f"does not let jobs read {path}, which is one of `data.paths` or `init`: start "
+                    f"it with --data {path}, or a folder above"
+                )
         if self.claim is not None and not self.claim.is_followed_by(request):
             raise BusyError(f"busy with job {self.claim.job!r}")
         if self._examined:

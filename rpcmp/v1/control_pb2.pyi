@@ -219,6 +219,7 @@ class PrepareRequest(_message.Message):
     CODE_FIELD_NUMBER: _builtins.int
     HEARTBEAT_TIMEOUT_FIELD_NUMBER: _builtins.int
     CHECKPOINT_FOLDER_FIELD_NUMBER: _builtins.int
+    DATA_PATHS_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     """the name that people see"""
     job_id: _builtins.str
@@ -236,6 +237,10 @@ class PrepareRequest(_message.Message):
     def versions(self) -> Global___Versions: ...
     @_builtins.property
     def code(self) -> _containers.RepeatedCompositeFieldContainer[Global___CodeFile]: ...
+    @_builtins.property
+    def data_paths(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """absolute; what the job's code reads, granted by --data"""
+
     def __init__(
         self,
         *,
@@ -249,10 +254,11 @@ class PrepareRequest(_message.Message):
         code: _abc.Iterable[Global___CodeFile] | None = ...,
         heartbeat_timeout: _builtins.float = ...,
         checkpoint_folder: _builtins.str = ...,
+        data_paths: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["versions", b"versions"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint_folder", b"checkpoint_folder", "code", b"code", "generation", b"generation", "heartbeat_timeout", b"heartbeat_timeout", "job", b"job", "job_id", b"job_id", "replica", b"replica", "stage_index", b"stage_index", "threads", b"threads", "versions", b"versions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint_folder", b"checkpoint_folder", "code", b"code", "data_paths", b"data_paths", "generation", b"generation", "heartbeat_timeout", b"heartbeat_timeout", "job", b"job", "job_id", b"job_id", "replica", b"replica", "stage_index", b"stage_index", "threads", b"threads", "versions", b"versions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
