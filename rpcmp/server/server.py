@@ -305,8 +305,8 @@ class StageServer:
                 f"was started with {option} and refuses {len(request.code)} Python files; "
                 "install the model's package on the host and set ship_code = false"
             )
-        for path in request.data_paths if self._reach is not None else ():
-            if not self._reach.may_read(path):
+        for path in request.data_paths:
+            if self._reach is not None and not self._reach.may_read(path):
                 raise ConfigError(
                     f"does not let jobs read {path}, which is one of `data.paths` or `init`: start "
                     f"it with --data {path}, or a folder above"
