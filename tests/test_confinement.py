@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from rpcmp import errors
-from rpcmp.process import confinement, syscallfilter
+from rpcmp.process import confinement, landlock, syscallfilter
 from rpcmp.process.child import Child
 from rpcmp.process.confinement import SCRATCH, Reach, hidden_by
 from rpcmp.process.environment import compute_environment
@@ -436,11 +436,11 @@ def test_what_is_denied_is_told_with_its_remedy(monkeypatch: pytest.MonkeyPatch)
 
 def test_a_kernel_that_lacks_something_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
     assert confinement.lacks() == ""
-    monkeypatch.setattr(confinement.landlock, "abi", lambda: 2)
+    monkeypatch.setattr(landlock, "abi", lambda: 2)
     assert confinement.told() == "Landlock ABI 2, seccomp"
     assert "signal other processes" in confinement.lacks()
-    monkeypatch.setattr(confinement.landlock, "abi", lambda: 0)
-    monkeypatch.setattr(confinement.syscallfilter, "is_available", lambda: False)
+    monkeypatch.setattr(landlock, "abi", lambda: 0)
+    monkeypatch.setattr(syscallfilter, "is_available", lambda: False)
     assert confinement.told() == "no Landlock, no seccomp"
     assert "open all files of its user" in confinement.lacks()
     assert "Unix sockets" in confinement.lacks()
