@@ -9,6 +9,9 @@
 # and is saved, the job is requeued, and goes on from there. So it does after exit code 75, up to
 # RPCMP_MAX_REQUEUES times.
 #
+# The job's code is confined: what it reads besides its own files, such as a dataset, belongs into
+# the config's [data] paths, and its folder, RPCMP_DATA, is granted by the servers.
+#
 #SBATCH --job-name=rpcmp
 #SBATCH --ntasks-per-node=1
 #SBATCH --requeue
@@ -68,6 +71,7 @@ for stage in "${!nodes[@]}"; do
         --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" \
         rpcmp serve --stage "$stage" --listen 0.0.0.0:0 --certs "$folder/certs/stage$stage" \
         --checkpoints "${RPCMP_CHECKPOINTS:-$PWD}" \
+        ${RPCMP_DATA:+--data "$RPCMP_DATA"} \
         > >(tee "$folder/stage$stage") 2>&1 &
     stages+=("$!")
 done

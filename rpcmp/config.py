@@ -307,6 +307,13 @@ class Config(Strict):
         return None if given is None else (self.folder / given).absolute()
 
     @property
+    def data_paths(self) -> list[str]:
+        """What the job's code reads besides its own files: `data.paths`, and the file of `init`."""
+        given = [] if self.data is None else self.data.paths
+        paths = [str((self.folder / Path(path).expanduser()).absolute()) for path in given]
+        return paths + ([] if self.init is None else [str((self.folder / self.init).absolute())])
+
+    @property
     def certs_folder(self) -> Path | None:
         """Where the driver's certificate lies; None: it has none."""
         certs = self.security.certs

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import pickle
 from collections.abc import Iterator, Sized
 from typing import Any, NamedTuple, cast
 
@@ -27,6 +28,7 @@ from torch.utils.data import (
 from rpcmp import factory, microbatch, seeds
 from rpcmp.errors import ConfigError
 from rpcmp.kinds import Factory
+from rpcmp.process.confinement import is_confined
 from rpcmp.sections import DataConfig
 
 Key = tuple[int, int, list[int]]
@@ -72,12 +74,14 @@ class Batches:
 
     def __init__(self, dataset: Dataset[Any], data: DataConfig, seed: int, training: bool) -> None:
         self._order = Order(_sized(dataset), data, seed, training)
+        # torch's loaders hand memory over by Unix sockets, which a confined process has not.
+        self._sends_bytes = data.num_workers > 0 and is_confined()
         self._empty: DataLoader[Any] = DataLoader([])  # type: ignore[arg-type]
         self._loader: DataLoader[Any] = DataLoader(
             Samples(dataset, seed),
             sampler=self._order,
             batch_size=None,  # an item is a whole mini-batch: only so is it known which one
-            collate_fn=default_collate,
+            collate_fn=_collated_to_bytes if self._sends_bytes else default_collate,
             num_workers=data.num_workers,
             # fork() would copy the threads and sockets of torch RPC into the loader.
             multiprocessing_context="spawn" if data.num_workers else None,
@@ -108,7 +112,8 @@ class Batches:
         batches = iter(self._loader)
         for _ in range(first, len(self._loader)):
             # A dataset's own StopIteration must not end the epoch in silence.
-            yield _pair(next(batches))
+            batch = next(batches)
+            yield _pair(pickle.loads(batch) if self._sends_bytes else batch)
 
 
 class Order(Sampler[Key]):
@@ -211,6 +216,11 @@ def require_enough(samples: int, what: str, data: DataConfig, training: bool) ->
     """
     if samples < (data.batch_size if data.drop_last and training else 1):
         raise ConfigError(f"{what}: {samples} samples make no mini-batch")
+
+
+def _collated_to_bytes(samples: Any) -> bytes:
+    """A mini-batch as a pickle, which its parent reads: a process as trustworthy as this one."""
+    return pickle.dumps(default_collate(samples))
 
 
 def _pair(batch: Any) -> Loaded:

@@ -31,8 +31,10 @@ unpickled or looked up outside this module.
 
 from __future__ import annotations
 
+import errno
 import inspect
 import json
+import os
 import signal
 import sys
 from typing import Any, ClassVar
@@ -280,10 +282,19 @@ def from_wire(text: str) -> RpcmpError:
     return kind(**data["fields"])
 
 
+denied_hint = ""
+"""What to do if a file cannot be opened; set where a process is confined."""
+
+
 def one_line(error: BaseException) -> str:
-    """ "ValueError: message": what a traceback ends with, on one line."""
+    """ "ValueError: message": what a traceback ends with, on one line.
+
+    In a confined process what it was not allowed to do is followed by the remedy.
+    """
     text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+    said = f"{type(error).__name__}: {text}" if text else type(error).__name__
+    is_denied = isinstance(error, PermissionError) or os.strerror(errno.EACCES) in text
+    return f"{said} ({denied_hint})" if denied_hint and is_denied else said
 
 
 def _by_name() -> dict[str, type[RpcmpError]]:

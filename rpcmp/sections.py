@@ -152,6 +152,13 @@ class DataConfig(Strict):
         "batch",
     )
 
+    paths: list[str] = Field(
+        default_factory=list,
+        description="files and folders that the job's code reads, where it is confined: granted on "
+        "the driver's host, and on a stage's if its server was started with `--data` of them; "
+        "relative to the config's",
+    )
+
     @property
     def factories(self) -> dict[str, Factory]:
         """Where the datasets come from that there are, "train" and "test"."""
@@ -276,6 +283,11 @@ class SecurityConfig(Strict):
         default=None, description="folder with the driver's ca.crt, tls.crt and tls.key"
     )
     insecure: bool = Field(default=False, description="talk to other machines without certificates")
+    confine: bool | None = Field(
+        default=None,
+        description="confine the driver's process, and the workers of servers that the job starts; "
+        "the driver's process alone, if it has other servers, when omitted",
+    )
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -10,8 +10,8 @@ rely on in torch is pinned down by tests/test_torch_contract.py:
 - TensorPipe's "shm" transport busy-polls (20 to 30 % of a stage's compute on two cores): "uv" only.
 - Its "cma" channel copies tensors from one process's memory to another's, without the kernel's TCP,
   where both may: one host, one user, the same namespaces, as both sides find out when they connect.
-  Where Yama restricts ptrace it lets other processes of the same user attach to a worker. Elsewhere
-  "basic" sends them over the socket.
+  Where Yama restricts ptrace it lets other processes of the same user attach to a worker. "basic"
+  sends them over the socket: elsewhere, and if a process is confined.
 - Messages are unpickled by `torch.distributed.rpc.internal._unpickler`, which we replace.
 - A handler's exception comes back garbled and `Future.set_exception` as a successful value, so
   nothing ever raises into torch: a `Raised` value carries the error, and every callback catches.
@@ -58,6 +58,7 @@ from rpcmp.errors import (
 )
 from rpcmp.payload import Payload
 from rpcmp.process import network
+from rpcmp.process.confinement import is_confined
 from rpcmp.process.listeners import listeners
 from rpcmp.process.network import address_of
 from rpcmp.unpickling import Method
@@ -142,7 +143,8 @@ def _start_agent(members: Sequence[str], rank: int, store: Store) -> None:
         num_worker_threads=NUM_RPC_THREADS,
         rpc_timeout=0,
         _transports=["uv"],
-        _channels=["cma", "basic"],
+        # What is confined may not read another process's memory, nor let its own be read.
+        _channels=["basic"] if is_confined() else ["cma", "basic"],
     )
     _init_autograd(rank)  # before the agent: a peer may call at once
     agent = TensorPipeAgent(store, members[rank], rank, len(members), options, {}, [])

@@ -6,7 +6,7 @@ import contextlib
 import shutil
 import subprocess
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -119,9 +119,11 @@ def cli(folder: Path, command: str, *options: str) -> None:
 
 
 @contextlib.contextmanager
-def serving(stage: int, host: str, certs: Path, under: tuple[str, ...] = ()) -> Iterator[Server]:
+def serving(
+    stage: int, host: str, certs: Path, under: tuple[str, ...] = (), options: Sequence[str] = ()
+) -> Iterator[Server]:
     """A stage server that only lets in who has a certificate."""
-    command = ["serve", "--stage", str(stage), "--listen", host]
+    command = ["serve", "--stage", str(stage), "--listen", host, *options]
     with running(*command, "--certs", certs / f"stage{stage}", under=under) as run:
         yield Server(run, run.wait_for_line(r"SERVING on (\S+)")[1])
 

@@ -302,7 +302,7 @@ def test_a_server_runs_nothing_that_is_not_allowed(
             )
             error = next(change.error for change in watched if change.error)
             assert "--allow or --no-code" in error
-            watched.cancel()
+            watched.cancel()  # type: ignore[no-untyped-call]
     assert not canary.exists()
 
 

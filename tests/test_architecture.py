@@ -15,12 +15,12 @@ PACKAGE = Path(__file__).parent.parent / "rpcmp"
 PROTOS = PACKAGE.parent / "protos"
 
 LAYERS = """
-    bounded tablekeys visible
+    bounded tablekeys visible scratch
     jsonlines
     __init__ errors members seeds metrics direction tree tensorfile digest v1 host examples devices
     starter suggestion evaluated sums
     pythonfiles logs additions addresses
-    graph partition schedule microbatch treespec turns ties split process scratch
+    graph partition schedule microbatch treespec turns ties split process
     simulation sizes work handoff snapshot unpickling payload
     transport store wire
     control kinds allowlist

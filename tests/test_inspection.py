@@ -142,11 +142,11 @@ def test_answers_pass_to_whoever_has_asked(recorded: list[Conversation]) -> None
     address = answer[8 : 8 + answer[7]].decode()
     inspection = Pipes(print).inspect("inside", "the other", address)
     inspection.sent(joined(frames(main.from_outside)[:1]))
-    assert bytes(inspection.received(main.from_inside)) == main.from_inside
+    assert bytes(inspection.received(bytes(main.from_inside))) == main.from_inside
     elsewhere = Pipes(print).inspect("inside", "the other", "127.77.0.9:1")
     elsewhere.sent(joined(frames(main.from_outside)[:1]))
     with pytest.raises(SecurityError, match="leads somewhere else"):
-        elsewhere.received(main.from_inside)
+        elsewhere.received(bytes(main.from_inside))
 
 
 @pytest.mark.parametrize("kind", FORBIDDEN)

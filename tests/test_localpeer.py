@@ -22,6 +22,7 @@ from rpcmp.wire import localpeer
 from rpcmp.wire.credentials import RELAY
 from rpcmp.wire.dialer import Dialer
 from rpcmp.wire.front import Front, Visitor
+from rpcmp.wire.inner import Inner
 from rpcmp.wire.localpeer import is_trusted, owner
 from rpcmp.wire.security import Security
 from tests.processes import JobFolder, rpcmp, running_servers
@@ -196,7 +197,7 @@ def test_a_kernel_that_does_not_say_is_an_error(monkeypatch: pytest.MonkeyPatch)
         raise AssertionError("it has come in")
 
     async def start() -> None:
-        front = Front(Security(), Path(), Path(), refuse)
+        front = Front(Security(), Inner(Path()), Path(), Path(), refuse)
         try:
             await front.start(HERE, 0)
         finally:

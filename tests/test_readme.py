@@ -59,6 +59,10 @@ RUN_BY = {
     "tests/test_lan.py::test_nothing_but_the_one_port_of_each_server_answers": [
         "rpcmp serve --stage 1 --certs stage1 --listen 0.0.0.0:50052 --metrics 0.0.0.0:9465",
     ],
+    "tests/test_confinement.py::"
+    "test_data_that_a_server_does_not_grant_is_refused_before_anything_starts": [
+        "rpcmp serve --stage 1 --certs stage1 --data /data",
+    ],
     "tests/test_page.py::test_a_run_that_trains_loses_a_stage_comes_back_and_ends": [
         "rpcmp drive config.toml --ui",
     ],

@@ -36,6 +36,11 @@ class Inside:
     def name(self) -> str:
         return self.path.name
 
+    @property
+    def real(self) -> Path:
+        """Where it is, if no link has been put on the way meanwhile."""
+        return self.root.joinpath(*self.parts)
+
     def __str__(self) -> str:
         return str(self.path)
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import signal
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,8 +23,11 @@ from rpcmp.logs.entry import pass_on
 from rpcmp.process.channel import die_with_parent
 
 if TYPE_CHECKING:
+    from rpcmp.process.confinement import Reach
     from rpcmp.server.server import StageServer
     from rpcmp.wire.security import Security
+
+log = logging.getLogger(__name__)
 
 
 def _modules(
@@ -72,6 +76,19 @@ def _modules(
     show_default=True,
     help="Let jobs have their checkpoints in this folder, or in folders below it, alone.",
 )
+@click.option(
+    "--confine/--no-confine",
+    "confine",
+    default=None,
+    help="Keep a job's code from this user's files, keys and processes.  [default: confine]",
+)
+@click.option(
+    "--data",
+    metavar="DIR",
+    multiple=True,
+    type=click.Path(path_type=Path, exists=True, resolve_path=True),
+    help="Let a job's code read what is in DIR, where it is confined. Repeatable.",
+)
 @metrics_option
 @log_options
 @click.option("--parent", type=int, hidden=True, help="End with this process.")
@@ -86,6 +103,8 @@ def serve(
     no_code: bool,
     allowed: tuple[str, ...],
     checkpoints: Path,
+    confine: bool | None,
+    data: tuple[Path, ...],
     metrics: str | None,
     parent: int | None,
     forks: int | None,
@@ -134,6 +153,9 @@ def serve(
 
         raise_limit()
         line = None if forks is None else socket.socket(fileno=forks)
+        # What a job starts for itself on one machine may do there what the job's author may.
+        is_confining = parent is None if confine is None else confine
+        reach = reach_of(certs, data) if is_confining else None
         # A driver that has started us tells of what workers say by itself.
         show = pass_on if parent is None else lambda entry: None
         server = StageServer(
@@ -145,12 +167,25 @@ def serve(
             allowed if allowed or no_code else None,
             show,
             checkpoints,
+            reach,
         )
         display.place = lambda: server.place
         with served(server, metrics, security):
             return await run_server(server, host, port, announce)
 
     sys.exit(asyncio.run(run()))
+
+
+def reach_of(certs: Path | None, data: Sequence[Path]) -> Reach:
+    """What workers may open; warns where the kernel lets them open more."""
+    from rpcmp.process import confinement
+
+    if lacks := confinement.lacks():
+        log.warning(
+            "this kernel does not confine a job's code wholly (%s): it can %s",
+            *(confinement.told(), lacks),
+        )
+    return confinement.Reach(readable=tuple(map(str, data)), hidden=confinement.hidden_by(certs))
 
 
 @contextlib.contextmanager

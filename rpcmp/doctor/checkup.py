@@ -138,6 +138,7 @@ class Checkup:
                     replica=0 if worker is None else worker.replica,
                     threads=settings.threads,
                     code=self._code,
+                    data_paths=self._config.data_paths,
                 ),
                 order=order.model_dump_json(),
             )

@@ -67,6 +67,7 @@ def _of_one(
     if seen.facts.folder is not None:
         yield _folder(config, seen.name, seen.facts.folder, reference)
     yield from _listeners(seen, seen.facts)
+    yield from _confinement(seen.name, seen.facts)
 
 
 def _reach(seen: Seen) -> Iterator[Finding]:
@@ -196,6 +197,14 @@ def _listeners(seen: Seen, facts: HostFacts) -> Iterator[Finding]:
     elif seen.address:
         text = f"{''.join(facts.listens)} alone; the worker's are in a network of its own"
         yield Finding(seen.name, "listeners", Status.OK, text)
+
+
+def _confinement(where: str, facts: HostFacts) -> Iterator[Finding]:
+    if facts.unconfined:
+        text = f"{facts.confinement}: the job's code there can {facts.unconfined}: a newer kernel"
+        yield Finding(where, "confinement", Status.WARNING, f"{text} confines it")
+    elif facts.confinement:
+        yield Finding(where, "confinement", Status.OK, facts.confinement)
 
 
 def _code_compared(everybody: Sequence[Seen]) -> Iterator[Finding]:

@@ -79,6 +79,8 @@ class HostFacts(Strict):
         listens: HOST:PORT of every TCP socket at which the supervisor listens.
         network: equal for workers that reach each other by loopback.
         exposed: why other users of the host could reach a worker there; empty: they cannot.
+        confinement: what confines the job's code there; empty: it is not confined.
+        unconfined: what it can do all the same, since the kernel lacks something.
         folder: None where there are to be no checkpoints.
         devices: those that were asked for, by what they were called.
         code: SHA-256 of what is installed or was sent along, by top-level module.
@@ -94,6 +96,8 @@ class HostFacts(Strict):
     listens: list[str]
     network: str
     exposed: str
+    confinement: str = ""
+    unconfined: str = ""
     folder: Folder | None
     devices: dict[str, Device]
     code: dict[str, str]

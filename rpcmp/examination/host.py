@@ -14,7 +14,9 @@ from rpcmp.control.options import PROTOCOL, machine
 from rpcmp.errors import CheckpointError
 from rpcmp.examination import folder
 from rpcmp.examination.facts import Folder, HostFacts, Order, Paper
+from rpcmp.process import confinement
 from rpcmp.process.child import Child
+from rpcmp.process.confinement import Reach
 from rpcmp.process.environment import compute_environment
 from rpcmp.process.forking import Forks
 from rpcmp.process.listeners import listeners
@@ -31,6 +33,7 @@ async def examine(
     threads: int = 1,
     allowed: Sequence[str] | None = None,
     checkpoints: Path | None = None,
+    reach: Reach | None = None,
 ) -> HostFacts:
     """What this host is and has, as `order` needs it.
 
@@ -42,11 +45,13 @@ async def examine(
         threads: of the worker's compute.
         allowed: modules that callables may come from, see `rpcmp.allowlist`; None: any.
         checkpoints: the folder that checkpoints may lie in; None: anywhere.
+        reach: what that process may open; None: it is not confined.
 
     Raises:
         JobError: that process failed; WorkerDiedError: it ended.
     """
-    child = await Child.spawn("rpcmp.examination", compute_environment(threads), forks=forks)
+    environment = compute_environment(threads)
+    child = await Child.spawn("rpcmp.examination", environment, forks=forks, reach=reach)
     found = await child.ask(
         {
             "op": "examine",
@@ -65,6 +70,8 @@ async def examine(
         listens=sorted(listeners().values()),
         network=network.name,
         exposed=network.reason,
+        confinement="" if reach is None else confinement.told(),
+        unconfined="" if reach is None else confinement.lacks(),
         folder=await _folder(order, checkpoints),
         devices=found["devices"],
         code=found["code"],

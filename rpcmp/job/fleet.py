@@ -18,9 +18,10 @@ from rpcmp.control.client import StageClient
 from rpcmp.errors import ExhaustedError, RpcmpError, UnreachableError
 from rpcmp.job.calls import require_one_each
 from rpcmp.job.dialing import dialer_of
-from rpcmp.job.localservers import LocalServers
+from rpcmp.job.localservers import LocalServers, options_for
 from rpcmp.job.restore import Holdings
 from rpcmp.process.channel import Message
+from rpcmp.process.confinement import Reach, hidden_by
 from rpcmp.process.forking import DRIVERS, WORKERS, Forks
 from rpcmp.v1 import control_pb2 as pb
 
@@ -69,7 +70,16 @@ class Fleet:
         self._spares = list(config.recovery.spares)
         self.forks = forks or forks_for(config, connect)
         self._owns_forks = forks is None
-        self._local = None if self.addresses else LocalServers(self.forks, config.checkpoint_folder)
+        self._local = None if self.addresses else LocalServers(self.forks, options_for(config))
+
+    @property
+    def reach(self) -> Reach | None:
+        """What the driver's process may open; None: it is not confined."""
+        config, confine = self._config, self._config.security.confine
+        if confine is False or (confine is None and self._local is not None):
+            return None
+        hidden = hidden_by(config.certs_folder, needed=config.folder)
+        return Reach(hidden=hidden).reading(config.folder, *config.data_paths)
 
     async def open(self) -> None:
         """Start servers on this machine, where the job has no others.

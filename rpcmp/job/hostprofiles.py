@@ -94,6 +94,7 @@ def _request(
         replica=worker.replica,
         threads=config.stage(worker.stage_index).threads,
         code=files,
+        data_paths=config.data_paths,
     )
     return pb.ProfileRequest(job=job, order=orders[rank].model_dump_json(), sample=sample)
 

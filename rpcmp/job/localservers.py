@@ -11,7 +11,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from rpcmp.errors import JobError
+from rpcmp.config import Config
+from rpcmp.errors import ConfigError, JobError
 from rpcmp.logs import display
 from rpcmp.members import Member
 from rpcmp.process.forking import Forks
@@ -25,12 +26,12 @@ class LocalServers:
 
     Args:
         forks: where their workers come from.
-        checkpoints: the folder that the job's checkpoints lie in.
+        options: more of `rpcmp serve`, see `options_for`.
     """
 
-    def __init__(self, forks: Forks, checkpoints: Path) -> None:
+    def __init__(self, forks: Forks, options: Sequence[str] = ()) -> None:
         self._forks = forks
-        self._checkpoints = checkpoints
+        self._options = list(options)
         self._workers: list[Member] = []
         self._processes: dict[int, asyncio.subprocess.Process] = {}
 
@@ -58,7 +59,7 @@ class LocalServers:
         command = [sys.executable, "-P", "-m", "rpcmp", "serve"]
         command += ["--stage", str(worker.stage_index), "--replica", str(worker.replica)]
         command += ["--listen", "127.0.0.1:0", "--parent", str(os.getpid())]
-        command += ["--checkpoints", str(self._checkpoints)]
+        command += self._options
         command += display.options()  # it shares our standard error
         with await self._forks.another_line() as forks:
             process = await asyncio.create_subprocess_exec(
@@ -80,6 +81,25 @@ class LocalServers:
         if not found:
             raise JobError(f"the server of stage {worker.label!r} did not start: {line!r}")
         return found[0]
+
+
+def options_for(config: Config) -> list[str]:
+    """Options of `rpcmp serve` for a job: where its checkpoints lie, and what its code may reach.
+
+    Raises:
+        ConfigError: something that the code is to read is not there.
+    """
+    options = ["--checkpoints", str(config.checkpoint_folder)]
+    if not config.security.confine:
+        return options
+    for path in config.data_paths:
+        if not Path(path).exists():
+            raise ConfigError(f"there is no {path} on this machine; see `data.paths` and `init`")
+    return [
+        *options,
+        "--confine",
+        *(option for path in config.data_paths for option in ("--data", path)),
+    ]
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:

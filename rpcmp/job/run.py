@@ -196,7 +196,7 @@ class Run:
             self._log.step = step
         self._has_begun = True
         checkpoints.remove_elsewhere = session.remove
-        session.send({**order, "progress": checkpoints.progress_of(step)})
+        session.train({**order, "progress": checkpoints.progress_of(step)})
         self._training = True
         summary: Message = {}
         try:
@@ -208,6 +208,7 @@ class Run:
                     await self._handle(event, session, checkpoints)
         finally:
             self._training = False
+        await session.deliver()
         await session.wait_for_end()
         if self.signals:
             self._report(summary)

@@ -32,6 +32,7 @@ from rpcmp.job import code
 from rpcmp.job.begin import Begin, Choose, afresh
 from rpcmp.job.failure import FirstFailure, both
 from rpcmp.job.fleet import Fleet
+from rpcmp.job.outputs import Outputs
 from rpcmp.job.stages import Identity, Stages
 from rpcmp.job.vitals import Vitals
 from rpcmp.job.watchdog import Watchdog
@@ -92,6 +93,8 @@ class Session:
         self.generation = generation
         self._load_data = load_data
         self._fds = fds
+        self._reach = fleet.reach
+        self._outputs = Outputs(None)
         self._forks = fleet.forks
         self._dialer = fleet.dialer
         self._identity = Identity(fleet.job_id, generation)
@@ -138,8 +141,10 @@ class Session:
     async def _plan(self) -> list[str]:
         """The driver process's plan: the assignment of every stage."""
         environment = compute_environment(threads=1)
-        driver = await Child.spawn("rpcmp.driver", environment, self._fds, self._forks, self._said)
-        self._driver = driver
+        driver = await Child.spawn(
+            "rpcmp.driver", environment, self._fds, self._forks, self._said, self._reach
+        )
+        self._driver, self._outputs = driver, Outputs(driver.scratch)
         self._listening = self._failure.follow(self._listen(driver))
         self.send(
             {
@@ -165,6 +170,18 @@ class Session:
         """Send a message to the driver process."""
         if self._driver is not None:
             self._driver.send(message)
+
+    def train(self, order: Message) -> None:
+        """Have the driver process train; `deliver` what it writes when it has done."""
+        self.send(self._outputs.redirect(order))
+
+    async def deliver(self) -> None:
+        """Put the files that the driver process has written where they go.
+
+        Raises:
+            ConfigError: one cannot be written there.
+        """
+        await asyncio.to_thread(self._outputs.deliver)
 
     async def next_event(self) -> Message:
         """What the driver process reports next; "draining" where a server is being stopped, and
@@ -239,6 +256,7 @@ class Session:
         self._store = StoreProxy.at(
             self._stages.rendezvous, self._dialer, **vars(self._identity), tell=self.send
         )
+        await self._forks.add_address(len(assignments))
         self.send({"op": "join", **self._stages.place(rank=len(assignments))})
         joined = await self._expect("joined")
         self._vitals.joined(joined["address"])

@@ -324,6 +324,7 @@ class Stages:
                     if member.replica == 0
                 ],
                 may_keep_nothing=self._config.checkpoint is None,
+                data_paths=self._config.data_paths,
             )
         )
         self._failure.follow(_named(client, self._watch(client, worker)))

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Sequence
 
 from rpcmp.config import Config
 from rpcmp.control.client import StageClient
-from rpcmp.job.localservers import LocalServers
+from rpcmp.job.localservers import LocalServers, options_for
 from rpcmp.process.forking import Forks
 from rpcmp.wire.dialer import Dialer
 
@@ -28,7 +28,7 @@ async def visiting(
     Raises:
         JobError: a server does not start.
     """
-    local = LocalServers(forks, config.checkpoint_folder)
+    local = LocalServers(forks, options_for(config))
     async with contextlib.AsyncExitStack() as opened:
         opened.push_async_callback(local.stop)
         found = addresses or await local.start(config.workers[:num_local])

@@ -4,7 +4,7 @@
                <──started: pid, or failed─────     │ <─────────────── ends
                <──ended: pid, exit code───────     │
                ──adopt: another line──────────>    └── the children of a line end with it
-               ──network, socket, listener────>  what the supervisor needs of their network
+               ──network, address, socket, listener────>  what the supervisor needs of their network
 
 To import torch takes two seconds of a core, to fork some milliseconds; and what was imported lies
 in memory once. It imports and does nothing else: a lock that another thread held, or a GPU's
@@ -28,8 +28,9 @@ from typing import Any, NoReturn
 
 from setproctitle import setproctitle
 
-from rpcmp.process import network
+from rpcmp.process import confinement, network
 from rpcmp.process.channel import die_with_parent
+from rpcmp.process.confinement import Reach
 from rpcmp.process.interpreter import kill_group
 
 MAX_BYTES = 64 * 1024
@@ -78,7 +79,7 @@ class ForkServer:
         message = json.loads(data)
         match message["op"]:
             case "fork":
-                self._fork(line, message["module"], fds)
+                self._fork(line, message, fds)
             case "adopt":
                 (fd,) = fds
                 self._lines.register(socket.socket(fileno=fd), selectors.EVENT_READ)
@@ -88,13 +89,15 @@ class ForkServer:
                 _tell(line, {"event": "network", **told})
             case "namespaces":
                 socket.send_fds(line, [b'{"event": "namespaces"}'], network.current.namespaces)
+            case "address":
+                _add_address(line, message["rank"])
             case "socket":
                 _give(line, network.current.connectable)
             case "listener":
                 host, port = message["host"], message["port"]
                 _give(line, lambda: network.current.listener(host, port))
 
-    def _fork(self, line: socket.socket, module: str, fds: Sequence[int]) -> None:
+    def _fork(self, line: socket.socket, message: dict[str, Any], fds: Sequence[int]) -> None:
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         try:
@@ -105,7 +108,7 @@ class ForkServer:
             _tell(line, {"event": "failed", "error": str(error)})
             return
         if not pid:
-            self._become(module, fds)
+            self._become(message, fds)
         with contextlib.suppress(OSError):  # it was faster, and has done so itself
             os.setpgid(pid, pid)
         for fd in fds:
@@ -113,7 +116,7 @@ class ForkServer:
         self._children[pid] = line
         _tell(line, {"event": "started", "pid": pid})
 
-    def _become(self, module: str, fds: Sequence[int]) -> NoReturn:
+    def _become(self, message: dict[str, Any], fds: Sequence[int]) -> NoReturn:
         """Be the child: as `python -m module CHANNEL PARENT STACKS ACTIVITY LOG HELD MORE...`."""
         os.setpgid(0, 0)  # what the user's code forks is ended together with it
         signal.set_wakeup_fd(-1)
@@ -123,9 +126,12 @@ class ForkServer:
                 key.fileobj.close()
         self._wakeup.close()
         self._lines.close()
+        module, reach = message["module"], message["reach"]
         channel, *more = fds
         sys.argv = [module, *map(str, (channel, self._pid, *more))]
         setproctitle(module)
+        if reach is not None:  # before any code that is not ours
+            confinement.enter(Reach.from_message(reach), message["scratch"])
         runpy.run_module(module, run_name="__main__", alter_sys=True)
         sys.exit()
 
@@ -153,6 +159,15 @@ def _tell(line: socket.socket, message: dict[str, Any]) -> None:
     """Say something to a supervisor; one that is gone has its children ended by `_end`."""
     with contextlib.suppress(OSError):
         line.send(json.dumps(message).encode())
+
+
+def _add_address(line: socket.socket, rank: int) -> None:
+    """Make an address in our network, which what is forked there may not do if it is confined."""
+    try:
+        network.current.add_address(rank)
+        _tell(line, {"event": "address"})
+    except OSError as error:
+        _tell(line, {"event": "failed", "error": error.strerror or str(error)})
 
 
 def _give(line: socket.socket, make: Callable[[], socket.socket]) -> None:

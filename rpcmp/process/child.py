@@ -18,6 +18,7 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rpcmp import scratch
 from rpcmp.errors import WorkerDiedError, WorkerHungError, from_wire
 from rpcmp.logs.entry import entry_of, pass_on
 from rpcmp.logs.line import Line
@@ -25,6 +26,7 @@ from rpcmp.logs.receiver import Hear, Receiver
 from rpcmp.process import exitcode, interpreter
 from rpcmp.process.activity import Activity
 from rpcmp.process.channel import STACKS_SIGNAL, Message
+from rpcmp.process.confinement import SCRATCH, Reach
 from rpcmp.process.forking import Forked, Forks
 from rpcmp.process.stacks import Stacks
 
@@ -45,6 +47,7 @@ class Child:
         stacks: where in its code it was when it crashed or was asked.
         activity: what it does.
         log: what its Python code says.
+        scratch: its folder for temporary files, if it is confined; gone with it.
     """
 
     def __init__(
@@ -55,6 +58,7 @@ class Child:
         stacks: Stacks,
         activity: Activity,
         log: Receiver,
+        scratch: Path | None = None,
     ) -> None:
         self._process = process
         self._reader = reader
@@ -62,6 +66,7 @@ class Child:
         self.stacks = stacks
         self.activity = activity
         self.log = log
+        self.scratch = scratch
 
     @classmethod
     async def spawn(
@@ -71,6 +76,7 @@ class Child:
         fds: Sequence[int] = (),
         forks: Forks | None = None,
         hear: Hear | None = None,
+        reach: Reach | None = None,
     ) -> Child:
         """Start `python -m module CHANNEL PARENT_PID STACKS ACTIVITY LOG HELD FDS...`.
 
@@ -80,6 +86,7 @@ class Child:
             fds: file descriptors to inherit, see `rpcmp.process.channel.Bond`.
             forks: fork it there; None: start an interpreter, which imports everything anew.
             hear: told of each line that it says; None: our own log has them.
+            reach: what it may open; None: it is not confined. Only what is forked can be.
 
         Raises:
             WorkerDiedError: the process that forks has died.
@@ -92,17 +99,21 @@ class Child:
             on_error.enter_context(ours)  # its end is the end of a child that nobody owns
             on_error.callback(log.close)
             inherited = (theirs.fileno(), stacks.fd, memory, *log.fds, *fds)
+            folder = None
+            if reach is not None:
+                folder = scratch.create(SCRATCH)
+                on_error.callback(scratch.remove, folder)
             process: asyncio.subprocess.Process | Forked
             if forks is None:
                 channel, *more = inherited
                 arguments = [str(each) for each in (channel, os.getpid(), *more)]
                 process = await interpreter.start(module, arguments, environment, inherited)
             else:
-                process = await forks.fork(module, environment, inherited)
+                process = await forks.fork(module, environment, inherited, reach, str(folder or ""))
             reader, writer = await asyncio.open_connection(sock=ours, limit=MAX_MESSAGE)
             log.begin()
             on_error.pop_all()
-        return cls(process, reader, writer, stacks, activity, log)
+        return cls(process, reader, writer, stacks, activity, log, folder)
 
     @property
     def pid(self) -> int:
@@ -184,6 +195,8 @@ class Child:
         await self._process.wait()
         self.log.close()
         self._writer.close()
+        if self.scratch is not None:
+            scratch.remove(self.scratch)
 
     async def hung(self, stage: str, seconds: float) -> WorkerHungError:
         """The error that says what this child was doing when it was not heard of any more."""

@@ -16,6 +16,7 @@ from typing import Any, Self
 
 from rpcmp.errors import JobError, WorkerDiedError
 from rpcmp.process import interpreter
+from rpcmp.process.confinement import Reach
 from rpcmp.process.environment import compute_environment
 
 WORKERS, DRIVERS = "rpcmp.worker.preload", "rpcmp.driver.process"
@@ -93,20 +94,35 @@ class Forks:
         if line is not None:
             self._listen(line)
 
-    async def fork(self, module: str, environment: Mapping[str, str], fds: Sequence[int]) -> Forked:
+    async def fork(
+        self,
+        module: str,
+        environment: Mapping[str, str],
+        fds: Sequence[int],
+        reach: Reach | None = None,
+        scratch: str = "",
+    ) -> Forked:
         """A child that runs `module` as `python -m` does.
 
         Args:
             environment: of the child, beyond our own; where it is another one than before, what was
                 forked before is ended.
             fds: what the child inherits, see `rpcmp.process.channel.begin_child`.
+            reach: what the child may open, if it is confined.
+            scratch: its folder for temporary files then.
 
         Raises:
             WorkerDiedError: the fork server ended meanwhile.
             JobError: the system gives no more processes.
         """
         await self._require(environment)
-        forked: Forked = await self._ask({"op": "fork", "module": module}, fds)
+        order = {
+            "op": "fork",
+            "module": module,
+            "reach": None if reach is None else reach.to_message(),
+            "scratch": scratch,
+        }
+        forked: Forked = await self._ask(order, fds)
         return forked
 
     async def network(self) -> NetworkOf:
@@ -114,6 +130,11 @@ class Forks:
         await self._require(self._environment)
         found: NetworkOf = await self._ask({"op": "network"})
         return found
+
+    async def add_address(self, rank: int) -> None:
+        """Make the address that a group's member with `rank` listens on in its network."""
+        await self._require(self._environment)
+        await self._ask({"op": "address", "rank": rank})
 
     async def connectable(self) -> socket.socket:
         """A TCP socket in the network of what is forked."""
@@ -219,6 +240,8 @@ class Forks:
                 self._answer(NetworkOf(**message))
             case "namespaces":
                 self._answer(fds)
+            case "address":
+                self._answer(None)
             case "socket" if fds:
                 self._answer(socket.socket(fileno=fds[0]))
             case "socket" | "failed":
@@ -234,7 +257,7 @@ class Forks:
         if not self._answer(child):
             interpreter.kill_group(child.pid)
 
-    def _answer(self, answer: Forked | NetworkOf | socket.socket | list[int]) -> bool:
+    def _answer(self, answer: Forked | NetworkOf | socket.socket | list[int] | None) -> bool:
         """Give the answer to who has asked; whether he still waits."""
         asked = self._asked.popleft()
         if asked.cancelled():

@@ -24,6 +24,7 @@ import socket
 import struct
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
@@ -52,6 +53,7 @@ class Network:
     def __init__(self, namespaces: Sequence[int] = (), reason: str = "") -> None:
         self.namespaces = list(namespaces)
         self.reason = reason
+        self._inside: ThreadPoolExecutor | None = None
 
     @property
     def is_private(self) -> bool:
@@ -66,16 +68,32 @@ class Network:
         return f"{machine}:{found.st_dev}:{found.st_ino}"
 
     def run(self, function: Callable[[], Result]) -> Result:
-        """Run `function` in this network, in a thread that ends with it."""
+        """Run `function` in this network, in a thread that ends with it, or in that of `stay`."""
+        if self._inside is not None:
+            return self._inside.submit(function).result()
         return _in_thread(self._enter, function)
 
+    def stay(self, prepare: Callable[[], None]) -> None:
+        """Enter now, in a thread that lives on, for a process that gives up the right to do so.
+
+        Args:
+            prepare: called in that thread once it is inside.
+
+        Raises:
+            OSError: it cannot enter.
+        """
+        self._inside = ThreadPoolExecutor(1, "rpcmp-network")
+        self._inside.submit(self._enter).result()
+        self._inside.submit(prepare).result()
+
     def interface(self, rank: int) -> str:
-        """The interface whose address a group's member listens on; made where it is missing."""
-        if not self.is_private:
-            return "lo"
-        name = f"lo:w{rank}"
-        self.run(lambda: _add_address(name, address_of(rank)))
-        return name
+        """The interface whose address a group's member listens on, see `add_address`."""
+        return _label(rank) if self.is_private else "lo"
+
+    def add_address(self, rank: int) -> None:
+        """Give a group's member the address that it listens on; it may not do so itself."""
+        if self.is_private:
+            self.run(lambda: _add_address(_label(rank), address_of(rank)))
 
     def connectable(self) -> socket.socket:
         """A TCP socket in this network."""
@@ -115,6 +133,10 @@ def address_of(rank: int) -> str:
     """The loopback address of a group's member, the same in every private network."""
     high, low = divmod(rank + 1, 256)
     return f"127.77.{high}.{low}"
+
+
+def _label(rank: int) -> str:
+    return f"lo:w{rank}"
 
 
 def open_private() -> Network:

@@ -30,6 +30,7 @@ from rpcmp.process import exitcode
 from rpcmp.process.activity import NO_MICROBATCH, Doing
 from rpcmp.process.channel import Message
 from rpcmp.process.child import Child
+from rpcmp.process.confinement import Reach
 from rpcmp.process.environment import compute_environment
 from rpcmp.process.forking import Forks, NetworkOf
 from rpcmp.process.pulse import Pulse
@@ -65,6 +66,7 @@ class Claim:
         dialer: how this server talks to others.
         allowed: see StageServer.
         show: told of each line that the worker says.
+        reach: what the worker may open beyond the job's files; None: it is not confined.
 
     Attributes:
         group: as given.
@@ -82,6 +84,7 @@ class Claim:
         dialer: Dialer,
         allowed: Sequence[str] | None = None,
         show: Callable[[Entry], None] = pass_on,
+        reach: Reach | None = None,
     ) -> None:
         self.job = request.job
         self.job_id = request.job_id
@@ -106,6 +109,7 @@ class Claim:
         self._dialer = dialer
         self._allowed = allowed
         self._show = show
+        self._reach = reach
         self.group = group
         name = group.member(request.stage_index, request.replica)
         identity = (request.job_id, request.generation, name)
@@ -118,7 +122,9 @@ class Claim:
         self._child: Child | None = None
         self._start: Message | None = None
         self._ready = self._started = False
+        self._finds_files = True
         self._tasks: list[asyncio.Task[None]] = []
+        self._listening: asyncio.Task[None] | None = None
         self._telling: asyncio.Task[None] | None = None
 
     @property
@@ -149,14 +155,29 @@ class Claim:
         """
         if code:
             self._folder = codefolder.unpack(code)
-        environment = compute_environment(self._threads)
         self._vault.freed = lambda: self._tell({"op": "saved"})
-        fds = self._vault.slots.fds
-        self._child = await Child.spawn("rpcmp.worker", environment, fds, self._forks, self._said)
-        self._tasks += [
-            asyncio.create_task(self._listen(self._child)),
-            asyncio.create_task(self._tell_mirrored()),
-        ]
+        await self._spawn()
+        self._tasks.append(asyncio.create_task(self._tell_mirrored()))
+
+    async def _spawn(self) -> None:
+        environment = compute_environment(self._threads)
+        checkpoints = self._vault.folder  # the server's word for it, not the job's
+        reach = self._reach and self._reach.reading(self._folder, checkpoints)
+        self._finds_files = reach is None or bool(checkpoints and checkpoints.is_dir())
+        self._child = await Child.spawn(
+            "rpcmp.worker", environment, self._vault.slots.fds, self._forks, self._said, reach
+        )
+        self._listening = asyncio.create_task(self._listen(self._child))
+
+    async def _spawn_again(self) -> None:
+        """Replace a worker that cannot open a checkpoint, since its folder came after it."""
+        if self._child is None or self._listening is None:
+            raise AssertionError("no worker was spawned")
+        self._listening.cancel()
+        await asyncio.gather(self._listening, return_exceptions=True)
+        await self._child.kill()
+        self._ready = False
+        await self._spawn()
 
     async def start(self, request: pb.StartRequest) -> None:
         """Tell the worker its stage and its place in the group, as soon as it listens.
@@ -172,6 +193,9 @@ class Claim:
         self.step = restore.step if restore else 0
         self._mirrored_by = request.mirrored_by if request.HasField("mirrored_by") else None
         files = await self._vault.prepare(request.stage_name, restore, self.generation)
+        if files and not self._finds_files:
+            await self._spawn_again()
+        await self._forks.add_address(request.rank)
         self._start = {
             "op": "start",
             "restore": {"step": restore.step, "files": files} if restore else None,
@@ -223,9 +247,10 @@ class Claim:
         """End the worker and remove the job's code."""
         if self._child is not None:
             await self._child.kill()
-        for task in self._tasks:
+        tasks = [*self._tasks, *([self._listening] if self._listening is not None else [])]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         await self.relay.close()
         if self._store is not None:
             await self._store.close()

@@ -18,6 +18,7 @@ from rpcmp.examination.host import examine
 from rpcmp.logs.display import Place
 from rpcmp.logs.entry import Entry, pass_on
 from rpcmp.process import usage
+from rpcmp.process.confinement import SCRATCH, Reach
 from rpcmp.process.forking import WORKERS, Forks
 from rpcmp.server import codefolder, doors, profiling
 from rpcmp.server.claim import Claim, State
@@ -57,6 +58,7 @@ class StageServer:
         show: told of each line that a worker says.
         checkpoints: the folder that jobs' checkpoints may lie in; None: "checkpoints" below the one
             that this process was started in.
+        reach: what workers may open beyond a job's own files; None: they are not confined.
 
     Attributes:
         draining: whether it takes no new job.
@@ -77,6 +79,7 @@ class StageServer:
         allowed: Sequence[str] | None = None,
         show: Callable[[Entry], None] = pass_on,
         checkpoints: Path | None = None,
+        reach: Reach | None = None,
     ) -> None:
         self.stage_index = stage_index
         self.replica = replica
@@ -90,6 +93,7 @@ class StageServer:
         self._show = show
         # Links on the way to it are its owner's, and followed once.
         self._checkpoints = Path(checkpoints or "checkpoints").resolve()
+        self._reach = reach
         self._forks = forks or Forks([WORKERS])
         self._forgetting: asyncio.TimerHandle | None = None
         self._changing = asyncio.Lock()  # held while a claim begins or ends
@@ -106,7 +110,7 @@ class StageServer:
         Raises:
             ConfigError: the port is in use, or the host is not this machine's.
         """
-        for prefix in (doors.PREFIX, tunnel.PREFIX, codefolder.PREFIX):
+        for prefix in (doors.PREFIX, tunnel.PREFIX, codefolder.PREFIX, SCRATCH):
             scratch.sweep(prefix)
         return await self._doors.open(host, port)
 
@@ -134,7 +138,7 @@ class StageServer:
             RpcmpError: what a layer failed with.
         """
         async with self._looked_at(request.job):
-            return await profiling.profile(request, self._forks, self._allowed)
+            return await profiling.profile(request, self._forks, self._allowed, self._reach)
 
     async def examine(self, request: doctor_pb2.ExamineRequest) -> str:
         """What this host is and has, for a stage of a job; JSON of HostFacts.
@@ -146,6 +150,7 @@ class StageServer:
         order, threads = Order.model_validate_json(request.order), request.job.threads
         async with self._looked_at(request.job):
             with codefolder.unpacked(request.job.code) as folder:
+                reach = self._reach and self._reach.reading(folder)
                 found = await examine(
                     order,
                     self._forks,
@@ -154,6 +159,7 @@ class StageServer:
                     threads,
                     self._allowed,
                     self._checkpoints,
+                    reach,
                 )
         return found.model_dump_json()
 
@@ -190,7 +196,14 @@ class StageServer:
         await self.vault.open(request.job_id, folder)
         await self.vault.pause()
         claim = self.claim = Claim(
-            request, group, self.vault, self._forks, self.dialer, self._allowed, self._show
+            request,
+            group,
+            self.vault,
+            self._forks,
+            self.dialer,
+            self._allowed,
+            self._show,
+            self._reach,
         )
         self._idle.clear()
         try:
@@ -319,6 +332,12 @@ class StageServer:
                 f"was started with {option} and refuses {len(request.code)} Python files; "
                 "install the model's package on the host and set ship_code = false"
             )
+        for path in request.data_paths:
+            if self._reach is not None and not self._reach.may_read(path):
+                raise ConfigError(
+                    f"does not let jobs read {path}, which is one of `data.paths` or `init`: start "
+                    f"it with --data {path}, or a folder above"
+                )
         if self.claim is not None and not self.claim.is_followed_by(request):
             raise BusyError(f"busy with job {self.claim.job!r}")
         if self._examined:

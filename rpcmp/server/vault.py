@@ -13,6 +13,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from rpcmp.checkpoint import files
 from rpcmp.checkpoint.inside import Inside
@@ -87,6 +88,11 @@ class Vault:
     def keeps_nothing(self) -> str:
         """Why the job's checkpoints cannot lie here; empty: they can."""
         return self._folder if isinstance(self._folder, str) else ""
+
+    @property
+    def folder(self) -> Path | None:
+        """The folder of the job's checkpoints, without links; None: they cannot lie here."""
+        return None if isinstance(self._folder, str) else self._folder.real
 
     def require_ours(self, path: str) -> Inside:
         """A file or folder of the job's checkpoints.

@@ -221,6 +221,7 @@ class PrepareRequest(_message.Message):
     CHECKPOINT_FOLDER_FIELD_NUMBER: _builtins.int
     GROUP_FIELD_NUMBER: _builtins.int
     MAY_KEEP_NOTHING_FIELD_NUMBER: _builtins.int
+    DATA_PATHS_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     """the name that people see"""
     job_id: _builtins.str
@@ -244,6 +245,10 @@ class PrepareRequest(_message.Message):
     def group(self) -> _containers.RepeatedCompositeFieldContainer[Global___GroupStage]:
         """the job's stages, in order; only to claim a server"""
 
+    @_builtins.property
+    def data_paths(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """absolute; what the job's code reads, granted by --data"""
+
     def __init__(
         self,
         *,
@@ -259,10 +264,11 @@ class PrepareRequest(_message.Message):
         checkpoint_folder: _builtins.str = ...,
         group: _abc.Iterable[Global___GroupStage] | None = ...,
         may_keep_nothing: _builtins.bool = ...,
+        data_paths: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["versions", b"versions"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint_folder", b"checkpoint_folder", "code", b"code", "generation", b"generation", "group", b"group", "heartbeat_timeout", b"heartbeat_timeout", "job", b"job", "job_id", b"job_id", "may_keep_nothing", b"may_keep_nothing", "replica", b"replica", "stage_index", b"stage_index", "threads", b"threads", "versions", b"versions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint_folder", b"checkpoint_folder", "code", b"code", "data_paths", b"data_paths", "generation", b"generation", "group", b"group", "heartbeat_timeout", b"heartbeat_timeout", "job", b"job", "job_id", b"job_id", "may_keep_nothing", b"may_keep_nothing", "replica", b"replica", "stage_index", b"stage_index", "threads", b"threads", "versions", b"versions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
