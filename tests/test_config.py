@@ -98,7 +98,7 @@ def test_the_defaults_are_as_documented() -> None:
         "early_stopping": None,
         "loss_scaling": None,
         "checkpoint": None,
-        "security": {"certs": None, "insecure": False},
+        "security": {"certs": None, "insecure": False, "confine": None},
         "recovery": RecoveryConfig().model_dump(),
         "log": {"folder": "runs", "tensorboard": None, "loggers": []},
     }
@@ -171,6 +171,7 @@ def test_the_defaults_of_the_data_are_as_documented() -> None:
         "drop_last": False,
         "num_workers": 0,
         "at": "driver",
+        "paths": [],
     }
 
 

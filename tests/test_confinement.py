@@ -643,6 +643,29 @@ def test_a_confined_worker_goes_on_from_a_checkpoint(job: JobFolder) -> None:
     assert sha256(resumed) == sha256(whole)
 
 
+def test_a_host_without_the_checkpoints_gets_them_and_its_confined_worker_reads_them(
+    job: JobFolder, tmp_path: Path
+) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    config = spying(job, [], data=f'[checkpoint]\ndir = "{disk}/saved"\nevery_steps = 2')
+    with running_servers(2) as servers:
+        at = ("--connect", connect(servers))
+        assert rpcmp("drive", config, "--json", *at, "--set", "steps=4").code == 0
+    empty = ("unshare", "--mount", "sh", "-c", f'mount -t tmpfs none {disk} && exec "$@"', "sh")
+    with (
+        running_servers(1) as (first,),
+        running("serve", "--stage", "1", "--listen", f"{HERE}:0", under=empty) as second,
+    ):
+        address = second.wait_for_line(r"SERVING on (\S+)")[1]
+        at = ("--connect", f"{first.address},{address}")
+        resumed = rpcmp("drive", config, "--json", *at, "--resume")
+    assert sha256(resumed) == sha256(
+        rpcmp("drive", config, "--json", "--set", 'checkpoint.dir="other"')
+    )
+    assert resumed.event("resumed")["step"] == 4
+
+
 def test_doctor_says_what_confines_a_jobs_code(job: JobFolder) -> None:
     config = spying(job, [])
     with running_servers(2) as servers:
