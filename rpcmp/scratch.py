@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-import shutil
+import secrets
 import tempfile
 from pathlib import Path
 
@@ -33,7 +33,8 @@ def create(prefix: str) -> Path:
 
 def remove(folder: Path) -> None:
     """Remove a folder of this process."""
-    shutil.rmtree(folder, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        _remove_all(folder)
     if (fd := _locks.pop(folder, None)) is not None:
         os.close(fd)
 
@@ -45,6 +46,34 @@ def sweep(prefix: str) -> None:
             fd = _lock(folder)
             remove(folder)
             os.close(fd)
+
+
+def _remove_all(folder: Path) -> None:
+    """Remove a folder with all that is in it.
+
+    Not by shutil.rmtree: a job's code may have nested folders deeper than Python recurses, or taken
+    the right to read them from us. So what lies two deep is moved up until there is none.
+
+    Raises:
+        OSError: something cannot be removed.
+    """
+    while entries := list(os.scandir(folder)):
+        for entry in entries:
+            for inner in _content(entry):
+                if inner.is_dir(follow_symlinks=False):
+                    os.chmod(inner.path, 0o700)
+                    os.rename(inner.path, folder / secrets.token_hex(16))
+                else:
+                    os.unlink(inner.path)
+            (os.rmdir if entry.is_dir(follow_symlinks=False) else os.unlink)(entry.path)
+    folder.rmdir()
+
+
+def _content(entry: os.DirEntry[str]) -> list[os.DirEntry[str]]:
+    if not entry.is_dir(follow_symlinks=False):
+        return []
+    os.chmod(entry.path, 0o700)
+    return list(os.scandir(entry.path))
 
 
 def _lock(folder: Path) -> int:

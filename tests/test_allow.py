@@ -322,6 +322,7 @@ def prepared(server: Server, folder: str, **more: Any) -> pb.PrepareRequest:
         generation=1,
         versions=versions(),
         heartbeat_timeout=120,
+        group=[pb.GroupStage(name="stage0", replicas=1)],
         checkpoint_folder=folder,
         **more,
     )

@@ -131,3 +131,19 @@ def test_sweeping_does_not_follow_links(temporary: Path) -> None:
     (temporary / "rpcmp-code-x").symlink_to(kept)
     scratch.sweep(codefolder.PREFIX)
     assert (kept / "file").exists()
+
+
+def test_a_folder_is_removed_however_deep_and_whatever_may_be_read_of_it() -> None:
+    folder = scratch.create("rpcmp-test-")
+    here = os.open(folder, os.O_RDONLY)
+    for _ in range(3000):
+        os.mkdir("deeper", dir_fd=here)
+        below = os.open("deeper", os.O_RDONLY, dir_fd=here)
+        os.close(here)
+        here = below
+    os.mkdir("hidden", 0o000, dir_fd=here)
+    os.symlink("/etc", "link", dir_fd=here)
+    os.close(here)
+    scratch.remove(folder)
+    assert not folder.exists()
+    assert Path("/etc/passwd").exists()

@@ -18,7 +18,7 @@ STAMPED = {"event", "time", "generation"}
 """Fields that every event has."""
 
 BETWEEN_PROCESSES = {
-    *("network", "socket", "started", "ended"),  # a process that forks others
+    *("network", "address", "socket", "started", "ended"),  # a process that forks others
     *("beat", "ready", "joined", "left", "built", "failed", "error", "done"),  # a child
     *("planned", "segment", "progress", "store"),  # the driver process
     *("snapshot", "saved", "draining"),  # a worker and its server

@@ -50,6 +50,13 @@ RUN_BY = {
     "tests/test_lan.py::test_a_doctor_measures_every_way_and_finds_the_one_that_is_missing": [
         "rpcmp doctor config.toml --connect host-a,host-b --certs certs/driver",
     ],
+    "tests/test_revocation.py::"
+    "test_renewal_keeps_role_hosts_and_the_authority_until_half_of_its_life": [
+        "rpcmp certs renew certs",
+    ],
+    "tests/test_revocation.py::test_a_running_job_ends_when_a_certificate_is_revoked": [
+        "rpcmp certs revoke certs stage1",
+    ],
     "tests/test_explain_command.py::test_a_run_does_what_was_explained": [
         "rpcmp explain config.toml --connect host-a,host-b --certs certs/driver",
     ],
@@ -115,6 +122,10 @@ RUN_BY = {
 """Other commands: the test that runs each, with files and addresses of its own."""
 
 CHECKED_BY = {
+    "tests/test_revocation.py::test_a_crl_that_appears_is_taken_up_and_one_that_goes_stays": [
+        "scp certs/stage1/* host-b:stage1/",
+        "scp certs/ca.crl host-b:stage1/",
+    ],
     "tests/test_containers.py::test_the_dockerfile_is_valid": [
         "docker build -f deploy/Dockerfile -t rpcmp:0.1.0 .",
     ],

@@ -157,3 +157,12 @@ def test_a_certificate_for_nothing_in_particular_is_not_issued(
 def test_a_name_does_not_lead_out_of_the_folder(certs: Path, name: str) -> None:
     with pytest.raises(SecurityError, match="no name of a folder"):
         cli(certs, "issue", "--name", name, "--driver")
+
+
+def test_the_threat_model_names_tests_that_there_are() -> None:
+    import rpcmp.wire
+
+    shown = re.findall(r"shown +(test_[\w, ]+)", rpcmp.wire.__doc__ or "")
+    names = {name for line in shown for name in re.findall(r"test_\w+", line)}
+    assert len(shown) == 8
+    assert {name for name in names if not (Path(__file__).parent / f"{name}.py").exists()} == set()

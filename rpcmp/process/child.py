@@ -195,8 +195,8 @@ class Child:
         await self._process.wait()
         self.log.close()
         self._writer.close()
-        if self.scratch is not None:
-            scratch.remove(self.scratch)
+        if self.scratch is not None:  # on a thread: there may be much in it
+            await asyncio.to_thread(scratch.remove, self.scratch)
 
     async def hung(self, stage: str, seconds: float) -> WorkerHungError:
         """The error that says what this child was doing when it was not heard of any more."""

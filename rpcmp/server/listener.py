@@ -36,6 +36,11 @@ else:
 
 log = logging.getLogger(__name__)
 
+# It prints a traceback for a header that is not UTF-8, and goes on.
+logging.getLogger("grpc._cython.cygrpc").addFilter(
+    lambda record: not record.getMessage().startswith("Invalid encoding")
+)
+
 
 def make(
     interceptors: Sequence[Interceptor], options: Sequence[tuple[str, int]], inner: Inner
