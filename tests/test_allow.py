@@ -328,6 +328,10 @@ def prepared(server: Server, folder: str, **more: Any) -> pb.PrepareRequest:
     )
 
 
+def _wanted(job: pb.PrepareRequest, path: str) -> pb.FetchRequest:
+    return pb.FetchRequest(job_id=job.job_id, generation=job.generation, path=path)
+
+
 @pytest.mark.parametrize("folder", ["/", "", "/saved/..", "/saved/../canary", "/savedtoo"])
 def test_a_job_does_not_choose_where_checkpoints_lie(
     guarded: tuple[Server, Path], folder: str
@@ -342,7 +346,8 @@ def test_a_job_does_not_choose_where_checkpoints_lie(
         with pytest.raises(grpc.RpcError, match="--checkpoints"):
             list(
                 SnapshotsStub(channel).Fetch(
-                    pb.FetchRequest(job_id=job.job_id, path=f"{base}/canary"), timeout=120
+                    _wanted(job, f"{base}/canary"),
+                    timeout=120,
                 )
             )
         ControlStub(channel).Stop(pb.StopRequest(job_id=job.job_id, generation=1), timeout=120)
@@ -364,7 +369,7 @@ def test_a_job_reads_and_writes_no_file_outside_of_its_folder(
         for name in (*evil, "\0", "x" * 5000):
             file = pb.CheckpointFile(path=f"{saved}/{name}", size=4)
             with pytest.raises(grpc.RpcError):
-                list(snapshots.Fetch(pb.FetchRequest(job_id=job.job_id, path=file.path)))
+                list(snapshots.Fetch(_wanted(job, file.path)))
             puts = [pb.PutRequest(job_id=job.job_id, file=file), pb.PutRequest(data=b"evil")]
             if name != "step-00000001/link":  # there a file replaces the link
                 with pytest.raises(grpc.RpcError):
@@ -377,7 +382,7 @@ def test_a_job_reads_and_writes_no_file_outside_of_its_folder(
         file = pb.CheckpointFile(path=f"{saved}/step-00000002/a.safetensors", size=4)
         puts = [pb.PutRequest(job_id=job.job_id, file=file), pb.PutRequest(data=b"ours")]
         snapshots.Put(iter(puts), timeout=120)
-        fetched = snapshots.Fetch(pb.FetchRequest(job_id=job.job_id, path=file.path), timeout=120)
+        fetched = snapshots.Fetch(_wanted(job, file.path), timeout=120)
         assert b"".join(part.data for part in fetched) == b"ours"
         control.Stop(pb.StopRequest(job_id=job.job_id, generation=1), timeout=120)
     assert (base / "canary").read_text() == "SECRET"

@@ -165,7 +165,7 @@ def test_a_member_that_asks_for_nonsense_is_told_so(
         (lambda: rendezvous.Get(pb.GetRequest(**job)), "no question for 0 keys"),
         (lambda: rendezvous.Add(pb.AddRequest(**job, key="text", amount=1)), "no number"),
         (lambda: rendezvous.Set(pb.SetRequest(**job, key="k", value=bytes(40_000))), "takes no"),
-        (lambda: list(snapshots.Fetch(pb.FetchRequest(**job, path="a\0b"))), "is no path"),
+        (lambda: list(snapshots.Fetch(pb.FetchRequest(**job, path="a\0b"))), "is not in"),
         (lambda: list(snapshots.Fetch(pb.FetchRequest(**job, path="/etc/passwd"))), "is not in"),
         (lambda: snapshots.Put(iter(())), "holds nothing of the job"),
     ]
