@@ -16,7 +16,20 @@ RETRY_SECONDS = 0.1
 LEAVING_SECONDS = 0.001
 """Between two looks whether a connection that was ended has left."""
 
+SILENT_SECONDS = 5
+"""How long the kernel may keep a connection to itself that says nothing; it rounds that up."""
+
 log = logging.getLogger(__name__)
+
+
+def speaks_second(listener: socket.socket) -> None:
+    """Have the kernel hold connections back until they have said something, or for some seconds.
+
+    Silent ones, which strangers may hold open in any number, then cost this process nothing. For
+    protocols whose client speaks first, and does so before it is accepted.
+    """
+    with contextlib.suppress(OSError, AttributeError):  # no Linux: they are accepted at once
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, SILENT_SECONDS)
 
 
 async def connections(
@@ -69,6 +82,7 @@ class BoundedListener(socket.socket):
 
     def __init__(self, listener: socket.socket, budget: Budget) -> None:
         super().__init__(listener.family, listener.type, listener.proto, listener.detach())
+        speaks_second(self)
         self._budget = budget
         self._guests: dict[Any, Guest] = {}
 

@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 from rpcmp.errors import ListenError, RpcmpError, SecurityError
 from rpcmp.process.links import keep_alive
-from rpcmp.wire.accept import connections
+from rpcmp.wire.accept import connections, speaks_second
 from rpcmp.wire.budget import LOOPBACK, Budget, Guest, address_of, share, user_of
 from rpcmp.wire.credentials import GRPC, RELAY
 from rpcmp.wire.end import HEADER, End, refusal
@@ -112,6 +112,8 @@ class Front:
         self._listeners.append(listener)
         if self._asks_kernel:
             require_answers(listener)
+        else:  # clients that ask the kernel, too, wait until they are accepted
+            speaks_second(listener)
         self._spawn(self._accept(listener))
         bound: int = listener.getsockname()[1]
         return bound
