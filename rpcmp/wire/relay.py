@@ -21,6 +21,7 @@ import asyncio
 import contextlib
 import logging
 import socket
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -47,6 +48,9 @@ ASK_SECONDS = 5.0
 
 MAX_WAITING = 8
 """Connections that a driver may keep open for a worker to come."""
+
+MAX_OPEN = 16
+"""Connections that one peer may have open to the worker; an agent opens three."""
 
 log = logging.getLogger(__name__)
 
@@ -113,6 +117,7 @@ class Relay:
         self._listeners: list[socket.socket] = []
         self._tasks: set[asyncio.Future[None]] = set()
         self._carried: dict[End, str] = {}
+        self._open: Counter[str] = Counter()
 
     @property
     def round_trips(self) -> dict[str, float]:
@@ -186,7 +191,13 @@ class Relay:
     async def _serve(self, visitor: Visitor, greeting: Mapping[str, Any]) -> None:
         peer = self._member(visitor, greeting)
         if greeting.get("op") != "wait":
-            await self._connect(visitor.end, peer)
+            if self._open[peer.name] >= MAX_OPEN:  # each may have a message in our memory
+                raise RelayError(f"{peer.label} has {MAX_OPEN} connections here already")
+            self._open[peer.name] += 1
+            try:
+                await self._connect(visitor.end, peer)
+            finally:
+                self._open[peer.name] -= 1
         elif peer.server:
             raise RelayError(f"{peer.name} has nothing to wait for")
         else:
