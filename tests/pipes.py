@@ -79,8 +79,8 @@ def agent(folder, rank, script):
     if pid:
         return pid
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # end with the process that has forked us
-    names = ["inside", "outside"]
-    os.dup2(os.open(os.path.join(folder, names[rank]), os.O_CREAT | os.O_WRONLY), 1)
+    names = ["inside", "driver"]
+    os.dup2(os.open(os.path.join(folder, ("inside", "outside")[rank]), os.O_CREAT | os.O_WRONLY), 1)
     os.environ["TP_SOCKET_IFNAME"] = "lo"
     options = rpc.TensorPipeRpcBackendOptions(
         num_worker_threads=4, rpc_timeout=20, _transports=["uv"], _channels=["cma", "basic"]
@@ -107,7 +107,7 @@ for line in sys.stdin:
     os.waitpid(inside, 0)
     print("ended", flush=True)
 """
-"""Imports torch once; forks two agents for each script, which "outside" runs."""
+"""Imports torch once; forks two agents for each script, which the one outside runs."""
 
 
 @dataclass
@@ -168,7 +168,7 @@ class Proxy:
         inside, there = await asyncio.open_connection(*self._inside)
         talk = Conversation()
         self.conversations.append(talk)
-        inspection = self._pipes.inspect("outside", "outside")
+        inspection = self._pipes.inspect("driver", "outside")
         inspection.resume = lambda: self._pass(talk, inspection, b"", there)
         ways = [
             asyncio.ensure_future(self._inwards(talk, inspection, outside, there)),
@@ -246,7 +246,7 @@ class Agents:
         self._process.communicate()
 
     def talk(self, folder: Path, script: str) -> Talk:
-        """Run `script` in an agent called "outside", whose messages to "inside" are inspected."""
+        """Run `script` in an agent called "driver", whose messages to "inside" are inspected."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         print(json.dumps([str(folder), script]), file=self._process.stdin, flush=True)

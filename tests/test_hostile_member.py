@@ -39,7 +39,7 @@ def test_a_stage_reaches_no_file_of_another_host_and_the_job_ends_with_its_name(
         everything = "\n".join((result.out, result.err, *first.run.err, *second.run.err))
     assert result.code == 2, result.err
     end = result.event("end")
-    assert "SCRIPT_CALL is no message of rpcmp's" in end["error"]
+    assert "a message of type SCRIPT_CALL" in end["error"]
     assert "stage1:0 at 127.0.0.1:" in end["error"]
     assert not [event for event in result.events if event["event"] == "fault"]
     assert "xyzzy1" not in everything

@@ -5,7 +5,9 @@ The other side is a real agent of torch RPC, which may send whatever torch knows
 
 from __future__ import annotations
 
+import importlib
 import itertools
+import pickle
 import random
 import struct
 from collections.abc import Iterator
@@ -16,10 +18,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rpcmp import transport
 from rpcmp.errors import SecurityError
-from rpcmp.wire import rpcformat
+from rpcmp.source import Source
+from rpcmp.wire import rpcformat, rpcpickle
 from rpcmp.wire.inspection import BROCHURE, MAX_PAYLOAD, MEMORY, Inspection, Pipes
 from rpcmp.wire.rpcformat import FormatError
+from rpcmp.worker.optimizer import StageOptimizer
+from rpcmp.worker.stage import Stage
 from tests.pipes import Agents, Conversation
 
 OURS = """
@@ -141,8 +147,10 @@ def test_answers_pass_to_whoever_has_asked(recorded: list[Conversation]) -> None
     answer = frames(main.from_inside)[0]
     address = answer[8 : 8 + answer[7]].decode()
     inspection = Pipes(print).inspect("inside", "the other", address)
-    inspection.sent(joined(frames(main.from_outside)[:1]))
+    inspection.sent(bytes(main.from_outside))
     assert bytes(inspection.received(bytes(main.from_inside))) == main.from_inside
+    with pytest.raises(SecurityError, match="was not asked for"):  # a second time
+        inspection.received(joined(frames(main.from_inside)[-5:]))
     elsewhere = Pipes(print).inspect("inside", "the other", "127.77.0.9:1")
     elsewhere.sent(joined(frames(main.from_outside)[:1]))
     with pytest.raises(SecurityError, match="leads somewhere else"):
@@ -183,10 +191,10 @@ def hello(name: str) -> bytes:
     return joined([b"\xb8\x00\xb9\x01\xbd" + bytes([len(name)]) + name.encode(), BROCHURE])
 
 
-HELLO = hello("outside")
+HELLO = hello("stage1:0")
 
 
-def begun(pipes: Pipes | None = None, peer: str = "outside") -> Inspection:
+def begun(pipes: Pipes | None = None, peer: str = "stage1:0") -> Inspection:
     """An inspection of a pipe that a peer has opened."""
     inspection = (pipes or Pipes(print)).inspect(peer, "stage 1 at host-b")
     assert bytes(inspection.received(hello(peer))) == hello(peer)
@@ -214,7 +222,7 @@ def test_no_type_passes_but_ours() -> None:
     for kind, payload in ((0x203, b"\x80\x04N."), (0x20E, b""), (0x237, b"text")):
         with pytest.raises(SecurityError):  # answers, where questions are expected
             begun().received(message(kind, payload))
-        rpcformat.require(rpcformat.RESPONSES, kind, payload, 0)
+        assert rpcformat.require(rpcformat.RESPONSES, kind, payload, 0) in (b"", payload)
     asked = message(0x113, b"\x80\x02K\x07.")
     assert bytes(begun().received(asked)) == asked
 
@@ -240,7 +248,7 @@ def test_tensors_lie_within_their_memory() -> None:
     assert rpcformat.count_tensors(floats("K\x03K\x08", "K\x08K\x01", 24), [96]) == 1
     assert rpcformat.count_tensors(floats("K\x00K\x7f", "K\x7fK\x01", 24), [96]) == 1  # empty
     assert rpcformat.count_tensors(floats("", "", 1), [4]) == 1
-    for pickle, lengths in [
+    for data, lengths in [
         (floats("K\x03K\x08", "K\x08K\x01", 24), [95]),
         (floats("K\x03K\x08", "K\x08K\x01", 24), [96, 4]),
         (floats("K\x03K\x08", "K\x08K\x01", 24), []),
@@ -252,12 +260,90 @@ def test_tensors_lie_within_their_memory() -> None:
         (floats("K\x03", "J\xff\xff\xff\xff", 24), [96]),
         (floats("K\x03", "K\x01", 24, kind="Untyped"), [96]),
         (floats("K\x03", "K\x01", 24) + b".", [96]),
+        (floats("K\x03", "K\x01", 24, kind="Int").replace(b"\x89c", b"\x88c"), [96]),
+        (floats("\x8a\x08\0\0\0\0\0\0\0\x40" * 2, "K\x00K\x00", 24), [96]),
+        (floats("\x8a\x08\0\0\0\0\0\0\0\x40" * 2 + "K\x00", "K\x00" * 3, 24), [96]),
         (floats("K\x03", "K\x01", 24).replace(b"q\x06", b"r\xff\xff\xff\x7f"), [96]),
         (floats("K\x03", "K\x01", 24).replace(b"cpu", b"cud"), [96]),
         (floats("K\x03", "K\x01", 24).replace(b"OrderedDict", b"OrderedDicy"), [96]),
     ]:
         with pytest.raises(FormatError):
-            rpcformat.count_tensors(pickle, lengths)
+            rpcformat.count_tensors(data, lengths)
+
+
+TENSOR_ID = b"ctorch.jit._pickle\nbuild_tensor_from_id\nq\x00"
+
+
+def test_gradients_remember_without_gaps() -> None:
+    first, end = b"\x80\x02(" + TENSOR_ID + b"(K\x00tRq\x01", b"K\x07K\x00\x89t."
+    for payload, number in [(first + end, 1), (first + b"h\x00(K\x01tRq\x02" + end, 2)]:
+        assert rpcformat.require(rpcformat.REQUESTS, 0x111, payload, number) == b""
+        with pytest.raises(FormatError):  # of a tensor that there is not
+            rpcformat.require(rpcformat.REQUESTS, 0x111, payload, number - 1)
+    for payload in (
+        first.replace(b"q\x01", b"r\x00\x00\x00\x0c") + end,
+        first + b"h\x00(K\x00tRq\x03" + end,
+        first + TENSOR_ID + b"(K\x00tRq\x02" + end,
+        b"\x80\x02(h\x00(K\x00tRq\x01" + end,
+    ):
+        with pytest.raises(FormatError):
+            rpcformat.require(rpcformat.REQUESTS, 0x111, payload, 1)
+
+
+def called(function: object, *args: object) -> bytes:
+    """The pickle of a call, as torch makes it."""
+    from torch.distributed.rpc.internal import PythonUDF
+
+    return pickle.dumps(PythonUDF(transport._dispatch, (function, args), {}), protocol=4)
+
+
+def test_stages_call_what_stages_call() -> None:
+    for function in (Stage.forward, Stage.note_missing, Stage.part, Stage.posted, Stage.total):
+        for peer in ("stage1:0", "driver"):
+            rpcpickle.require(called(function, 1, "a", [None]), peer, is_call=True)
+    rpcpickle.require(called(Source.slices), "stage1:0", is_call=True)
+    for other in (Stage.train, Stage.its_optimizer, StageOptimizer.load_state_dict):
+        rpcpickle.require(called(other), "driver", is_call=True)
+        with pytest.raises(FormatError, match="which only the driver may make"):
+            rpcpickle.require(called(other), "stage1:0", is_call=True)
+        with pytest.raises(FormatError, match="an answer that names the function"):
+            rpcpickle.require(called(other), "driver", is_call=False)
+    for module, name in rpcpickle.STAGES_CALL:
+        found = importlib.import_module(module)
+        for part in name.split("."):
+            found = getattr(found, part)
+        assert callable(found)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\x80\x04crpcmp.transport\n_get_service\n)R.",
+        b"\x80\x04crpcmp.transport\n_get_service\n}\x8c\x01a\x8c\x01bsb.",
+        b"\x80\x04crpcmp.worker.stage\nStage.forward\n)\x81.",
+        b"\x80\x04crpcmp.work\nWork\n}\x8c\x01a\x8c\x01bsb.",
+        b"\x80\x04P0\n.",
+        b"\x80\x04.",
+        b"\x80\x04]",
+        b"\x80\x04\x82\x01.",
+    ],
+)
+def test_nothing_is_called_or_changed_by_a_pickle_itself(data: bytes) -> None:
+    with pytest.raises(FormatError):
+        rpcpickle.require(data, "driver", is_call=True)
+
+
+def test_unfinished_messages_of_a_peer_are_bounded() -> None:
+    pipes = Pipes(print)
+    inspections = [begun(pipes) for _ in range(3)]
+    unfinished = message(0x102, b"\1\x80" + bytes(MAX_PAYLOAD - 3) + b".")[: MAX_PAYLOAD // 2]
+    inspections[0].received(unfinished)
+    inspections[1].received(unfinished)
+    inspections[0].close()
+    inspections[2].received(unfinished)
+    begun(pipes).received(unfinished)
+    with pytest.raises(SecurityError, match="of unfinished messages"):
+        begun(pipes).received(unfinished)
 
 
 def established(pipes: Pipes, peer: str, number: int) -> Inspection:
@@ -340,9 +426,9 @@ def test_a_pipe_is_its_peers_alone() -> None:
     "data",
     [
         hello("inside"),
-        joined([b"\xb8\x00\xb9\x01\xbd\x08outside", BROCHURE]),
+        joined([b"\xb8\x00\xb9\x01\xbd\x09stage1:0", BROCHURE]),
         joined([b"\xb8\x02\xb9\x01\x00"]),
-        joined([b"\xb8\x00\xb9\x01\xbd\x07outside", b"\xb9\x02\xbb\x01\xbd\x03shm\xbd\x01x"]),
+        joined([b"\xb8\x00\xb9\x01\xbd\x08stage1:0", b"\xb9\x02\xbb\x01\xbd\x03shm\xbd\x01x"]),
         struct.pack("<Q", 2**40),
         HELLO + struct.pack("<Q", 2**30),
         HELLO + joined([b"\xb9\x03"]),
@@ -353,7 +439,7 @@ def test_a_pipe_is_its_peers_alone() -> None:
     ],
 )
 def test_frames_are_what_they_are_announced_as(data: bytes) -> None:
-    inspection = Pipes(print).inspect("outside", "stage 1 at host-b")
+    inspection = Pipes(print).inspect("stage1:0", "stage 1 at host-b")
     with pytest.raises(SecurityError):
         inspection.received(data)
 
@@ -378,7 +464,7 @@ def test_how_a_stream_is_cut_makes_no_difference(
     recorded: list[Conversation], cuts: list[int]
 ) -> None:
     main = recorded[0]
-    inspection = Pipes(print).inspect("outside", "stage 1 at host-b")
+    inspection = Pipes(print).inspect("driver", "the driver")
     passed = b"".join(
         bytes(inspection.received(p)) for p in in_pieces(bytes(main.from_outside), cuts)
     )
@@ -396,7 +482,7 @@ def test_nothing_that_was_meddled_with_passes_as_another_message(
     data = bytearray(recorded[0].from_outside)
     for place, change in changes:
         data[place % len(data)] ^= change
-    inspection = Pipes(print).inspect("outside", "stage 1 at host-b")
+    inspection = Pipes(print).inspect("driver", "the driver")
     passed = bytearray()
     try:
         for piece in in_pieces(bytes(data), cuts):

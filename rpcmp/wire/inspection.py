@@ -25,21 +25,28 @@ import os
 import platform
 import re
 import struct
-from collections import deque
-from collections.abc import Callable, Generator
+from collections import Counter, deque
+from collections.abc import Callable, Generator, Iterator
 from functools import lru_cache
 
 from rpcmp.errors import SecurityError
-from rpcmp.wire import rpcformat
+from rpcmp.members import DRIVER
+from rpcmp.wire import rpcformat, rpcpickle
 
 MAX_NAME = 4096
 """Bytes of a frame before a pipe is established."""
 
-MAX_DESCRIPTOR = 4 * 2**20
+MAX_DESCRIPTOR = 2**19
 """Bytes of a message's descriptor, which has some 25 for each tensor."""
 
+MAX_LIST = 2**20
+"""Bytes of a list of tensors, which has some 70 for each of them."""
+
 MAX_PAYLOAD = 64 * 2**20
-"""Bytes of a message without its tensors."""
+"""Bytes of a message without its tensors: spans of a whole trace, for instance."""
+
+MAX_HELD = 96 * 2**20
+"""Bytes of unfinished messages of one peer, on all of its connections."""
 
 CACHED = 4096
 """Bytes of a descriptor up to which it is remembered: each micro-batch has the same."""
@@ -82,6 +89,32 @@ BROCHURE = _BROCHURE_BEGIN + b"\x01\xbd\x05basic\xbb\x01\xb9\x02\xbd\x03cpu\x00\
 Steps = Generator[None, None, None]
 
 
+class Frames:
+    """The short frames of a stream that goes by, and where they stand in it."""
+
+    def __init__(self) -> None:
+        self._begun = bytearray()
+        self._skip = 0  # bytes of a frame that is too long to be of interest
+        self._number = 0
+
+    def read(self, data: bytes | memoryview) -> Iterator[tuple[int, bytes]]:
+        """Yield the frames that end in `data`, with their numbers; of long ones nothing."""
+        skipped = min(self._skip, len(data))
+        self._skip -= skipped
+        self._begun += data[skipped:]
+        while len(self._begun) >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(self._begun)
+            end = _LENGTH.size + length
+            if length > MAX_NAME:
+                self._skip = max(0, end - len(self._begun))
+            elif len(self._begun) < end:
+                return
+            else:
+                yield self._number, bytes(self._begun[_LENGTH.size : end])
+            del self._begun[:end]
+            self._number += 1
+
+
 class Lengths:
     """The tensors that one side of a pipe has announced, and that have not come yet."""
 
@@ -111,6 +144,12 @@ class Pipes:
         self._refused = refused
         # By who has opened the pipe, its peer, and the number in the answer; None: the reply's.
         self._channels: dict[tuple[bool, str, int], Lengths | None] = {}
+        self._held: Counter[str] = Counter()
+
+    def hold(self, peer: str, count: int) -> bool:
+        """Count bytes of a peer that are held from now on; whether there are not too many."""
+        self._held[peer] += count
+        return self._held[peer] <= MAX_HELD
 
     def inspect(self, peer: str, label: str, listens: str = "") -> Inspection:
         """The inspection of a new connection.
@@ -163,7 +202,10 @@ class Inspection:
         self._buffer, self._at = bytearray(), 0
         self._passed = bytearray()
         self._body = 0  # bytes that are left of a tensor
-        self._said: bytearray | None = bytearray()  # by our worker, until its first frame is read
+        self._sent = Frames()  # by our worker
+        self._asked: dict[bytes, int] = {}  # types of requests without an answer, by their ids
+        self._kind = 0
+        self._is_followed = True
         self._registered: list[tuple[bool, str, int]] = []
         self._lengths: Lengths | None = None
         self.is_held = False
@@ -172,18 +214,17 @@ class Inspection:
 
     def sent(self, data: bytes | memoryview) -> bool:
         """Read what our worker sends; whether there is more to learn from it."""
-        if self._said is None:
+        if not self._is_followed:
             return False
-        self._said += data
-        if len(self._said) < _LENGTH.size:
-            return True
-        (length,) = _LENGTH.unpack_from(self._said)
-        if len(self._said) < _LENGTH.size + length:
-            return True
-        frame = bytes(self._said[_LENGTH.size : _LENGTH.size + length])
-        self._said = None
-        self._first(frame)
-        return False
+        for number, frame in self._sent.read(data):
+            if not number:
+                self._first(frame)
+            # After hello and brochure come messages of five frames; type and id are short.
+            elif number % 5 == 3 and len(frame) == _TYPE.size:
+                self._kind = _TYPE.unpack(frame)[0]
+            elif number % 5 == 4 and len(frame) == _LENGTH.size:
+                self._asked[frame] = self._kind
+        return self._is_followed
 
     def received(self, data: bytes | memoryview) -> bytes | memoryview:
         """What of the peer's data may pass to our worker by now.
@@ -197,10 +238,13 @@ class Inspection:
                 return data
             self._passed += data[: self._body]
             data, self._body = data[self._body :], 0
+        before = len(self._buffer)
         self._buffer += data
         next(self._steps)
         del self._buffer[: self._at]
         self._at = 0
+        if not self._pipes.hold(self._peer, len(self._buffer) - before):
+            raise self._error(f"more than {MAX_HELD >> 20} MiB of unfinished messages")
         passed = bytes(self._passed)
         self._passed.clear()
         return passed
@@ -211,14 +255,16 @@ class Inspection:
             self._pipes.forget(key)
         if self._lengths is not None:
             self._lengths.arrived = lambda: None
+        self._pipes.hold(self._peer, -len(self._buffer))
+        self._buffer.clear()
 
     def _first(self, frame: bytes) -> None:
         """The first thing that our own worker has said on this connection."""
+        self._is_followed = self._is_ours and _SPONTANEOUS.fullmatch(frame) is not None
         if not self._is_ours:
             if (answer := _ANSWER.fullmatch(frame)) is not None:
                 self._register(answer)
-            return
-        if _SPONTANEOUS.fullmatch(frame):
+        elif self._is_followed:
             self._steps = self._answer()
         elif (found := _REQUESTED.fullmatch(frame)) is not None:
             self._steps = self._channel(_int(found[1]))
@@ -246,12 +292,14 @@ class Inspection:
             raise self._error("a brochure of another transport")
         self._pass(BROCHURE)
         self._lengths = Lengths()
-        yield from self._messages(rpcformat.REQUESTS, self._lengths)
+        kinds = rpcformat.REQUESTS if self._peer == DRIVER else rpcformat.FROM_STAGES
+        yield from self._messages(kinds, self._lengths)
 
     def _answer(self) -> Steps:
         frame = yield from self._frame(MAX_NAME)
         answer = _ANSWER.fullmatch(frame)
-        if answer is None or answer[2].decode(errors="replace") != self._listens:
+        listens = self._listens.encode()
+        if answer is None or answer[2] != listens or _int(answer[1]) != len(listens):
             raise self._error("an answer that leads somewhere else")
         self._register(answer)
         self._pass(frame)
@@ -276,21 +324,43 @@ class Inspection:
             if described is None:
                 raise self._error("a message with a descriptor of another form")
             payload_bytes, list_bytes, lengths = described
-            if sum(lengths) > MEMORY or max(payload_bytes, list_bytes) > MAX_PAYLOAD:
+            too_long = payload_bytes > MAX_PAYLOAD or list_bytes > MAX_LIST
+            if sum(lengths) > MEMORY or too_long:
                 raise self._error("a message that is larger than this host's memory")
             kind = yield from self._frame(_TYPE.size, exactly=_TYPE.size)
             number = yield from self._frame(_LENGTH.size, exactly=_LENGTH.size)
             payload = yield from self._frame(MAX_PAYLOAD, exactly=payload_bytes)
-            tensors = yield from self._frame(MAX_PAYLOAD, exactly=list_bytes)
+            tensors = yield from self._frame(MAX_LIST, exactly=list_bytes)
             try:
                 num_tensors = rpcformat.count_tensors(tensors, lengths)
-                rpcformat.require(kinds, _TYPE.unpack(kind)[0], payload, num_tensors)
+                self._require(kinds, _TYPE.unpack(kind)[0], number, payload, num_tensors)
             except rpcformat.FormatError as error:
                 raise self._error(str(error)) from error
             for part in (frame, kind, number, payload, tensors):
                 self._pass(part)
             if not announced.announce(lengths):
                 raise self._error("messages without their tensors")
+
+    def _require(
+        self,
+        kinds: dict[int, rpcformat.Check],
+        kind: int,
+        number: bytes,
+        payload: bytes,
+        num_tensors: int,
+    ) -> None:
+        """Refuse a message that the peer has no business with.
+
+        Raises:
+            FormatError: it is one.
+        """
+        pickle = rpcformat.require(kinds, kind, payload, num_tensors)
+        if pickle:
+            rpcpickle.require(pickle, self._peer, is_call=kinds is not rpcformat.RESPONSES)
+        if kinds is rpcformat.RESPONSES:  # torch ends the process if it has not asked
+            asked = self._asked.pop(number, None)
+            if asked is None or kind not in (rpcformat.ANSWERS.get(asked), rpcformat.EXCEPTION):
+                raise rpcformat.FormatError(f"{rpcformat.name_of(kind)} that was not asked for")
 
     def _channel(self, number: int) -> Steps:
         try:

@@ -18,6 +18,7 @@ sends. Nothing here imports torch: this runs in supervisors.
 
 from __future__ import annotations
 
+import math
 import re
 import struct
 from collections.abc import Callable, Sequence
@@ -28,8 +29,9 @@ class FormatError(ValueError):
     """A message has another form than torch gives to what rpcmp sends."""
 
 
-Check = Callable[[bytes, int], bool]
-"""Whether a payload has the form of its type, in a message with so many tensors."""
+Check = Callable[[bytes, int], bytes | None]
+"""The pickle of Python's in a payload, empty if there is none, in a message with so many tensors;
+None: the payload has another form than its type."""
 
 NAMES = {
     0x100: "SCRIPT_CALL",
@@ -90,85 +92,111 @@ _GRADIENTS = _compiled(
     rb"\x80\x02\(((?:(?:" + _TENSOR_ID + rb"|h\x00)\(" + _INT + rb"tR(?:q.|r.{4}))*)"
     rb"" + _INT + _INT + rb"[\x88\x89]t\."
 )
-_GRADIENT = _compiled(rb"(?:" + _TENSOR_ID + rb"|h\x00)\((" + _INT + rb")tR(?:q.|r.{4})")
+_GRADIENT = _compiled(rb"(" + _TENSOR_ID + rb"|h\x00)\((" + _INT + rb")tR(q.|r.{4})")
 
 _LENGTH = struct.Struct("<I")
 _TAIL = struct.Struct(">q")
 
 
-def _is_empty(payload: bytes, num_tensors: int) -> bool:
-    return not payload and not num_tensors
+def _empty(payload: bytes, num_tensors: int) -> bytes | None:
+    return None if payload or num_tensors else b""
 
 
-def _is_call(payload: bytes, num_tensors: int) -> bool:
+def _call(payload: bytes, num_tensors: int) -> bytes | None:
     """Whether it is asynchronous, then Python's pickle of function and arguments."""
-    return payload[:1] in (b"\0", b"\1") and _is_python(payload[1:], num_tensors)
+    return _python(payload[1:], num_tensors) if payload[:1] in (b"\0", b"\1") else None
 
 
-def _is_python(payload: bytes, num_tensors: int) -> bool:
-    return payload[:1] == b"\x80" and payload[-1:] == b"."
+def _python(payload: bytes, num_tensors: int) -> bytes | None:
+    return payload if payload[:1] == b"\x80" and payload[-1:] == b"." else None
 
 
-def _is_remote_call(payload: bytes, num_tensors: int) -> bool:
+def _remote_call(payload: bytes, num_tensors: int) -> bytes | None:
     if payload[:4] != b"\x80\x02(X" or len(payload) < 8:
-        return False
+        return None
     (length,) = _LENGTH.unpack_from(payload, 4)
     call, rest = payload[8 : 8 + length], payload[8 + length :]
-    return _is_python(call, num_tensors) and _REMOTE.fullmatch(rest) is not None
+    return _python(call, num_tensors) if _REMOTE.fullmatch(rest) else None
 
 
-def _matches(pattern: re.Pattern[bytes]) -> Check:
-    return lambda payload, num_tensors: not num_tensors and pattern.fullmatch(payload) is not None
+def _matching(pattern: re.Pattern[bytes]) -> Check:
+    return lambda payload, num_tensors: (
+        b"" if not num_tensors and pattern.fullmatch(payload) else None
+    )
 
 
 def _with_autograd(wrapped: int, check: Check) -> Check:
     """The check of a message that wraps another: that, torch's ids, and how long these are."""
 
-    def is_one(payload: bytes, num_tensors: int) -> bool:
+    def inner(payload: bytes, num_tensors: int) -> bytes | None:
         if len(payload) < _TAIL.size:
-            return False
+            return None
         (length,) = _TAIL.unpack_from(payload, len(payload) - _TAIL.size)
         begin = len(payload) - _TAIL.size - length
         if length <= 0 or begin < 0:
-            return False
+            return None
         found = _AUTOGRAD.fullmatch(payload, begin, len(payload) - _TAIL.size)
-        inner = payload[:begin]
-        return found is not None and _int(found[1]) == wrapped and check(inner, num_tensors)
+        if found is None or _int(found[1]) != wrapped:
+            return None
+        return check(payload[:begin], num_tensors)
 
-    return is_one
+    return inner
 
 
-def _are_gradients(payload: bytes, num_tensors: int) -> bool:
+def _gradients(payload: bytes, num_tensors: int) -> bytes | None:
     found = _GRADIENTS.fullmatch(payload)
     if found is None:
-        return False
-    # The global stands before the first, where the others refer to it.
-    if found[1].count(b"build_tensor_from_id") != bool(found[1]) or found[1][:1] == b"h":
-        return False
-    return all(0 <= _int(each[1]) < num_tensors for each in _GRADIENT.finditer(found[1]))
+        return None
+    for number, each in enumerate(_GRADIENT.finditer(found[1]), 1):
+        # The global stands before the first, and the others refer to it; what is remembered is
+        # numbered without gaps, which C++ would fill.
+        remembered = int.from_bytes(each[3][1:], "little")
+        if (each[1][:1] == b"c") != (number == 1) or remembered != number:
+            return None
+        if not 0 <= _int(each[2]) < num_tensors:
+            return None
+    return b""
 
 
-REQUESTS: dict[int, Check] = {
-    0x102: _is_call,
-    0x105: _is_remote_call,
-    0x10B: _matches(_TWO_IDS),
-    0x10D: _matches(_ONE_ID),
-    0x10F: _with_autograd(0x102, _is_call),
-    0x111: _are_gradients,
-    0x113: _matches(_CONTEXT),
+def _exception(payload: bytes, num_tensors: int) -> bytes | None:
+    return b"" if len(payload) <= MAX_EXCEPTION and not num_tensors else None
+
+
+FROM_STAGES: dict[int, Check] = {
+    0x102: _call,
+    0x10D: _matching(_ONE_ID),
+    0x10F: _with_autograd(0x102, _call),
+    0x111: _gradients,
+    0x113: _matching(_CONTEXT),
 }
-"""What a peer may ask for."""
+"""What a stage may ask for."""
+
+REQUESTS: dict[int, Check] = {**FROM_STAGES, 0x105: _remote_call, 0x10B: _matching(_TWO_IDS)}
+"""What the driver may ask for: it alone has references."""
 
 RESPONSES: dict[int, Check] = {
-    0x203: _is_python,
-    0x206: _matches(_TWO_IDS),
-    0x20E: _is_empty,
-    0x210: _with_autograd(0x203, _is_python),
-    0x212: _is_empty,
-    0x214: _is_empty,
-    0x237: lambda payload, num_tensors: len(payload) <= MAX_EXCEPTION and not num_tensors,
+    0x203: _python,
+    0x206: _matching(_TWO_IDS),
+    0x20E: _empty,
+    0x210: _with_autograd(0x203, _python),
+    0x212: _empty,
+    0x214: _empty,
+    0x237: _exception,
 }
 """What a peer may answer."""
+
+EXCEPTION = 0x237
+
+ANSWERS = {
+    0x102: 0x203,
+    0x105: 0x206,
+    0x10B: 0x20E,
+    0x10D: 0x20E,
+    0x10F: 0x210,
+    0x111: 0x212,
+    0x113: 0x214,
+}
+"""The type of the answer to each request, if it is no exception."""
 
 
 def name_of(kind: int) -> str:
@@ -176,22 +204,26 @@ def name_of(kind: int) -> str:
     return NAMES.get(kind, f"unknown type {kind:#x}")
 
 
-def require(kinds: dict[int, Check], kind: int, payload: bytes, num_tensors: int) -> None:
+def require(kinds: dict[int, Check], kind: int, payload: bytes, num_tensors: int) -> bytes:
     """Refuse a message that is not one of `kinds`.
 
     Args:
-        kinds: REQUESTS or RESPONSES.
+        kinds: FROM_STAGES, REQUESTS or RESPONSES.
         kind: its type.
         payload: torch's payload of it.
         num_tensors: how many tensors come with it.
+
+    Returns:
+        Python's pickle in it; empty if there is none.
 
     Raises:
         FormatError: its type is another, or its payload has another form.
     """
     if (check := kinds.get(kind)) is None:
-        raise FormatError(f"{name_of(kind)} is no message of rpcmp's")
-    if not check(payload, num_tensors):
+        raise FormatError(f"a message of type {name_of(kind)}")
+    if (pickle := check(payload, num_tensors)) is None:
         raise FormatError(f"{name_of(kind)} with a payload of another form than torch gives it")
+    return pickle
 
 
 ITEM_BYTES = {
@@ -219,7 +251,13 @@ ITEM_BYTES = {
 }
 """By the names that torch's pickler has for dtypes."""
 
+_WHOLE = {"Long", "Int", "Short", "Char", "Byte", "Bool", "UInt16", "UInt32", "UInt64"}
+"""Types that have no gradients."""
+
 MAX_DIMENSIONS = 64
+
+MAX_ITEMS = 2**40
+"""Of a tensor, empty dimensions not counted: torch fails, and ends the process, if it overflows."""
 
 
 def count_tensors(pickle: bytes, lengths: Sequence[int]) -> int:
@@ -272,26 +310,28 @@ class _TensorList:
     def _tensor(self) -> None:
         self._require(self._shared() == "torch._utils._rebuild_tensor_v2", "no dense tensor")
         self._expect(b"(")
-        num_items = self._storage()
+        num_items, has_gradients = self._storage()
         offset = self._int()
         sizes, strides = self._ints(), self._ints()
-        self._flag()
+        self._require(not self._flag() or has_gradients, "a gradient of integers")
         self._require(self._shared() == "collections.OrderedDict", "hooks")
         self._expect(b")RtR")
         self._remember(None)
         self._require(len(sizes) == len(strides) <= MAX_DIMENSIONS, "sizes without strides")
         self._require(min(offset, *sizes, *strides, 0) == 0, "a negative size or stride")
+        all_items = math.prod(max(size, 1) for size in sizes)
+        self._require(all_items <= MAX_ITEMS, "a tensor of too many items")
         if all(sizes):
             pairs = zip(sizes, strides, strict=True)
             last = offset + sum((size - 1) * stride for size, stride in pairs)
             self._require(last < num_items, "a tensor that reaches beyond its memory")
 
-    def _storage(self) -> int:
-        """How many items the tensor's storage has; a storage may be shared."""
+    def _storage(self) -> tuple[int, bool]:
+        """How many items a storage has, and whether they may have gradients; it may be shared."""
         if self._data[self._at : self._at + 1] in (b"h", b"j"):
             shared = self._shared()
-            self._require(isinstance(shared, int), "no storage")
-            assert isinstance(shared, int)
+            self._require(isinstance(shared, tuple), "no storage")
+            assert isinstance(shared, tuple)
             return shared
         self._expect(b"(")
         self._require(self._shared() == "storage", "no storage")
@@ -304,9 +344,10 @@ class _TensorList:
         whole = self._lengths[self._storages] == num_items * ITEM_BYTES[kind]
         self._require(whole, "a storage of another size")
         self._expect(b"tQ")
-        self._remember(num_items)
+        found = num_items, kind.removesuffix("Storage") not in _WHOLE
+        self._remember(found)
         self._storages += 1
-        return num_items
+        return found
 
     def _shared(self) -> object:
         """A string or global, which is written once and referred to afterwards."""
@@ -350,8 +391,10 @@ class _TensorList:
         self._require(size > 0, "no integer")
         return _int(self._take(size))
 
-    def _flag(self) -> None:
-        self._require(self._take(1) in (b"\x88", b"\x89"), "no flag")
+    def _flag(self) -> bool:
+        code = self._take(1)
+        self._require(code in (b"\x88", b"\x89"), "no flag")
+        return code == b"\x88"
 
     def _expect(self, literal: bytes) -> None:
         self._require(self._take(len(literal)) == literal, f"no {literal!r}")

@@ -85,11 +85,9 @@ def _hold(ports: Sequence[int], ended: threading.Event) -> None:
 
 def step_seconds(run: Running) -> float:
     """Seconds of a step, on average over all but the first."""
-    times = [
-        float(event["time"])
-        for event in run.wait(300).events
-        if event["event"] == "step"
-    ][WARM_UP:]
+    times = [float(event["time"]) for event in run.wait(300).events if event["event"] == "step"][
+        WARM_UP:
+    ]
     return (times[-1] - times[0]) / (len(times) - 1)
 
 
