@@ -42,9 +42,10 @@ def remove(folder: Path) -> None:
 def sweep(prefix: str) -> None:
     """Remove what processes that were killed have left behind: folders that nobody locks."""
     for folder in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
-        with contextlib.suppress(OSError):  # in use, somebody else's, or no folder
+        with contextlib.suppress(OSError):  # in use, or no folder
             fd = _lock(folder)
-            remove(folder)
+            if os.fstat(fd).st_uid == os.geteuid():  # root could remove another user's, too
+                remove(folder)
             os.close(fd)
 
 

@@ -15,7 +15,8 @@ _CONTROL_SEQUENCE = re.compile(r"\x1b\[[0-9;:?]*[A-Za-z]")
 _RETURN = re.compile(r"\r\n?")
 _OBEYED = re.compile(
     r"[\x00-\x08\x0b-\x1f\x7f-\x9f]"  # C0 and C1
-    r"|[\u202a-\u202e\u2066-\u2069]"  # embeddings, overrides and isolates of direction
+    r"|[\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]"  # marks, overrides, ... of direction
+    r"|[\u2028\u2029]"  # new lines, to some
     r"|[\ud800-\udfff]"
 )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import faulthandler
+import mmap
 import os
 import socket
 import threading
@@ -12,6 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from rpcmp import sealed
 from rpcmp.process import activity as activity_module
 from rpcmp.process import links as links_module
 from rpcmp.process import pulse as pulse_module
@@ -68,7 +70,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 @pytest.fixture
 def memory() -> Iterator[int]:
     """Memory that two processes share."""
-    fd = os.memfd_create("test-activity")
+    fd = sealed.memory("test-activity", mmap.PAGESIZE)
     yield fd
     os.close(fd)
 

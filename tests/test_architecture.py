@@ -15,7 +15,7 @@ PACKAGE = Path(__file__).parent.parent / "rpcmp"
 PROTOS = PACKAGE.parent / "protos"
 
 LAYERS = """
-    bounded tablekeys visible scratch
+    bounded tablekeys visible scratch sealed
     jsonlines
     __init__ errors members seeds metrics direction tree tensorfile digest v1 host examples devices
     starter suggestion evaluated sums

@@ -208,7 +208,6 @@ def scratch():
     with tempfile.NamedTemporaryFile("w+") as file:
         file.write("kept")
         file.flush()
-        os.fchmod(file.fileno(), 0o600)
         return os.path.dirname(file.name) == os.environ["TMPDIR"]
 
 def program():

@@ -14,6 +14,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from rpcmp import addresses
 from rpcmp.v1 import control_pb2 as pb
 from rpcmp.v1.control_pb2_grpc import ControlStub
+from rpcmp.v1.doctor_pb2 import ExamineRequest
+from rpcmp.v1.doctor_pb2_grpc import DoctorStub
 from tests.processes import (
     JobFolder,
     Server,
@@ -212,3 +214,34 @@ def test_an_address_off_loopback_is_refused() -> None:
     result = rpcmp("serve", "--stage", "0", "--listen", "0.0.0.0:0")
     assert result.code == 2
     assert "not a loopback address" in result.err
+
+
+def test_servers_of_a_job_work_for_it_alone(job: JobFolder) -> None:
+    """A process of the same user, such as a layer of another job, gets nothing of them."""
+    config = job.config('steps = 100000\n[model]\nlayers = "zoo:mlp"\nbalance = [2, 2]')
+    with running("drive", config, "--json") as run:
+        run.wait_for_line('"step": 2,')
+        found = [
+            connection.laddr
+            for child in psutil.Process(run.pid).children(recursive=True)
+            if "serve" in child.cmdline()
+            for connection in child.net_connections("tcp")
+            if connection.status == "LISTEN"
+        ]
+        assert len(found) == 2
+        for host, port in found:
+            with grpc.insecure_channel(f"{host}:{port}") as channel:
+                control = ControlStub(channel)
+                said = control.Describe(pb.DescribeRequest(), timeout=20)
+                assert said == pb.DescribeResponse()
+                for call in (
+                    lambda: control.Prepare(pb.PrepareRequest()),  # noqa: B023
+                    lambda: control.Profile(pb.ProfileRequest()),  # noqa: B023
+                    lambda: control.Drain(pb.DrainRequest()),  # noqa: B023
+                    lambda: DoctorStub(channel).Examine(ExamineRequest()),
+                ):
+                    with pytest.raises(grpc.RpcError) as refused:
+                        call()
+                    assert refused.value.code() is grpc.StatusCode.PERMISSION_DENIED
+        count = len(run.out)
+        poll_for(lambda: len(run.out) > count + 3, "more steps")

@@ -168,6 +168,7 @@ def serve(
             show,
             checkpoints,
             reach,
+            parent or 0,
         )
         display.place = lambda: server.place
         with served(server, metrics, security):

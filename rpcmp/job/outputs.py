@@ -5,7 +5,10 @@ It gets names in its own temporary folder, and this process moves what lies ther
 
 from __future__ import annotations
 
+import errno
+import os
 import shutil
+import stat
 from pathlib import Path
 
 from rpcmp.errors import ConfigError
@@ -48,9 +51,24 @@ class Outputs:
             ConfigError: it cannot be moved there.
         """
         for written, place in self._places.items():
-            if not written.exists():  # of last steps there may be none
-                continue
             try:
-                shutil.copyfile(written, place)  # with the modes of a file that is written there
+                with open(written, "rb", opener=_open_own) as source, place.open("wb") as target:
+                    shutil.copyfileobj(source, target)
+            except FileNotFoundError:  # of last steps there may be none
+                continue
             except OSError as error:
                 raise ConfigError(f"cannot write {place}: {error.strerror}") from error
+
+
+def _open_own(path: str, flags: int) -> int:
+    """Open a file that the driver process has written, and no other: this process may read more.
+
+    Raises:
+        OSError: it is a link, or no regular file, or one that has another name elsewhere.
+    """
+    fd = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
+    found = os.fstat(fd)
+    if stat.S_ISREG(found.st_mode) and found.st_nlink == 1 and found.st_uid == os.geteuid():
+        return fd
+    os.close(fd)
+    raise OSError(errno.EPERM, f"{path} is not a file of the driver process")

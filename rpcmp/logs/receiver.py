@@ -9,6 +9,7 @@ import os
 import socket
 from collections.abc import Callable
 
+from rpcmp import sealed
 from rpcmp.logs.line import MAX_BYTES, Line, unpack
 from rpcmp.logs.sender import MEMORY, held
 
@@ -36,8 +37,7 @@ class Receiver:
         self._ours, self._theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._theirs.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER)
         self._ours.setblocking(False)
-        self._memory_fd = os.memfd_create("rpcmp-log")
-        os.ftruncate(self._memory_fd, MEMORY)
+        self._memory_fd = sealed.memory("rpcmp-log", MEMORY)
         self._memory = mmap.mmap(self._memory_fd, MEMORY)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._open = True

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import mmap
-import os
 import struct
 import time
 from collections.abc import Iterator
@@ -42,12 +41,10 @@ class Activity:
     """Written by the thread that works; a record of 40 bytes, so nobody waits for a lock.
 
     Args:
-        fd: of the memory; not owned. None: of this process alone.
+        fd: of a page of memory, see `rpcmp.sealed`; not owned. None: of this process alone.
     """
 
     def __init__(self, fd: int | None = None) -> None:
-        if fd is not None and os.fstat(fd).st_size == 0:
-            os.ftruncate(fd, mmap.PAGESIZE)
         self._memory = mmap.mmap(-1 if fd is None else fd, mmap.PAGESIZE)
         self._step = 0
         if not any(self._memory[: _RECORD.size]):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import mmap
 import os
 import platform
 import signal
@@ -18,7 +19,7 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rpcmp import scratch
+from rpcmp import scratch, sealed
 from rpcmp.errors import WorkerDiedError, WorkerHungError, from_wire
 from rpcmp.logs.entry import entry_of, pass_on
 from rpcmp.logs.line import Line
@@ -92,7 +93,7 @@ class Child:
             WorkerDiedError: the process that forks has died.
         """
         ours, theirs = socket.socketpair()
-        stacks, memory = Stacks(), os.memfd_create("rpcmp-activity")
+        stacks, memory = Stacks(), sealed.memory("rpcmp-activity", mmap.PAGESIZE)
         activity = Activity(memory)
         log = Receiver(hear or _heard_from(module))
         with contextlib.ExitStack() as on_error, theirs, os.fdopen(memory):

@@ -166,13 +166,23 @@ def hidden_by(certs: Path | None, needed: Path | None = None) -> tuple[str, ...]
             found += map(str, [*folder.glob("*.key"), *folder.glob("*/tls.key")])
         else:
             found.append(str(folder))
+        keys = [*folder.glob("*.key"), *folder.glob("*/tls.key")]
+        found += (os.path.realpath(key) for key in keys if key.is_symlink())
     return tuple(found)
 
 
 def _of_interpreter() -> Iterator[str]:
     yield from (sys.prefix, sys.base_prefix, sys.exec_prefix, str(Path(__file__).parent.parent))
     libraries = os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep)
-    yield from (each for each in (*sys.path, *libraries) if os.path.isabs(each))
+    home = os.path.realpath(os.path.expanduser("~"))
+    for each in (*sys.path, *libraries):
+        # An empty part of PYTHONPATH means the current directory, which may well be the home.
+        if os.path.isabs(each) and not _is_in(home, os.path.realpath(each)):
+            yield each
+
+
+def _is_in(path: str, folder: str) -> bool:
+    return f"{path}/".startswith(f"{folder.rstrip('/')}/")
 
 
 def _of_resolver() -> Iterator[str]:

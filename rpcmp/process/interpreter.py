@@ -35,8 +35,9 @@ async def start(
 
 def kill_group(pid: int) -> None:
     """End the process that heads a group, and what it has forked; gone already is fine."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(pid, signal.SIGKILL)
+    for kill in (os.killpg, os.kill):  # it may have put itself into another group
+        with contextlib.suppress(ProcessLookupError):
+            kill(pid, signal.SIGKILL)
 
 
 def _has_fd(stream: object) -> bool:

@@ -37,12 +37,15 @@ REFUSED = tuple(
     request_key bpf perf_event_open mount umount2 pivot_root chroot unshare setns move_mount
     open_tree open_tree_attr fsopen fsconfig fsmount fspick mount_setattr kexec_load
     kexec_file_load init_module finit_module delete_module reboot swapon swapoff acct
-    open_by_handle_at name_to_handle_at chmod fchmodat fchmodat2 chown lchown fchownat truncate
-    setxattr lsetxattr setxattrat removexattr lremovexattr removexattrat file_setattr
+    open_by_handle_at name_to_handle_at chmod fchmod fchmodat fchmodat2 chown fchown lchown fchownat
+    truncate setxattr fsetxattr lsetxattr setxattrat removexattr fremovexattr lremovexattr
+    removexattrat file_setattr utime utimes futimesat utimensat setsid setpgid
+    shmget shmat shmctl msgget msgsnd msgrcv msgctl semget semop semctl semtimedop
     """.split()  # noqa: SIM905
 )
-"""With EPERM. Of a file that is open its mode, owner and length can be changed, as Landlock has let
-it be opened."""
+"""With EPERM. Modes, owners and times are their owner's to change even of files that are open to be
+read only. A process that could leave its group would outlive its job. Shared memory and queues of
+System V are not files."""
 
 MISSING = ["io_uring_setup", "io_uring_enter", "io_uring_register", "clone3"]
 """With ENOSYS. Of clone3 the filter could not see the flags; glibc then calls clone."""
@@ -60,7 +63,11 @@ _NUMBERS = """
     setxattr 188 5, lsetxattr 189 6, setxattrat 463 463, removexattr 197 14, lremovexattr 198 15,
     removexattrat 466 466, file_setattr 469 469, io_uring_setup 425 425, io_uring_enter 426 426,
     io_uring_register 427 427, clone3 435 435, socket 41 198, socketpair 53 199, clone 56 220,
-    ioctl 16 29, prlimit64 302 261, seccomp 317 277
+    ioctl 16 29, prlimit64 302 261, seccomp 317 277, fchmod 91 52, fchown 93 55,
+    fsetxattr 190 7, fremovexattr 199 16, utime 132 -, utimes 235 -, futimesat 261 -,
+    utimensat 280 88, setsid 112 157, setpgid 109 154, shmget 29 194, shmat 30 196,
+    shmctl 31 195, msgget 68 186, msgsnd 69 189, msgrcv 70 188, msgctl 71 187, semget 64 190,
+    semop 65 193, semctl 66 191, semtimedop 220 192
 """
 """Of each call its number on x86-64 and on 64-bit ARM, which does not have all of them."""
 

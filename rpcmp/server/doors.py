@@ -63,7 +63,9 @@ class Doors:
         self._drivers = self._make([], SERVER_OPTIONS)
         self._peers = self._make([OnlyPeers()], PEERS_OPTIONS)
         self._paths = self._inner.path(), self._inner.path()
-        self._front = Front(server.security, self._inner, *self._paths, self._carry)
+        self._front = Front(
+            server.security, self._inner, *self._paths, self._carry, server.works_for
+        )
         self._measuring = 0
 
     async def open(self, host: str, port: int) -> int:

@@ -16,7 +16,7 @@ from rpcmp.control.client import StageClient
 from rpcmp.control.options import machine
 from rpcmp.errors import RpcmpError, SecurityError
 from rpcmp.server.stream import receive
-from rpcmp.snapshot.slots import Slots, Snapshot
+from rpcmp.snapshot.slots import NUM_SLOTS, Slots, Snapshot, memory_name
 from rpcmp.v1 import control_pb2 as pb
 from rpcmp.wire.dialer import Dialer
 
@@ -115,13 +115,27 @@ class Mirror:
 
 
 def _open(request: pb.MirrorRequest) -> Slots | None:
-    """The memory of a server on this machine; None where this process may not, as in containers."""
+    """The memory of a server on this machine; None where this process may not, as in containers.
+
+    The numbers are the neighbour's word. So what they lead to has to be memory that was made for
+    snapshots: no file, and nothing else that another process of this user has open.
+    """
     fds: list[int] = []
     try:
+        if len(request.snapshot_fds) != 1 + NUM_SLOTS:
+            raise OSError("not as many as there are")
         for fd, inode in zip(request.snapshot_fds, request.snapshot_inodes, strict=True):
-            fds.append(os.open(f"/proc/{request.supervisor_pid}/fd/{fd}", os.O_RDWR))
-            if os.fstat(fds[-1]).st_ino != inode:  # another process, in a container of its own
+            path = f"/proc/{request.supervisor_pid}/fd/{fd}"
+            name = memory_name(len(fds))
+            if os.readlink(path) != f"/memfd:{name} (deleted)":  # before it is opened
+                raise OSError("not memory of snapshots")
+            fds.append(os.open(path, os.O_RDWR))
+            found = os.fstat(fds[-1])
+            opened = os.readlink(f"/proc/self/fd/{fds[-1]}")
+            if found.st_ino != inode or found.st_nlink or opened != f"/memfd:{name} (deleted)":
                 raise OSError("not the memory that was meant")
+        if os.stat(f"/proc/{request.supervisor_pid}").st_uid != os.geteuid():
+            raise OSError("not a process of this user")
         return Slots(fds)
     except (OSError, ValueError):
         for fd in fds:

@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from rpcmp.checkpoint import files
 from rpcmp.checkpoint.folder import name_of
 from rpcmp.checkpoint.inside import Inside, require_plain
+from rpcmp.checkpoint.ranges import MAX_HEADER
 from rpcmp.errors import CheckpointError, one_line
 from rpcmp.snapshot.slots import Slots, Snapshot
 from rpcmp.v1 import control_pb2 as pb
@@ -86,5 +87,7 @@ def _save(slots: Slots, snapshot: Snapshot, stage_name: str, folder: Kept) -> pb
 def _about(memory: mmap.mmap) -> str:
     """Learning rates and scheduler of a snapshot, from its file's metadata."""
     length = int.from_bytes(memory[:8], "little")
+    if length > MAX_HEADER:  # a worker may have written anything there
+        raise ValueError(f"its header has {length} bytes")
     about = json.loads(json.loads(memory[8 : 8 + length])["__metadata__"]["rpcmp"])
     return json.dumps({key: about[key] for key in ("groups", "scheduler")})

@@ -59,13 +59,14 @@ class StageServer:
         checkpoints: the folder that jobs' checkpoints may lie in; None: "checkpoints" below the one
             that this process was started in.
         reach: what workers may open beyond a job's own files; None: they are not confined.
+        works_for: process id of the driver that has started it for its job; 0: any driver's.
 
     Attributes:
         draining: whether it takes no new job.
         claim: the job that it works for.
         vault: the snapshots that it holds.
         drain_requested: set as soon as it has to stop.
-        security: as given.
+        security, works_for: as given.
         dialer: how it talks to others.
     """
 
@@ -80,7 +81,9 @@ class StageServer:
         show: Callable[[Entry], None] = pass_on,
         checkpoints: Path | None = None,
         reach: Reach | None = None,
+        works_for: int = 0,
     ) -> None:
+        self.works_for = works_for
         self.stage_index = stage_index
         self.replica = replica
         self.draining = False

@@ -12,6 +12,9 @@ from rpcmp.errors import CheckpointError, UnreachableError
 from rpcmp.snapshot.slots import Slots
 from rpcmp.v1 import control_pb2 as pb
 
+MEMORY = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+"""Bytes of memory that this host has."""
+
 
 async def blocks(fd: int, length: int) -> AsyncIterator[pb.FetchResponse]:
     """The first `length` bytes of a snapshot's memory."""
@@ -33,10 +36,14 @@ async def receive(stream: AsyncIterator[pb.FetchResponse], slots: Slots, pin: bo
     slot = slots.begin()
     if slot is None:
         raise AssertionError("a mirror pins nothing for longer than a save takes")
+    if head.size > MEMORY:
+        raise UnreachableError(f"a snapshot of {head.size} bytes is more than this host's memory")
     fd = slots.fd(slot)
     os.ftruncate(fd, head.size)
     offset = 0
     async for part in stream:
+        if offset + len(part.data) > head.size:
+            raise UnreachableError(f"more than {head.size} bytes of a snapshot have arrived")
         offset += os.pwrite(fd, part.data, offset)
     if offset != head.size:
         raise UnreachableError(f"only {offset} of {head.size} bytes of a snapshot have arrived")

@@ -24,6 +24,8 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from rpcmp import sealed
+
 NUM_SLOTS = 5
 """Written in turn, `RETAINED` + 1 of them while none is pinned."""
 
@@ -33,6 +35,11 @@ RETAINED = 2
 _RECORD = struct.Struct("<QQBB")
 _PINNED = _RECORD.size - 1
 _SPACING = 32
+
+
+def memory_name(number: int) -> str:
+    """What /proc calls the index, 0, and the slots, from 1 on."""
+    return f"rpcmp-snapshot-{number}"
 
 
 @dataclass(frozen=True)
@@ -66,9 +73,8 @@ class Slots:
     @classmethod
     def create(cls) -> Slots:
         """Empty slots."""
-        fds = [os.memfd_create(f"rpcmp-snapshot-{number}") for number in range(1 + NUM_SLOTS)]
-        os.ftruncate(fds[0], mmap.PAGESIZE)
-        return cls(fds)
+        index = sealed.memory(memory_name(0), mmap.PAGESIZE)
+        return cls([index, *(os.memfd_create(memory_name(1 + n)) for n in range(NUM_SLOTS))])
 
     def __len__(self) -> int:
         return len(self.fds) - 1

@@ -28,8 +28,8 @@ from rpcmp.wire.budget import LOOPBACK, Budget, Guest, address_of, share, user_o
 from rpcmp.wire.credentials import GRPC, RELAY
 from rpcmp.wire.end import HEADER, End, refusal
 from rpcmp.wire.inner import Inner
-from rpcmp.wire.localpeer import owner_of, require_answers, require_same_user
-from rpcmp.wire.role import Role
+from rpcmp.wire.localpeer import is_of_family, owner_of, require_answers, require_same_user
+from rpcmp.wire.role import STRANGER, Role
 from rpcmp.wire.security import Security
 from rpcmp.wire.session import Session
 from rpcmp.wire.splice import splice
@@ -74,6 +74,7 @@ class Front:
         inner: names the connections to the gRPC servers.
         drivers, peers: Unix sockets of gRPC servers, for those who drive and for stages.
         relay: takes connections that carry tensors, and closes them.
+        works_for: process id of the only one, with its children, that may drive; 0: any may.
     """
 
     def __init__(
@@ -83,8 +84,9 @@ class Front:
         drivers: Path,
         peers: Path,
         relay: Callable[[Visitor], Awaitable[None]],
+        works_for: int = 0,
     ) -> None:
-        self._security = security
+        self._security, self._works_for = security, works_for
         self._inner, self._drivers, self._peers = inner, drivers, peers
         self._relay = relay
         self._listeners: list[socket.socket] = []
@@ -198,9 +200,12 @@ class Front:
         return Visitor(end, session.peer_role, session.protocol)
 
     async def _greet_plain(self, end: End) -> Visitor:
+        role = None
+        if self._works_for and not await is_of_family(end.socket, self._works_for):
+            role = STRANGER
         first = await end.read(HEADER.size)
         end.decrypted[:0] = first  # a frame is short and begins with a zero, HTTP/2 with PRI
-        return Visitor(end, None, GRPC if first[0] else RELAY)
+        return Visitor(end, role, GRPC if first[0] else RELAY)
 
     async def _let_in(self, visitor: Visitor) -> None:
         if visitor.protocol == RELAY:

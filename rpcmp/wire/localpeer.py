@@ -10,6 +10,7 @@ kernel's lock for them.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ipaddress
 import os
 import pwd
@@ -112,6 +113,46 @@ async def require_same_user(connection: socket.socket) -> None:
     """
     if not is_trusted(await owner_of(connection)):
         raise SecurityError("it is another user's")
+
+
+async def is_of_family(connection: socket.socket, parent: int) -> bool:
+    """Return whether a connection's other end belongs to a process, or to a child of it.
+
+    The user is no proof where code of other jobs runs as the same one: confined, but free to open
+    connections on its host.
+
+    Args:
+        connection: on loopback.
+        parent: process id.
+
+    Raises:
+        SecurityError: the kernel does not answer.
+    """
+    loop = asyncio.get_running_loop()
+    return await loop.run_in_executor(_thread, _is_of_family, connection, parent)
+
+
+def _is_of_family(connection: socket.socket, parent: int) -> bool:
+    try:
+        here, there = _place(connection.getsockname()), _place(connection.getpeername())
+        found = _ask(there, here)
+        children = "".join(
+            path.read_text() for path in Path(f"/proc/{parent}/task").glob("*/children")
+        )
+    except OSError:
+        return False
+    inode = 0 if found is None else found.inode
+    family = [parent, *map(int, children.split())]
+    return bool(inode) and any(_has_socket(pid, inode) for pid in family)
+
+
+def _has_socket(pid: int, inode: int) -> bool:
+    with contextlib.suppress(OSError):  # it has ended
+        for entry in os.scandir(f"/proc/{pid}/fd"):
+            with contextlib.suppress(OSError):  # closed meanwhile
+                if os.readlink(entry.path) == f"socket:[{inode}]":
+                    return True
+    return False
 
 
 async def require_own_server(connection: socket.socket, address: str) -> None:

@@ -48,6 +48,9 @@ class Role:
 
 DRIVER, SPARE = Role("driver"), Role("spare")
 
+STRANGER = Role("stranger")
+"""In no certificate: a process that a server without certificates does not work for."""
+
 
 def stage(index: int) -> Role:
     """The role of one stage's server."""
