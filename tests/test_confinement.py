@@ -210,6 +210,9 @@ def scratch():
         file.flush()
         return os.path.dirname(file.name) == os.environ["TMPDIR"]
 
+def reading(path):
+    return os.open(path, os.O_RDONLY)
+
 def program():
     import subprocess
     return subprocess.run(["cat", given["secret"]], capture_output=True).returncode
@@ -262,6 +265,17 @@ if __name__ == "__main__":
         "keys": lambda: call(250, 0, -3, 0),
         "bpf": lambda: call(321, 0, bytes(64), 64),
         "configured": lambda: open("/proc/sys/kernel/hostname", "w"),
+        "the mode of an open file": lambda: os.fchmod(reading(given["open"]), 0o4777),
+        "the owner of an open file": lambda: os.fchown(reading(given["open"]), 1, 1),
+        "an attribute of an open file": lambda: os.setxattr(
+            reading(given["open"]), "user.rpcmp", b"1"),
+        "times": lambda: os.utime(given["secret"], (1, 1)),
+        "a session": lambda: os.setsid(),
+        "another group": lambda: os.setpgid(0, os.getpgid(os.getppid())),
+        "shared memory of System V": lambda: call(29, 0, 4096, 0o1600),
+        "what the supervisor reads, cut off": lambda: [
+            os.ftruncate(int(fd), 0) for fd in os.listdir("/proc/self/fd")
+            if "memfd:rpcmp-activity" in os.readlink(f"/proc/self/fd/{fd}")],
     }
     allowed = {
         "a file": lambda: open(given["open"]).read(),

@@ -1,0 +1,116 @@
+"""What a supervisor believes of its children and of other servers: no more than it has seen."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from rpcmp import sealed
+from rpcmp.checkpoint.inside import beneath
+from rpcmp.errors import ConfigError, UnreachableError
+from rpcmp.job.outputs import Outputs
+from rpcmp.server import mirror, saving
+from rpcmp.server.stream import MEMORY, receive
+from rpcmp.snapshot.slots import NUM_SLOTS, Slots
+from rpcmp.v1 import control_pb2 as pb
+
+
+def request(fds: list[int], pid: int = 0) -> pb.MirrorRequest:
+    return pb.MirrorRequest(
+        supervisor_pid=pid or os.getpid(),
+        snapshot_fds=fds,
+        snapshot_inodes=[os.fstat(fd).st_ino for fd in fds],
+    )
+
+
+def test_a_neighbours_memory_is_memory_of_snapshots(tmp_path: Path) -> None:
+    slots = Slots.create()
+    opened = mirror._open(request(list(slots.fds)))
+    assert opened is not None
+    opened.close()
+    path = tmp_path / "file"
+    path.write_bytes(b"kept" * 4096)
+    with path.open("r+b") as file:
+        for fds in (
+            [file.fileno()] * (1 + NUM_SLOTS),
+            [*slots.fds[:-1], file.fileno()],
+            list(slots.fds[:-1]),
+            list(reversed(slots.fds)),
+            [*slots.fds, slots.fds[-1]],
+        ):
+            assert mirror._open(request(fds)) is None
+    assert path.read_bytes() == b"kept" * 4096
+    other = [os.memfd_create("rpcmp-other") for _ in range(1 + NUM_SLOTS)]
+    assert mirror._open(request(other)) is None
+    for fd in other:
+        os.close(fd)
+    slots.close()
+
+
+@pytest.mark.parametrize(
+    ("size", "parts", "why"),
+    [
+        (10, [bytes(8), bytes(8)], "more than 10 bytes"),
+        (10, [bytes(8)], "only 8 of 10 bytes"),
+        (MEMORY + 1, [], "more than this host's memory"),
+    ],
+)
+def test_a_snapshot_is_as_large_as_was_said(size: int, parts: list[bytes], why: str) -> None:
+    async def stream() -> AsyncIterator[pb.FetchResponse]:
+        yield pb.FetchResponse(step=1, size=size)
+        for part in parts:
+            yield pb.FetchResponse(data=part)
+
+    slots = Slots.create()
+    with pytest.raises(UnreachableError, match=why):
+        asyncio.run(receive(stream(), slots))
+    assert slots.all() == []
+    assert max(os.fstat(slots.fd(index)).st_size for index in range(len(slots))) <= 10
+    slots.close()
+
+
+def test_a_header_of_a_snapshot_is_read_within_bounds(tmp_path: Path) -> None:
+    slots = Slots.create()
+    fd = slots.fd(0)
+    data = (2**27).to_bytes(8, "little") + b"[" * 2**20
+    os.ftruncate(fd, 2**27 + 8)
+    os.pwrite(fd, data, 0)
+    snapshot = slots.commit(0, 1, 2**27 + 8)
+    saved = saving._save(slots, snapshot, "a", beneath(tmp_path, str(tmp_path / "job")))
+    assert "header has" in saved.error
+    slots.close()
+
+
+def test_only_files_of_the_driver_process_are_delivered(tmp_path: Path) -> None:
+    scratch, secret, place = tmp_path / "scratch", tmp_path / "key", tmp_path / "run" / "trace.json"
+    scratch.mkdir()
+    place.parent.mkdir()
+    secret.write_text("secret")
+    outputs = Outputs(scratch)
+    written = Path(outputs.redirect({"trace": str(place)})["trace"])
+    for make in (written.symlink_to, written.hardlink_to):
+        make(secret)
+        with pytest.raises(ConfigError, match="cannot write"):
+            outputs.deliver()
+        written.unlink()
+        assert not place.exists()
+    os.mkfifo(written)
+    with pytest.raises(ConfigError, match="cannot write"):
+        outputs.deliver()
+    written.unlink()
+    outputs.deliver()  # there is none
+    written.write_text("a trace")
+    outputs.deliver()
+    assert place.read_text() == "a trace"
+
+
+def test_shared_memory_is_not_cut_off() -> None:
+    fd = sealed.memory("test", 4096)
+    for size in (0, 8192):
+        with pytest.raises(PermissionError):
+            os.ftruncate(fd, size)
+    os.close(fd)
