@@ -274,3 +274,24 @@ def test_a_server_is_not_claimed_for_a_group_that_it_is_not_in(stage: int, repli
     request = pb.PrepareRequest(job="j", stage_index=stage, replica=replica, group=group)
     with pytest.raises(ConfigError, match=f"no stage {stage} replica {replica} in its group of 2"):
         Group.of(request)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("addrs/stage0:0", b"uv://127.0.0.1:1"), ("addrs/driver", b"x"), ("names/0", b"stage0:0")],
+)
+def test_a_member_joins_under_no_other_name(job: Job, key: str, value: bytes) -> None:
+    for call in (
+        lambda client: client.store_set(job.identity, key, value),
+        lambda client: client.store_compare_set(job.identity, key, b"", value),
+    ):
+        with pytest.raises(SecurityError, match="may not join job 'secret-job' as"):
+            asyncio.run(ask(job.certs / "stage1", job.servers[0].address, call))
+
+
+def test_members_join_under_their_own_names() -> None:
+    for holder, name in ((None, "a:0"), (role.DRIVER, "b:1"), (role.stage(1), "b:1")):
+        GROUP.require_name(holder, name)
+    for holder, name in ((role.stage(1), "a:0"), (role.stage(1), "driver"), (role.SPARE, "c:0")):
+        with pytest.raises(SecurityError):
+            GROUP.require_name(holder, name)

@@ -79,6 +79,29 @@ class Group:
             f"{len(self.stages)} stages and its driver may"
         )
 
+    def require_name(self, role: Role | None, name: str) -> None:
+        """Refuse a certificate that is not for the member of this RPC name.
+
+        Args:
+            role: in the certificate; None: there are no certificates.
+            name: the member's.
+
+        Raises:
+            SecurityError: it is for another.
+        """
+        if role is None or role.is_driver:
+            return
+        own = {
+            self.member(index, replica)
+            for index, count in enumerate(self.replicas)
+            if role.may_serve(index)
+            for replica in range(count)
+        }
+        if name not in own:
+            raise SecurityError(
+                f"the certificate is for {role}, which may not join job {self.job!r} as {name!r}"
+            )
+
     def require_stage(self, role: Role | None, stage_index: int | None, what: str) -> None:
         """Refuse a certificate that is not for one stage of the group.
 

@@ -34,9 +34,24 @@ class RendezvousServicer(control_pb2_grpc.RendezvousServicer):
         claim.group.require_member(role, "use the rendezvous")
         return claim
 
+    def _require_own(self, claim: Claim, key: str, value: bytes, grpc_context: GrpcContext) -> None:
+        """Refuse a member that would give another's address, or be at another's rank.
+
+        No agent asks who it has reached at an address: torch's agents store theirs under
+        "addrs/NAME", and their names under "names/RANK".
+
+        Raises:
+            SecurityError: the caller's certificate is for neither that member nor the driver.
+        """
+        kind, _, rest = key.partition("/")
+        if kind in ("addrs", "names"):
+            name = rest if kind == "addrs" else value.decode(errors="replace")
+            claim.group.require_name(self._inner.role(grpc_context.peer()), name)
+
     @answers_errors
     async def Set(self, request: pb.SetRequest, grpc_context: GrpcContext) -> pb.SetResponse:
         claim = self._claim_of(request, grpc_context)
+        self._require_own(claim, request.key, request.value, grpc_context)
         claim.values.set(request.key, request.value)
         await claim.notify()
         return pb.SetResponse(generation=claim.generation)
@@ -59,6 +74,7 @@ class RendezvousServicer(control_pb2_grpc.RendezvousServicer):
         self, request: pb.CompareSetRequest, grpc_context: GrpcContext
     ) -> pb.CompareSetResponse:
         claim = self._claim_of(request, grpc_context)
+        self._require_own(claim, request.key, request.desired, grpc_context)
         held = claim.values.get(request.key)
         if (held or b"") == request.expected:
             held = request.desired
@@ -69,6 +85,7 @@ class RendezvousServicer(control_pb2_grpc.RendezvousServicer):
     @answers_errors
     async def Add(self, request: pb.AddRequest, grpc_context: GrpcContext) -> pb.AddResponse:
         claim = self._claim_of(request, grpc_context)
+        self._require_own(claim, request.key, b"", grpc_context)
         value = claim.values.add(request.key, request.amount)
         await claim.notify()
         return pb.AddResponse(generation=claim.generation, value=value)

@@ -20,7 +20,7 @@ The holder of a stage's certificate (of its host, or of a job's code on it)
     cannot  have another host's process do what is not of the protocol: call operators or functions,
             read or write files, address memory; read other stages' snapshots, or be another member;
             outside of the group: learn more than health tells
-    shown   test_inspection, test_hostile_member, test_unpickling, test_roles
+    shown   test_inspection, test_hostile_member, test_unpickling, test_roles, test_believed
 The holder of a spare's certificate
     can     all that, for any stage
     shown   test_roles
@@ -31,9 +31,10 @@ The holder of the driver's certificate
     shown   test_confinement, test_allow
 A job's code, whoever has written it
     can     use the network, compute, read what every user of the host may, what --data and
-            `[data] paths` grant, and the job's own files
-    cannot  reach the rest; a job that is not confined can do what its user may
-    shown   test_confinement
+            `[data] paths` grant, and the job's own files; drive servers of the same user that take
+            calls without a certificate, if they were started by hand; end its own server
+    cannot  reach the rest, or outlive the job; a job that is not confined can do what its user may
+    shown   test_confinement, test_believed, test_servers
 The author of a file that is opened: a trace, a run folder, a checkpoint, a config
     can     have it say what is not so; a config names code, as a program does
     cannot  execute anything by data, fill memory, or drive the terminal
