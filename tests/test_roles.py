@@ -16,8 +16,9 @@ from rpcmp.errors import CheckpointError, ConfigError, RpcmpError, SecurityError
 from rpcmp.server.group import Group
 from rpcmp.v1 import control_pb2 as pb
 from rpcmp.wire import role
-from rpcmp.wire.credentials import RELAY
+from rpcmp.wire.credentials import GRPC, RELAY
 from rpcmp.wire.dialer import Dialer
+from rpcmp.wire.end import End
 from rpcmp.wire.role import Role
 from rpcmp.wire.security import Security
 from tests.lan import cli, issue, serving
@@ -295,3 +296,31 @@ def test_members_join_under_their_own_names() -> None:
     for holder, name in ((role.stage(1), "a:0"), (role.stage(1), "driver"), (role.SPARE, "c:0")):
         with pytest.raises(SecurityError):
             GROUP.require_name(holder, name)
+
+
+def test_one_certificate_does_not_fill_a_server(certs: Path) -> None:
+    """Of a stage that is in no job, with connections that it holds open."""
+    limit = ("prlimit", "--nofile=256:256")
+
+    async def hold(address: str) -> int:
+        dialer = Dialer(Security(certs / "stage9"))
+        ends = [await dialer.open(address, GRPC, 0) for _ in range(60)]
+        try:
+            async with StageClient("a", address, Dialer(Security(certs / "driver"))) as client:
+                assert (await client.connect()).stage_index == 0
+            return sum(not one for one in await asyncio.gather(*map(_is_closed, ends)))
+        finally:
+            for end in ends:
+                end.abort()
+
+    with serving(0, f"{HERE}:0", certs, limit) as server:
+        assert 10 <= asyncio.run(hold(server.address)) <= 16
+
+
+async def _is_closed(end: End) -> bool:
+    """Whether the server has ended a connection; it greets those that it keeps."""
+    try:
+        await end.read(1)
+    except (EOFError, OSError):
+        return True
+    return False

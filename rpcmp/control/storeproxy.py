@@ -12,6 +12,9 @@ from rpcmp.errors import JobError, RpcmpError, one_line, to_wire
 from rpcmp.process.channel import Message
 from rpcmp.wire.dialer import Dialer
 
+MAX_ASKING = 64
+"""Questions of one child under way; an agent has one on each of its threads."""
+
 
 class StoreProxy:
     """Passes on what a child's `rpcmp.store.ChannelStore` asks; its other end.
@@ -44,7 +47,13 @@ class StoreProxy:
         return cls(client, job_id, generation, tell)
 
     def heard(self, message: Message) -> None:
-        """Pass on one question; the child is told the answer."""
+        """Pass on one question; the child is told the answer.
+
+        Raises:
+            ValueError: there are more questions under way than an agent ever has.
+        """
+        if len(self._asking) >= MAX_ASKING:
+            raise ValueError(f"it asks the rendezvous more than {MAX_ASKING} questions at once")
         task = asyncio.create_task(self._ask(message))
         self._asking.add(task)
         task.add_done_callback(self._asking.discard)

@@ -17,6 +17,7 @@ import contextlib
 import functools
 import logging
 import socket
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -42,6 +43,9 @@ MAX_STRANGERS = 256
 
 MAX_CONNECTIONS = 4096
 """All connections; fewer, too: each that is let in takes three descriptors."""
+
+MIN_SHARE = 16
+"""Connections that every certificate's role may have, however few there may be in all."""
 
 log = logging.getLogger(__name__)
 
@@ -91,7 +95,9 @@ class Front:
         self._relay = relay
         self._listeners: list[socket.socket] = []
         self._tasks: set[asyncio.Future[None]] = set()
-        self._budget = Budget(share(6, MAX_CONNECTIONS), share(16, MAX_STRANGERS))
+        self._most = share(6, MAX_CONNECTIONS)
+        self._budget = Budget(self._most, share(16, MAX_STRANGERS))
+        self._inside: Counter[Role | None] = Counter()
 
     async def start(self, host: str, port: int) -> int:
         """Listen; returns the port, which is a free one for port 0.
@@ -166,12 +172,25 @@ class Front:
             connection.close()
             raise
         self._budget.prove(guest)
+        self._inside[visitor.role] += 1
         try:
+            self._require_room(visitor.role)
             await self._let_in(visitor)
         except (OSError, EOFError, RpcmpError) as error:
             log.debug("lost %s: %s", who, refusal(error))
         finally:
+            self._inside[visitor.role] -= 1
             visitor.end.close()
+
+    def _require_room(self, role: Role | None) -> None:
+        """Refuse a role that has more than its share: the driver must always find room.
+
+        Raises:
+            SecurityError: it has.
+        """
+        share_of_one = max(MIN_SHARE, self._most // 4)
+        if role is not None and not role.is_driver and self._inside[role] > share_of_one:
+            raise SecurityError(f"{role} has {share_of_one} connections here already")
 
     async def _greet(self, connection: socket.socket, guest: Guest) -> Visitor:
         """Find out who it is.
