@@ -10,7 +10,7 @@ import torch
 
 from rpcmp import plan
 from rpcmp.configfile import parse
-from rpcmp.errors import ConfigError
+from rpcmp.errors import CheckpointError, ConfigError
 from rpcmp.schedule import policy
 from rpcmp.snapshot.state import StageState
 from rpcmp.worker.compute import ComputeThread
@@ -222,3 +222,30 @@ def test_a_stage_without_parameters_has_no_optimizer() -> None:
     assert optimizer.report is not None
     assert optimizer.report.learning_rate is None
     assert optimizer.parts() == ({}, None, None, None)
+
+
+FUSED = {"optimizer": {"callable": "torch.optim:AdamW", "kwargs": {"lr": 0.5, "fused": True}}}
+
+
+def test_a_fused_kernel_gets_no_state_of_another_shape() -> None:
+    """It writes where its parameter's elements would be, whatever memory there is."""
+    model, optimizer = made(FUSED)
+    train(model, optimizer)
+    whole = optimizer._state_dict()
+    name = next(iter(whole["state"]))
+    for key in ("exp_avg", "exp_avg_sq"):
+        short = {**whole["state"][name], key: torch.zeros(1)}
+        with pytest.raises(CheckpointError, match=f"{key!r} of parameter {name!r} .* has shape"):
+            optimizer._load_state_dict({**whole, "state": {**whole["state"], name: short}})
+    optimizer._load_state_dict(whole)
+    train(model, optimizer)
+
+
+def test_what_is_loaded_does_not_choose_the_kernel() -> None:
+    model, optimizer = made(OWN)
+    train(model, optimizer)
+    whole = optimizer._state_dict()
+    groups = [{**group, "fused": True} for group in whole["param_groups"][optimizer.stage]]
+    optimizer._load_state_dict({**whole, "param_groups": {optimizer.stage: groups}})
+    assert optimizer._optimizer is not None
+    assert not optimizer._optimizer.param_groups[0]["fused"]

@@ -11,7 +11,7 @@ import hashlib
 import json
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from torch.futures import Future
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from rpcmp import factory
-from rpcmp.errors import ConfigError, RpcmpError, StageError, one_line
+from rpcmp.errors import CheckpointError, ConfigError, RpcmpError, StageError, one_line
 from rpcmp.kinds import Factory
 from rpcmp.plan import Assignment
 from rpcmp.snapshot.state import StageState
@@ -290,6 +290,7 @@ class StageOptimizer:
                 f"the optimizer state knows no stage {self.stage!r}, or one with another number of "
                 "parameter groups"
             )
+        self._require_shapes(state["state"], own["param_groups"])
         self._optimizer.load_state_dict(
             {
                 "state": {
@@ -298,7 +299,7 @@ class StageOptimizer:
                     if name in state["state"]
                 },
                 "param_groups": [
-                    {**group, "params": mine["params"]}
+                    {**group, **_how(mine), "params": mine["params"]}
                     for group, mine in zip(groups, own["param_groups"], strict=True)
                 ],
             }
@@ -307,6 +308,26 @@ class StageOptimizer:
         scheduler = state["scheduler"].get(self.stage)
         if self._scheduler is not None and scheduler is not None:
             self._scheduler.load_state_dict(scheduler)
+
+    def _require_shapes(
+        self, state: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]
+    ) -> None:
+        """Check shapes for a fused kernel, which writes beyond a state that is too small.
+
+        Raises:
+            CheckpointError: it has another.
+        """
+        if not any(group.get("fused") for group in groups):
+            return
+        for name, parameter in zip(self.names, self._parameters, strict=True):
+            for key, value in state.get(name, {}).items():
+                fits = key == "step" or not isinstance(value, Tensor)
+                if not fits and value.shape != parameter.shape:
+                    raise CheckpointError(
+                        f"{key!r} of parameter {name!r} of stage {self.stage!r} has shape "
+                        f"{tuple(value.shape)}, and the parameter {tuple(parameter.shape)}: it is "
+                        "another model's, or damaged; resume from another checkpoint"
+                    )
 
     def _require_options(self) -> None:
         """Another kind of optimizer has other options, and would miss its own in its next step."""
@@ -317,6 +338,11 @@ class StageOptimizer:
                 f"the optimizer state of stage {self.stage!r} is another optimizer's than "
                 f"{type(self._optimizer).__name__}'s: it has no {', '.join(missing)}"
             )
+
+
+def _how(group: Mapping[str, Any]) -> dict[str, Any]:
+    """By which kernels a group is stepped: its own choice, whatever is loaded."""
+    return {key: group[key] for key in ("fused", "foreach", "capturable") if key in group}
 
 
 def _asked(*factories: Factory | None) -> str:
