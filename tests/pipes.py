@@ -71,6 +71,8 @@ def twice(*tensors):
     return [Twice.apply(tensor) for tensor in tensors]
 def echo(value):
     return value
+def ignored(value):
+    return "nothing"
 def fails():
     raise ValueError("as it should")
 

@@ -106,6 +106,9 @@ def test_only_files_of_the_driver_process_are_delivered(tmp_path: Path) -> None:
     written.write_text("a trace")
     outputs.deliver()
     assert place.read_text() == "a trace"
+    written.replace(Path(outputs.redirect({"trace": str(tmp_path / "no" / "place")})["trace"]))
+    with pytest.raises(ConfigError, match="no/place: No such file"):
+        outputs.deliver()
 
 
 def test_shared_memory_is_not_cut_off() -> None:

@@ -51,6 +51,8 @@ with dist_autograd.context() as context_id:
     total = sum(each.sum() for each in rpc.rpc_sync("inside", twice, args=many))
     dist_autograd.backward(context_id, [total])
     assert dist_autograd.get_gradients(context_id)[many[299]].eq(2).all()
+with dist_autograd.context() as context_id:  # an answer without anything to differentiate
+    assert rpc.rpc_sync("inside", ignored, args=(torch.ones(1, requires_grad=True),)) == "nothing"
 rref = rpc.remote("inside", service)
 assert rpc.rpc_sync("inside", name_of, args=(rref,)) == "Service"
 del rref

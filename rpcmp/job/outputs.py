@@ -51,11 +51,11 @@ class Outputs:
             ConfigError: it cannot be moved there.
         """
         for written, place in self._places.items():
+            if not os.path.lexists(written):  # of last steps there may be none
+                continue
             try:
                 with open(written, "rb", opener=_open_own) as source, place.open("wb") as target:
                     shutil.copyfileobj(source, target)
-            except FileNotFoundError:  # of last steps there may be none
-                continue
             except OSError as error:
                 raise ConfigError(f"cannot write {place}: {error.strerror}") from error
 

@@ -359,7 +359,10 @@ class Inspection:
             rpcpickle.require(pickle, self._peer, is_call=kinds is not rpcformat.RESPONSES)
         if kinds is rpcformat.RESPONSES:  # torch ends the process if it has not asked
             asked = self._asked.pop(number, None)
-            if asked is None or kind not in (rpcformat.ANSWERS.get(asked), rpcformat.EXCEPTION):
+            if asked is None or kind not in (
+                *rpcformat.ANSWERS.get(asked, ()),
+                rpcformat.EXCEPTION,
+            ):
                 raise rpcformat.FormatError(f"{rpcformat.name_of(kind)} that was not asked for")
 
     def _channel(self, number: int) -> Steps:

@@ -34,6 +34,9 @@ OVERFLOW_UID = 65534
 
 ALL_UIDS = 2**32 - 1
 
+SYN_RECEIVED = 3
+"""Of TCP's states: no process has the connection yet."""
+
 _SOCK_DIAG, _BY_FAMILY, _REQUEST, _ERROR = 4, 20, 1, 2
 
 _HEADER = struct.Struct("=IHHII")
@@ -211,6 +214,10 @@ def _is_accepted(connection: socket.socket, address: str) -> bool:
     here, there = _place(connection.getsockname()), _place(connection.getpeername())
     found = _ask(there, here)
     connection.getpeername()  # as above: while our end lasts, what was found is its other end
+    if found is not None and found.state == SYN_RECEIVED:
+        # The kernel keeps it back until we say something (TCP_DEFER_ACCEPT). It is still the
+        # listener's that was looked at, and gone if that is.
+        return True
     if found is None or found.state != ESTABLISHED:
         raise ConnectionResetError("it has hung up")
     if not found.inode:

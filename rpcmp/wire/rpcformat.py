@@ -188,15 +188,15 @@ RESPONSES: dict[int, Check] = {
 EXCEPTION = 0x237
 
 ANSWERS = {
-    0x102: 0x203,
-    0x105: 0x206,
-    0x10B: 0x20E,
-    0x10D: 0x20E,
-    0x10F: 0x210,
-    0x111: 0x212,
-    0x113: 0x214,
+    0x102: {0x203},
+    0x105: {0x206},
+    0x10B: {0x20E},
+    0x10D: {0x20E},
+    0x10F: {0x210, 0x203},  # the latter if it has nothing to differentiate, such as an error
+    0x111: {0x212},
+    0x113: {0x214},
 }
-"""The type of the answer to each request, if it is no exception."""
+"""The types of the answers to each request, if they are no exception."""
 
 
 def name_of(kind: int) -> str:
