@@ -35,9 +35,8 @@ async def start(
 
 def kill_group(pid: int) -> None:
     """End the process that heads a group, and what it has forked; gone already is fine."""
-    for kill in (os.killpg, os.kill):  # it may have put itself into another group
-        with contextlib.suppress(ProcessLookupError):
-            kill(pid, signal.SIGKILL)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)
 
 
 def _has_fd(stream: object) -> bool:

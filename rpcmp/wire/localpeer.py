@@ -139,14 +139,15 @@ def _is_of_family(connection: socket.socket, parent: int) -> bool:
     try:
         here, there = _place(connection.getsockname()), _place(connection.getpeername())
         found = _ask(there, here)
-        children = "".join(
-            path.read_text() for path in Path(f"/proc/{parent}/task").glob("*/children")
-        )
+        threads = list(Path(f"/proc/{parent}/task").iterdir())
     except OSError:
         return False
+    children: list[int] = []
+    for thread in threads:
+        with contextlib.suppress(OSError):  # it has ended
+            children += map(int, (thread / "children").read_text().split())
     inode = 0 if found is None else found.inode
-    family = [parent, *map(int, children.split())]
-    return bool(inode) and any(_has_socket(pid, inode) for pid in family)
+    return bool(inode) and any(_has_socket(pid, inode) for pid in (parent, *children))
 
 
 def _has_socket(pid: int, inode: int) -> bool:
