@@ -61,7 +61,7 @@ class Doors:
         self._folder = scratch.create(PREFIX)
         self._inner = Inner(self._folder)
         self._drivers = self._make([], SERVER_OPTIONS)
-        self._peers = self._make([OnlyPeers()], PEERS_OPTIONS)
+        self._peers = self._make([OnlyPeers(self._inner)], PEERS_OPTIONS)
         self._paths = self._inner.path(), self._inner.path()
         self._front = Front(
             server.security, self._inner, *self._paths, self._carry, server.works_for

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 import grpc
 
 from rpcmp.server.listener import Interceptor
+from rpcmp.wire.inner import Inner
+from rpcmp.wire.role import STRANGER
 
 if TYPE_CHECKING:
     from rpcmp.server.listener import GrpcContext, Handler
@@ -25,7 +27,14 @@ ALLOWED = (
 
 
 class OnlyPeers(Interceptor):
-    """Refuses everything else, before a byte of the message is looked at."""
+    """Refuses everything else, before a byte of the message is looked at.
+
+    Args:
+        inner: knows the callers' roles.
+    """
+
+    def __init__(self, inner: Inner) -> None:
+        self._inner = inner
 
     async def intercept_service(
         self,
@@ -38,16 +47,22 @@ class OnlyPeers(Interceptor):
         handler = await continuation(call)
         if call.method.startswith(ALLOWED) or handler is None:
             return handler
-        return _refusing(handler, call.method)
+        return _refusing(handler, call.method, self._inner)
 
 
-def _refusing(handler: Handler, method: str) -> Handler:
+def _refusing(handler: Handler, method: str, inner: Inner) -> Handler:
     async def refuse(request: object, grpc_context: GrpcContext) -> None:
-        await grpc_context.abort(
-            grpc.StatusCode.PERMISSION_DENIED,
+        why = (
             f"the certificate is for a stage, and only a driver may call {method}: `rpcmp certs "
-            "issue DIR --driver` makes one for it",
+            "issue DIR --driver` makes one for it"
         )
+        if inner.role(grpc_context.peer()) == STRANGER:
+            why = (
+                f"this server does not let that process call {method}: either it works for another "
+                "process's job alone, or the caller is confined or in another container; with "
+                "--certs both ends prove who they are"
+            )
+        await grpc_context.abort(grpc.StatusCode.PERMISSION_DENIED, why)
 
     if handler.response_streaming:
         return grpc.unary_stream_rpc_method_handler(refuse)

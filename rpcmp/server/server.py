@@ -171,6 +171,8 @@ class StageServer:
         """Take no other job while one is being measured or examined."""
         async with self._changing:
             self._check(job)
+            if self.claim is not None:  # not even for its own job's next generation
+                raise BusyError(f"busy with job {self.claim.job!r}")
             self._examined = job.job
             self._idle.clear()
         try:

@@ -6,8 +6,8 @@
 
 TLS ends here, so that it is 1.3 and both sides have shown a certificate of our CA before a byte of
 anything else is read; ALPN says what will be spoken. Without certificates connections come from the
-same machine, and then from our own user or root alone; or, where the server was started with
---insecure, from anybody.
+same machine, and then from our own user or root alone, and from no process that is confined, as
+code of jobs is; or, where the server was started with --insecure, from anybody.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from rpcmp.wire.budget import LOOPBACK, Budget, Guest, address_of, share, user_o
 from rpcmp.wire.credentials import GRPC, RELAY
 from rpcmp.wire.end import HEADER, End, refusal
 from rpcmp.wire.inner import Inner
-from rpcmp.wire.localpeer import is_of_family, owner_of, require_answers, require_same_user
+from rpcmp.wire.localpeer import owner_of, require_answers, require_same_user, works_here
 from rpcmp.wire.role import STRANGER, Role
 from rpcmp.wire.security import Security
 from rpcmp.wire.session import Session
@@ -78,7 +78,7 @@ class Front:
         inner: names the connections to the gRPC servers.
         drivers, peers: Unix sockets of gRPC servers, for those who drive and for stages.
         relay: takes connections that carry tensors, and closes them.
-        works_for: process id of the only one, with its children, that may drive; 0: any may.
+        works_for: see `works_here`.
     """
 
     def __init__(
@@ -220,7 +220,8 @@ class Front:
 
     async def _greet_plain(self, end: End) -> Visitor:
         role = None
-        if self._works_for and not await is_of_family(end.socket, self._works_for):
+        asks = self._asks_kernel or self._works_for
+        if asks and not await works_here(end.socket, self._works_for):
             role = STRANGER
         first = await end.read(HEADER.size)
         end.decrypted[:0] = first  # a frame is short and begins with a zero, HTTP/2 with PRI
@@ -228,6 +229,8 @@ class Front:
 
     async def _let_in(self, visitor: Visitor) -> None:
         if visitor.protocol == RELAY:
+            if visitor.role == STRANGER:
+                raise SecurityError("this server does not work for that process")
             await self._relay(visitor)
             return
         is_driver = visitor.role is None or visitor.role.is_driver

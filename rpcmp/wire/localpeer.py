@@ -10,7 +10,6 @@ kernel's lock for them.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import ipaddress
 import os
 import pwd
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from rpcmp.errors import SecurityError
+from rpcmp.process import holders
 from rpcmp.process.tcp import ESTABLISHED, LISTEN
 
 ANSWER_SECONDS = 2
@@ -118,45 +118,32 @@ async def require_same_user(connection: socket.socket) -> None:
         raise SecurityError("it is another user's")
 
 
-async def is_of_family(connection: socket.socket, parent: int) -> bool:
-    """Return whether a connection's other end belongs to a process, or to a child of it.
-
-    The user is no proof where code of other jobs runs as the same one: confined, but free to open
-    connections on its host.
+async def works_here(connection: socket.socket, parent: int) -> bool:
+    """Return whether the process at the other end of a connection may have this one work for it.
 
     Args:
-        connection: on loopback.
-        parent: process id.
+        connection: on loopback, of this user or root.
+        parent: process id of the only one, with its children, that may; 0: any may that is not
+            confined, as code of jobs is. Root's are not asked: nobody may look into them.
 
     Raises:
         SecurityError: the kernel does not answer.
     """
     loop = asyncio.get_running_loop()
-    return await loop.run_in_executor(_thread, _is_of_family, connection, parent)
+    return await loop.run_in_executor(_thread, _works_here, connection, parent)
 
 
-def _is_of_family(connection: socket.socket, parent: int) -> bool:
+def _works_here(connection: socket.socket, parent: int) -> bool:
     try:
         here, there = _place(connection.getsockname()), _place(connection.getpeername())
-        found = _ask(there, here)
-        threads = list(Path(f"/proc/{parent}/task").iterdir())
     except OSError:
         return False
-    children: list[int] = []
-    for thread in threads:
-        with contextlib.suppress(OSError):  # it has ended
-            children += map(int, (thread / "children").read_text().split())
-    inode = 0 if found is None else found.inode
-    return bool(inode) and any(_has_socket(pid, inode) for pid in (parent, *children))
-
-
-def _has_socket(pid: int, inode: int) -> bool:
-    with contextlib.suppress(OSError):  # it has ended
-        for entry in os.scandir(f"/proc/{pid}/fd"):
-            with contextlib.suppress(OSError):  # closed meanwhile
-                if os.readlink(entry.path) == f"socket:[{inode}]":
-                    return True
-    return False
+    found = _ask(there, here)
+    if found is None or not found.inode:
+        return False
+    if parent:
+        return holders.is_of_family(found.inode, parent)
+    return found.uid != os.geteuid() or holders.is_free(found.inode)
 
 
 async def require_own_server(connection: socket.socket, address: str) -> None:
