@@ -19,3 +19,8 @@ def memory(name: str, size: int) -> int:
     os.ftruncate(fd, size)
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
     return fd
+
+
+def is_sealed(fd: int) -> bool:
+    """Return whether the size of some memory is final."""
+    return fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS == _SEALS

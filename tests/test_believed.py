@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import json
 import os
+import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -11,12 +14,16 @@ import pytest
 
 from rpcmp import sealed
 from rpcmp.checkpoint.inside import beneath
+from rpcmp.control.options import machine
 from rpcmp.errors import ConfigError, UnreachableError
 from rpcmp.job.outputs import Outputs
 from rpcmp.server import mirror, saving
 from rpcmp.server.stream import MEMORY, receive
 from rpcmp.snapshot.slots import NUM_SLOTS, Slots
 from rpcmp.v1 import control_pb2 as pb
+from rpcmp.wire.dialer import Dialer
+from rpcmp.wire.security import Security
+from tests.processes import running_servers
 
 
 def request(fds: list[int], pid: int = 0) -> pb.MirrorRequest:
@@ -82,6 +89,50 @@ def test_a_header_of_a_snapshot_is_read_within_bounds(tmp_path: Path) -> None:
     snapshot = slots.commit(0, 1, 2**27 + 8)
     saved = saving._save(slots, snapshot, "a", beneath(tmp_path, str(tmp_path / "job")))
     assert "header has" in saved.error
+    slots.close()
+
+
+def test_a_snapshot_whose_memory_was_cut_off_is_an_error(tmp_path: Path) -> None:
+    slots = Slots.create()
+    about = json.dumps({"__metadata__": {"rpcmp": json.dumps({"groups": [], "scheduler": None})}})
+    data = len(about).to_bytes(8, "little") + about.encode()
+    os.pwrite(slots.fd(0), data, 0)
+    for length, error in ((2**23, "memory has been cut off"), (len(data), "")):
+        place = beneath(tmp_path, str(tmp_path / "job"))
+        saved = saving._save(slots, slots.commit(0, 1, length), "a", place)
+        assert error in saved.error and bool(saved.error) == bool(error)
+    (file,) = tmp_path.rglob("*.safetensors")
+    assert file.read_bytes() == data
+    assert saved.sha256 == hashlib.sha256(data).hexdigest()
+    slots.close()
+
+
+def test_memory_of_another_server_than_the_neighbours_is_not_opened() -> None:
+    async def opened_of(pid: int, address: str) -> bool:
+        wanted = request(list(slots.fds), pid)
+        wanted.machine, wanted.address = machine(), address
+        found = await mirror.open_memory(wanted, Dialer(Security()))
+        if found is not None:
+            found.close()
+        return found is not None
+
+    slots = Slots.create()
+    with running_servers(1) as (server,), socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.setblocking(False)
+
+        async def accepting() -> bool:
+            asyncio.get_running_loop().add_reader(listener, accept)
+            return await opened_of(os.getpid(), f"127.0.0.1:{listener.getsockname()[1]}")
+
+        accepted: list[socket.socket] = []
+
+        def accept() -> None:
+            accepted.append(listener.accept()[0])
+
+        assert asyncio.run(accepting())
+        assert not asyncio.run(opened_of(os.getpid(), server.address))
+        accepted[0].close()
+    assert not asyncio.run(opened_of(os.getpid(), server.address))
     slots.close()
 
 

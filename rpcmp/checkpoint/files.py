@@ -11,6 +11,7 @@ import contextlib
 import errno
 import fcntl
 import hashlib
+import mmap
 import os
 import secrets
 import stat
@@ -62,16 +63,20 @@ def write_durably(
     return _durably(where, lambda fd: _write(fd, chunks), mode)
 
 
-def write_memory_durably(where: Where, memory: memoryview) -> Written:
-    """Write `memory`, which begins at a page, as `write_durably` does.
+def copy_durably(where: Where, memory: int, length: int) -> Written:
+    """Write the first bytes of a memfd as `write_durably` does.
 
     Past the page cache, where the file system can: a checkpoint is not read again soon, and to copy
     it there takes as long as to hash it, from a stage that computes on the same cores.
 
+    Args:
+        memory: its descriptor. It is read and not mapped, as who shares it could cut it off.
+        length: bytes.
+
     Raises:
-        OSError: it cannot be written; no temporary file is left.
+        OSError: it cannot be written, or there are fewer bytes; no temporary file is left.
     """
-    return _durably(where, lambda fd: _write_memory(fd, memory), PRIVATE)
+    return _durably(where, lambda fd: _copy(fd, memory, length), PRIVATE)
 
 
 def _durably(where: Where, write: Callable[[int], Written], mode: int) -> Written:
@@ -215,15 +220,18 @@ def _write(fd: int, chunks: Iterable[bytes | memoryview]) -> Written:
     return Written(digest.hexdigest(), size)
 
 
-def _write_memory(fd: int, memory: memoryview) -> Written:
-    whole_blocks = memory.nbytes // ALIGNMENT * ALIGNMENT
-    _set_direct(fd, True)
-    for offset in range(0, whole_blocks, BLOCK):
-        _write_all(fd, memory[offset : min(whole_blocks, offset + BLOCK)])
-    _set_direct(fd, False)
-    _write_all(fd, memory[whole_blocks:])
+def _copy(fd: int, memory: int, length: int) -> Written:
+    digest = hashlib.sha256()
+    block = memoryview(mmap.mmap(-1, BLOCK))  # begins at a page
+    for offset in range(0, length, BLOCK):
+        part = block[: min(BLOCK, length - offset)]
+        if os.preadv(memory, [part], offset) != len(part):
+            raise OSError(errno.EIO, "its memory has been cut off")
+        digest.update(part)
+        _set_direct(fd, len(part) % ALIGNMENT == 0)
+        _write_all(fd, part)
     os.fsync(fd)
-    return Written(hashlib.sha256(memory).hexdigest(), memory.nbytes)
+    return Written(digest.hexdigest(), length)
 
 
 def _set_direct(fd: int, direct: bool) -> None:

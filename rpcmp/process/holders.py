@@ -41,17 +41,18 @@ def is_free(inode: int) -> bool:
     return all(theirs <= ours for theirs, ours in zip(_marks(pid), own, strict=True))
 
 
-def _holder(inode: int, pids: Iterable[int]) -> int | None:
-    return next((pid for pid in pids if _has_socket(pid, inode)), None)
-
-
-def _has_socket(pid: int, inode: int) -> bool:
+def has_socket(pid: int, inode: int) -> bool:
+    """Return whether a process has a socket, of the number `inode`."""
     with contextlib.suppress(OSError):  # it has ended
         for entry in os.scandir(f"/proc/{pid}/fd"):
             with contextlib.suppress(OSError):  # closed meanwhile
                 if os.readlink(entry.path) == f"socket:[{inode}]":
                     return True
     return False
+
+
+def _holder(inode: int, pids: Iterable[int]) -> int | None:
+    return next((pid for pid in pids if has_socket(pid, inode)), None)
 
 
 def _children(parent: int) -> Iterator[int]:

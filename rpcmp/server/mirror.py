@@ -15,10 +15,13 @@ from collections.abc import Awaitable, Callable
 from rpcmp.control.client import StageClient
 from rpcmp.control.options import machine
 from rpcmp.errors import RpcmpError, SecurityError
+from rpcmp.sealed import is_sealed
 from rpcmp.server.stream import receive
 from rpcmp.snapshot.slots import NUM_SLOTS, Slots, Snapshot, memory_name
 from rpcmp.v1 import control_pb2 as pb
+from rpcmp.wire.credentials import GRPC
 from rpcmp.wire.dialer import Dialer
+from rpcmp.wire.localpeer import is_process
 
 RETRY_SECONDS = 1.0
 
@@ -35,6 +38,7 @@ class Mirror:
         arrived: told of each snapshot that has been copied.
         dialer: how this server talks to others.
         kept: copies that there are already; owned from now on.
+        opened: the neighbour's own memory; owned from now on; None: copy it.
 
     Attributes:
         stage_name: the neighbour's stage.
@@ -48,12 +52,12 @@ class Mirror:
         arrived: Arrived,
         dialer: Dialer,
         kept: Slots | None = None,
+        opened: Slots | None = None,
     ) -> None:
         self.stage_name = request.stage_name
         self._request = request
         self._arrived = arrived
         self._dialer = dialer
-        opened = _open(request) if request.machine == machine() else None
         self.is_copy = opened is None
         self.slots = opened or kept or Slots.create()
         if opened is not None and kept is not None:
@@ -114,11 +118,37 @@ class Mirror:
         return step
 
 
-def _open(request: pb.MirrorRequest) -> Slots | None:
+async def open_memory(request: pb.MirrorRequest, dialer: Dialer) -> Slots | None:
     """The memory of a server on this machine; None where this process may not, as in containers.
 
-    The numbers are the neighbour's word. So what they lead to has to be memory that was made for
-    snapshots: no file, and nothing else that another process of this user has open.
+    Which process it is, and what of it, is the neighbour's word. So it has to be the one that
+    answers at the neighbour's address, or it could be that of another job.
+
+    Args:
+        request: which neighbour.
+        dialer: how this server talks to others.
+    """
+    if request.machine != machine():
+        return None
+    if not dialer.security.insecure:  # else everybody is believed
+        try:
+            connection = await dialer.open(request.address, GRPC, stage_index=None)
+        except RpcmpError:  # it cannot be asked for copies either, now; that is tried again
+            return None
+        try:
+            if not await is_process(connection.socket, request.supervisor_pid):
+                return None
+        except (OSError, SecurityError):  # the kernel does not say
+            return None
+        finally:
+            connection.close()
+    return _open(request)
+
+
+def _open(request: pb.MirrorRequest) -> Slots | None:
+    """What the numbers lead to, if it is memory that was made for snapshots and is as it was made.
+
+    No file, and nothing else that the process has open.
     """
     fds: list[int] = []
     try:
@@ -134,6 +164,8 @@ def _open(request: pb.MirrorRequest) -> Slots | None:
             opened = os.readlink(f"/proc/self/fd/{fds[-1]}")
             if found.st_ino != inode or found.st_nlink or opened != f"/memfd:{name} (deleted)":
                 raise OSError("not the memory that was meant")
+        if not is_sealed(fds[0]):
+            raise OSError("what is mapped could be cut off")
         if os.stat(f"/proc/{request.supervisor_pid}").st_uid != os.geteuid():
             raise OSError("not a process of this user")
         return Slots(fds)

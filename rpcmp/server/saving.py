@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import mmap
 import os
 import platform
 import threading
@@ -66,10 +65,9 @@ def _save(slots: Slots, snapshot: Snapshot, stage_name: str, folder: Kept) -> pb
         if isinstance(folder, str):
             raise CheckpointError(folder)
         place = folder / name_of(snapshot.step) / saved.file
-        # Not closed by hand: an error's traceback still refers to parts of it.
-        memory = mmap.mmap(slots.fd(snapshot.slot), snapshot.length, prot=mmap.PROT_READ)
+        memory = slots.fd(snapshot.slot)
         saved.state = _about(memory)
-        written = files.write_memory_durably(place, memoryview(memory))
+        written = files.copy_durably(place, memory, snapshot.length)
         saved.sha256, saved.size = written.sha256, written.size
         if not slots.holds(snapshot):
             saved.error = f"{path} was overwritten in memory while it was written"
@@ -84,10 +82,14 @@ def _save(slots: Slots, snapshot: Snapshot, stage_name: str, folder: Kept) -> pb
     return saved
 
 
-def _about(memory: mmap.mmap) -> str:
-    """Learning rates and scheduler of a snapshot, from its file's metadata."""
-    length = int.from_bytes(memory[:8], "little")
+def _about(memory: int) -> str:
+    """Learning rates and scheduler of a snapshot, from its file's metadata.
+
+    Args:
+        memory: descriptor of the file's bytes.
+    """
+    length = int.from_bytes(os.pread(memory, 8, 0), "little")
     if length > MAX_HEADER:  # a worker may have written anything there
         raise ValueError(f"its header has {length} bytes")
-    about = json.loads(json.loads(memory[8 : 8 + length])["__metadata__"]["rpcmp"])
+    about = json.loads(json.loads(os.pread(memory, length, 8))["__metadata__"]["rpcmp"])
     return json.dumps({key: about[key] for key in ("groups", "scheduler")})

@@ -19,7 +19,7 @@ from rpcmp.checkpoint import files
 from rpcmp.checkpoint.inside import Inside
 from rpcmp.control.client import StageClient
 from rpcmp.errors import CheckpointError, JobError
-from rpcmp.server.mirror import Mirror
+from rpcmp.server.mirror import Mirror, open_memory
 from rpcmp.server.saving import Disk, Kept, file_of
 from rpcmp.server.stream import blocks, receive, receive_file
 from rpcmp.snapshot.slots import Slots, Snapshot
@@ -154,9 +154,10 @@ class Vault:
             CheckpointError: the stage's name cannot be that of a file.
         """
         file_of(request.stage_name)
+        opened = await open_memory(request, self._dialer)
         before = self.mirror
         kept = before.take_copies() if before and before.stage_name == request.stage_name else None
-        self.mirror = Mirror(request, self._arrived, self._dialer, kept)
+        self.mirror = Mirror(request, self._arrived, self._dialer, kept, opened)
         self._saves_mirror = request.saves
         if before is not None:
             await before.close()

@@ -146,6 +146,23 @@ def _works_here(connection: socket.socket, parent: int) -> bool:
     return found.uid != os.geteuid() or holders.is_free(found.inode)
 
 
+async def is_process(connection: socket.socket, pid: int) -> bool:
+    """Return whether a process of this user has the other end of a connection.
+
+    Args:
+        connection: by whatever address; one that leads to another machine is nobody's here.
+        pid: process id.
+
+    Raises:
+        OSError: the connection is gone.
+        SecurityError: the kernel does not answer.
+    """
+    here, there = _place(connection.getsockname()), _place(connection.getpeername())
+    loop = asyncio.get_running_loop()
+    found = await loop.run_in_executor(_thread, _ask, there, here)
+    return bool(found and found.inode) and holders.has_socket(pid, found.inode)
+
+
 async def require_own_server(connection: socket.socket, address: str) -> None:
     """Refuse a server of another user, before a byte is sent to it.
 
