@@ -265,6 +265,10 @@ def exit_code(error: RpcmpError) -> int:
     return error.exit_code
 
 
+UNREAD = 500
+"""Characters that are shown of an error that is none."""
+
+
 def to_wire(error: RpcmpError) -> str:
     """`error` as JSON, to be read by `from_wire` in another process."""
     return json.dumps({"type": type(error).__name__, "fields": error.fields})
@@ -273,13 +277,17 @@ def to_wire(error: RpcmpError) -> str:
 def from_wire(text: str) -> RpcmpError:
     """The error that `to_wire` wrote.
 
-    An unknown type (a newer peer) becomes a JobError that shows the text, so nothing is lost.
+    An unknown type (a newer peer), and what is no error at all (a broken one), becomes a JobError
+    that shows the text, so nothing is lost.
     """
-    data = json.loads(text)
-    kind = _by_name().get(data["type"])
-    if kind is None:
-        return JobError(f"{data['type']}: {data['fields']}")
-    return kind(**data["fields"])
+    try:
+        data = json.loads(text)
+        kind = _by_name().get(data["type"])
+        if kind is None:
+            return JobError(f"{data['type']}: {data['fields']}")
+        return kind(**data["fields"])
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        return JobError(f"an error that cannot be read: {text[:UNREAD]!r}")
 
 
 denied_hint = ""

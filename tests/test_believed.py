@@ -5,25 +5,30 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import mmap
 import os
 import socket
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from rpcmp import sealed
 from rpcmp.checkpoint.inside import beneath
 from rpcmp.control.options import machine
-from rpcmp.errors import ConfigError, UnreachableError
+from rpcmp.errors import ConfigError, JobError, UnreachableError, from_wire
 from rpcmp.job.outputs import Outputs
+from rpcmp.process.activity import Activity
 from rpcmp.server import mirror, saving
 from rpcmp.server.stream import MEMORY, receive
 from rpcmp.snapshot.slots import NUM_SLOTS, Slots
 from rpcmp.v1 import control_pb2 as pb
 from rpcmp.wire.dialer import Dialer
 from rpcmp.wire.security import Security
-from tests.processes import running_servers
+from tests.processes import JobFolder, rpcmp, running_servers
 
 
 def request(fds: list[int], pid: int = 0) -> pb.MirrorRequest:
@@ -100,7 +105,8 @@ def test_a_snapshot_whose_memory_was_cut_off_is_an_error(tmp_path: Path) -> None
     for length, error in ((2**23, "memory has been cut off"), (len(data), "")):
         place = beneath(tmp_path, str(tmp_path / "job"))
         saved = saving._save(slots, slots.commit(0, 1, length), "a", place)
-        assert error in saved.error and bool(saved.error) == bool(error)
+        assert saved.error.endswith(error)
+        assert bool(saved.error) == bool(error)
     (file,) = tmp_path.rglob("*.safetensors")
     assert file.read_bytes() == data
     assert saved.sha256 == hashlib.sha256(data).hexdigest()
@@ -168,3 +174,114 @@ def test_shared_memory_is_not_cut_off() -> None:
         with pytest.raises(PermissionError):
             os.ftruncate(fd, size)
     os.close(fd)
+
+
+GARBAGE = st.binary(min_size=40, max_size=40)
+
+
+@given(GARBAGE)
+def test_whatever_lies_in_shared_memory_is_something_to_say(garbage: bytes) -> None:
+    fd = sealed.memory("test", mmap.PAGESIZE)
+    os.pwrite(fd, garbage, 0)
+    told = pb.Doing(**Activity(fd).read()._asdict())
+    assert 0.0 <= told.seconds <= time.monotonic()
+    os.close(fd)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        "{}",
+        '{"type": 1}',
+        '{"type": []}',
+        '{"type": "JobError", "fields": {"no": 1}}',
+        '{"type": "InterruptedJobError", "fields": {"signum": "a", "step": 1}}',
+        "[" * 60_000,
+    ],
+)
+def test_an_error_that_is_none_is_shown_as_it_is(text: str) -> None:
+    error = from_wire(text)
+    assert isinstance(error, JobError)
+    assert repr(text[:50])[:-1] in str(error)
+
+
+NONSENSE = {
+    "deep": b"[" * 60_000,
+    "no event": b"{}",
+    "no object": b"[]",
+    "an event that is none": b'{"event": []}',
+    "types": b'{"event": "built", "num_parameters": "many", "device": []}',
+    "no character": b'{"event": "built", "num_parameters": 1, "device": "\\ud800"}',
+    "a step": b'{"event": "snapshot", "step": -1}',
+    "ways": b'{"event": "beat", "ways": 1, "tensors": []}',
+    "a question": b'{"event": "store", "id": "x"}',
+    "questions": b'{"event": "store", "id": 1, "call": "get", "keys": ["no/such/key"]}\n' * 200,
+}
+"""What a broken worker, or a confined one that means no good, may say to its supervisor."""
+
+
+WORKERS_ALONE = ("types", "no character", "a step")
+
+SAYING = [("worker", which) for which in NONSENSE]
+SAYING += [("driver", which) for which in NONSENSE if which not in WORKERS_ALONE]
+
+
+@pytest.mark.parametrize(("whose", "which"), SAYING)
+def test_nonsense_of_a_child_ends_the_job_by_name(job: JobFolder, whose: str, which: str) -> None:
+    (job.folder / "nonsense.py").write_text(TALKING.format(said=NONSENSE[which]))
+    path = "nonsense:layers" if whose == "worker" else "zoo:mlp"
+    data = "nonsense:data" if whose == "driver" else "zoo:regression"
+    config = job.config(
+        f"""
+        steps = 1000
+        [model]
+        layers = "{path}"
+        balance = [2, 2]
+        [data]
+        train = {{ callable = "{data}" }}
+        batch_size = 10
+        [recovery]
+        max_restarts = 0
+        """
+    )
+    result = rpcmp("drive", config, "--json")
+    assert result.code not in (0, 1)
+    assert "speaks nonsense" in result.err
+    assert "Traceback" not in result.err
+
+
+TALKING = """
+import os, stat, sys, zoo
+from torch import nn
+
+SAID = {said!r} + b"\\n"
+
+def talk():
+    channel = int(sys.argv[1])
+    assert stat.S_ISSOCK(os.fstat(channel).st_mode)
+    os.write(channel, SAID)
+
+class Talking(nn.Module):
+    def forward(self, x):
+        if self.training:
+            talk()
+        return x
+
+def layers():
+    first, *others = zoo.mlp()
+    return [first, ("talking", Talking), *others[1:]]
+
+class Samples:
+    def __init__(self):
+        self.inner = zoo.regression()
+    def __len__(self):
+        return len(self.inner)
+    def __getitem__(self, index):
+        talk()
+        return self.inner[index]
+
+def data():
+    return Samples()
+"""

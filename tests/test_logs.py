@@ -55,7 +55,9 @@ def test_a_line_of_megabytes_is_cut_with_a_note(character: str) -> None:
     assert len(info(text).pack()) <= MAX_BYTES
 
 
-@pytest.mark.parametrize("data", [b"", b"nonsense", b"[1]", b"{}", b'["INFO", "a", "b", 1, "2"]'])
+@pytest.mark.parametrize(
+    "data", [b"", b"nonsense", b"[1]", b"{}", b'["INFO", "a", "b", 1, "2"]', b"[" * 60_000]
+)
 def test_what_is_no_line_is_refused(data: bytes) -> None:
     with pytest.raises(ValueError):  # noqa: PT011 - json's own, and ours
         unpack(data)

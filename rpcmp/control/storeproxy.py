@@ -50,8 +50,10 @@ class StoreProxy:
         """Pass on one question; the child is told the answer.
 
         Raises:
-            ValueError: there are more questions under way than an agent ever has.
+            ValueError: it is no question, or more are under way than an agent ever has.
         """
+        if not isinstance(message.get("id"), int):
+            raise ValueError("a question to the rendezvous has no number")
         if len(self._asking) >= MAX_ASKING:
             raise ValueError(f"it asks the rendezvous more than {MAX_ASKING} questions at once")
         task = asyncio.create_task(self._ask(message))

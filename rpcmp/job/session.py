@@ -280,28 +280,34 @@ class Session:
             self._relay.wait_for(peer)
 
     async def _listen(self, driver: Child) -> None:
-        async for message in driver.messages():
-            self._pulse.beat()
-            match message["event"]:
-                case "beat":
-                    self._heard_beat(driver, message)
-                    continue
-                case "store" if self._store is not None:
-                    self._store.heard(message)
-                    continue
-                case "error":
-                    error = from_wire(message["error"])
-                    if isinstance(error, WorkerDiedError):  # its server knows better what happened
-                        await asyncio.sleep(EXPLAIN_SECONDS)
-                    raise error
-                case "done":  # what breaks now is the group's orderly end
-                    self._failure.ignore()
-            self._events.put_nowait(message)
+        try:
+            async for message in driver.messages():
+                await self._heard(driver, message)
+        except (ValueError, LookupError, TypeError) as nonsense:
+            raise driver.talks_nonsense(nonsense) from nonsense
         code = await driver.wait()
         died = f"the driver process (pid {driver.pid}) {exitcode.told(code)}"
         error = WorkerDiedError("\n".join(filter(None, [died, driver.stacks.read()])))
         error.stage = DRIVER
         raise error
+
+    async def _heard(self, driver: Child, message: Message) -> None:
+        self._pulse.beat()
+        match message["event"]:
+            case "beat":
+                self._heard_beat(driver, message)
+                return
+            case "store" if self._store is not None:
+                self._store.heard(message)
+                return
+            case "error":
+                error = from_wire(message["error"])
+                if isinstance(error, WorkerDiedError):  # its server knows better what happened
+                    await asyncio.sleep(EXPLAIN_SECONDS)
+                raise error
+            case "done":  # what breaks now is the group's orderly end
+                self._failure.ignore()
+        self._events.put_nowait(message)
 
     def _heard_beat(self, driver: Child, beat: Message) -> None:
         doing, carried = driver.activity.read(), self._relay.round_trips

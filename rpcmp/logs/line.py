@@ -17,6 +17,9 @@ NOTE = 64
 MAX_BYTES = 128 * 1024
 """Of a line that is packed: a character takes up to six bytes."""
 
+MOST = 2**31 - 1
+"""Of steps and lines; what is more was not counted."""
+
 
 @dataclass(frozen=True)
 class Line:
@@ -51,12 +54,16 @@ def unpack(data: bytes) -> Line:
     Raises:
         ValueError: it is none.
     """
-    found = json.loads(data)
+    try:
+        found = json.loads(data)
+    except RecursionError as error:
+        raise ValueError("nested too deep") from error
     kinds = [type(part) for part in found] if isinstance(found, list) else []
     if kinds != [str, str, str, int, int]:
         raise ValueError("not a line of a log")
     level, logger, text, step, count = found
-    return Line(level[:16], logger[:256], cut(text), max(0, step), max(1, count))
+    level, logger = cut(level)[:16], cut(logger)[:256]
+    return Line(level, logger, cut(text), min(max(0, step), MOST), min(max(1, count), MOST))
 
 
 def cut(text: str) -> str:

@@ -18,6 +18,8 @@ NO_MICROBATCH = -1
 PHASE_BYTES = 16
 """The longest name of a phase."""
 
+_MOST = 2**31 - 1
+
 _RECORD = struct.Struct(f"<{PHASE_BYTES}sqqd")
 
 
@@ -72,5 +74,9 @@ class Activity:
     def read(self) -> Doing:
         """What is done now, or was when the process ended; on the same machine."""
         phase, step, microbatch, since = _RECORD.unpack_from(self._memory)
-        seconds = max(0.0, time.monotonic() - since) if since else 0.0
-        return Doing(phase.rstrip(b"\0").decode(), step, microbatch, seconds)
+        now = time.monotonic()
+        seconds = now - since if 0 < since < now else 0.0
+        # A process whose memory is broken may have written anything here.
+        name = phase.rstrip(b"\0").decode(errors="replace")
+        step, microbatch = max(0, step), min(max(NO_MICROBATCH, microbatch), _MOST)
+        return Doing(name, step, microbatch, seconds)

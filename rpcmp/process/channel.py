@@ -74,6 +74,21 @@ class Bond(NamedTuple):
     fds: list[int]
 
 
+def parse(line: bytes) -> Message:
+    """What a child's line says.
+
+    Raises:
+        ValueError: it is no message; the child's memory is broken, or its code means no good.
+    """
+    try:
+        message = json.loads(line)
+    except RecursionError as error:  # it has no end of brackets
+        raise ValueError("a message is nested too deep") from error
+    if not isinstance(message, dict) or not isinstance(message.get("event"), str):
+        raise ValueError("a message says no event")
+    return message
+
+
 def begin_child() -> Bond:
     """The bond of this process, which `Child.spawn` has started.
 

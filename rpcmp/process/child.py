@@ -20,19 +20,19 @@ from pathlib import Path
 from typing import Any
 
 from rpcmp import scratch, sealed
-from rpcmp.errors import WorkerDiedError, WorkerHungError, from_wire
+from rpcmp.errors import WorkerDiedError, WorkerHungError, from_wire, one_line
 from rpcmp.logs.entry import entry_of, pass_on
 from rpcmp.logs.line import Line
 from rpcmp.logs.receiver import Hear, Receiver
 from rpcmp.process import exitcode, interpreter
 from rpcmp.process.activity import Activity
-from rpcmp.process.channel import STACKS_SIGNAL, Message
+from rpcmp.process.channel import STACKS_SIGNAL, Message, parse
 from rpcmp.process.confinement import SCRATCH, Reach
 from rpcmp.process.forking import Forked, Forks
 from rpcmp.process.stacks import Stacks
 
 MAX_MESSAGE = 64 * 2**20
-"""Bytes of the longest message that a child may send."""
+"""Bytes of the longest message that a child may send, if nothing else is said."""
 
 LAST_WORDS_SECONDS = 0.2
 """How long after its end a child's last message may still be under way."""
@@ -78,6 +78,7 @@ class Child:
         forks: Forks | None = None,
         hear: Hear | None = None,
         reach: Reach | None = None,
+        limit: int = MAX_MESSAGE,
     ) -> Child:
         """Start `python -m module CHANNEL PARENT_PID STACKS ACTIVITY LOG HELD FDS...`.
 
@@ -88,6 +89,7 @@ class Child:
             forks: fork it there; None: start an interpreter, which imports everything anew.
             hear: told of each line that it says; None: our own log has them.
             reach: what it may open; None: it is not confined. Only what is forked can be.
+            limit: bytes of the longest message that it may send.
 
         Raises:
             WorkerDiedError: the process that forks has died.
@@ -111,7 +113,7 @@ class Child:
                 process = await interpreter.start(module, arguments, environment, inherited)
             else:
                 process = await forks.fork(module, environment, inherited, reach, str(folder or ""))
-            reader, writer = await asyncio.open_connection(sock=ours, limit=MAX_MESSAGE)
+            reader, writer = await asyncio.open_connection(sock=ours, limit=limit)
             log.begin()
             on_error.pop_all()
         return cls(process, reader, writer, stacks, activity, log, folder)
@@ -146,6 +148,8 @@ class Child:
                         raise from_wire(answer["error"])
                     return answer
             code = await self.wait()
+        except ValueError as error:
+            raise self.talks_nonsense(error) from error
         finally:
             await self.kill()
         how = exitcode.told(code)
@@ -155,11 +159,14 @@ class Child:
         """What the child says, until it has ended.
 
         The end of the line is not enough: a process that the user's code has forked holds a copy.
+
+        Raises:
+            ValueError: it says something that is no message, or a very long one.
         """
         ended = asyncio.ensure_future(self._process.wait())
         try:
             while line := await self._line(ended):
-                yield json.loads(line)
+                yield parse(line)
         finally:
             ended.cancel()
 
@@ -198,6 +205,11 @@ class Child:
         self._writer.close()
         if self.scratch is not None:  # on a thread: there may be much in it
             await asyncio.to_thread(scratch.remove, self.scratch)
+
+    def talks_nonsense(self, error: Exception) -> WorkerDiedError:
+        """The error that says that a message of this child could not be understood."""
+        who = f"a process that this one started (pid {self.pid})"
+        return WorkerDiedError(f"{who} speaks nonsense: {one_line(error)}")
 
     async def hung(self, stage: str, seconds: float) -> WorkerHungError:
         """The error that says what this child was doing when it was not heard of any more."""

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from rpcmp import scratch
 from rpcmp.control.storeproxy import StoreProxy
-from rpcmp.errors import SecurityError, WorkerDiedError, one_line, to_wire
+from rpcmp.errors import SecurityError, WorkerDiedError, from_wire, to_wire
 from rpcmp.logs.entry import Entry, entry_of, pass_on
 from rpcmp.logs.line import Line
 from rpcmp.members import DRIVER
@@ -50,6 +50,12 @@ State = pb.ServerState
 log = logging.getLogger(__name__)
 
 NOTHING = Doing("", 0, NO_MICROBATCH, 0.0)
+
+MAX_MESSAGE = 4 * 2**20
+"""Bytes of a worker's longest message: an error, with where it was raised."""
+
+MAX_WORD = 256
+"""Characters of an address and of a device's name."""
 
 SAVED_KEPT = 4
 """How many saves a watcher that is behind can still hear of; two are under way at most."""
@@ -165,7 +171,13 @@ class Claim:
         reach = self._reach and self._reach.reading(self._folder, checkpoints)
         self._finds_files = reach is None or bool(checkpoints and checkpoints.is_dir())
         self._child = await Child.spawn(
-            "rpcmp.worker", environment, self._vault.slots.fds, self._forks, self._said, reach
+            "rpcmp.worker",
+            environment,
+            self._vault.slots.fds,
+            self._forks,
+            self._said,
+            reach,
+            MAX_MESSAGE,
         )
         self._listening = asyncio.create_task(self._listen(self._child))
 
@@ -298,8 +310,7 @@ class Claim:
             async for message in child.messages():
                 await self._heard(message)
         except (ValueError, KeyError, TypeError) as error:
-            # It is no message of ours: the worker's memory is broken.
-            self.error = to_wire(WorkerDiedError(f"the worker speaks nonsense: {one_line(error)}"))
+            self.error = to_wire(child.talks_nonsense(error))
             await child.kill()
         self.exit_code = await child.wait() or 0
         await child.kill()  # what the user's code has forked
@@ -315,21 +326,22 @@ class Claim:
                 self._ready = True
                 self._start_if_ready()
             case "built":
-                self.num_parameters = message["num_parameters"]
-                self.device = message["device"]
+                count, device = message["num_parameters"], message["device"]
+                found = pb.WatchResponse(num_parameters=count, device=device)  # of these types?
+                self.num_parameters, self.device = found.num_parameters, found.device[:MAX_WORD]
             case "store" if self._store is not None:
                 self._store.heard(message)
             case "joined":
-                self.listens = message["address"]
+                self.listens = pb.WatchResponse(listens=message["address"]).listens[:MAX_WORD]
                 await self._become(State.SERVER_STATE_RUNNING)
             case "beat":
                 self.step = max(self.step, self.doing.step)
                 self._vitals.hear(message)
             case "snapshot":
-                await self._snapshot_taken(message["step"])
+                await self._snapshot_taken(pb.Saved(step=message["step"]).step)
             case "failed":
                 self.hear_all()  # what it has said before comes first
-                self.error = message["error"]
+                self.error = to_wire(from_wire(message["error"]))
                 await self.notify()
             case "left":
                 await self._become(State.SERVER_STATE_ENDED)

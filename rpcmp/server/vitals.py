@@ -27,10 +27,15 @@ class WorkerVitals:
         self._counted = time.monotonic()
 
     def hear(self, beat: Message) -> None:
-        """Keep what a sign of life says."""
+        """Keep what a sign of life says.
+
+        Raises:
+            TypeError, ValueError, LookupError: nothing that a worker of ours says.
+        """
         self._counted = time.monotonic()
-        self._in_flight = beat.get("in_flight", 0)
-        self.busy_seconds = beat.get("busy", {})
+        self._in_flight = pb.Vitals(in_flight=beat.get("in_flight", 0)).in_flight
+        busy = beat.get("busy", {})
+        self.busy_seconds = {kind: float(busy[kind]) for kind in "FBWO" if kind in busy}
         self._ways, self._tensors = (
             [
                 pb.Way(peer=peer, sent=sent, received=received, round_trip_s=seconds)

@@ -160,7 +160,7 @@ async def is_process(connection: socket.socket, pid: int) -> bool:
     here, there = _place(connection.getsockname()), _place(connection.getpeername())
     loop = asyncio.get_running_loop()
     found = await loop.run_in_executor(_thread, _ask, there, here)
-    return bool(found and found.inode) and holders.has_socket(pid, found.inode)
+    return found is not None and found.inode > 0 and holders.has_socket(pid, found.inode)
 
 
 async def require_own_server(connection: socket.socket, address: str) -> None:
