@@ -12,7 +12,6 @@ import grpc
 
 from rpcmp.server.listener import Interceptor
 from rpcmp.wire.inner import Inner
-from rpcmp.wire.role import STRANGER
 
 if TYPE_CHECKING:
     from rpcmp.server.listener import GrpcContext, Handler
@@ -56,7 +55,7 @@ def _refusing(handler: Handler, method: str, inner: Inner) -> Handler:
             f"the certificate is for a stage, and only a driver may call {method}: `rpcmp certs "
             "issue DIR --driver` makes one for it"
         )
-        if inner.role(grpc_context.peer()) == STRANGER:
+        if inner.is_stranger(grpc_context.peer()):
             why = (
                 f"this server does not let that process call {method}: either it works for another "
                 "process's job alone, or the caller is confined or in another container; with "

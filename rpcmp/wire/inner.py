@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rpcmp.errors import SecurityError
-from rpcmp.wire.role import Role
+from rpcmp.wire.role import STRANGER, Role
 
 if TYPE_CHECKING:
     from rpcmp.wire.front import Visitor
@@ -57,6 +57,15 @@ class Inner:
             peer: what gRPC says of the caller, "unix:" and the path, in which it quotes characters.
         """
         return _name(peer) in self._visitors
+
+    def is_stranger(self, peer: str) -> bool:
+        """Whether a caller is a process that the server does not work for.
+
+        Args:
+            peer: as in `knows`.
+        """
+        visitor = self._visitors.get(_name(peer))
+        return visitor is not None and visitor.role == STRANGER
 
     def role(self, peer: str) -> Role | None:
         """Return the role in a caller's certificate; None if there are no certificates.
