@@ -21,10 +21,12 @@ from hypothesis import strategies as st
 from rpcmp import transport
 from rpcmp.errors import SecurityError
 from rpcmp.source import Source
+from rpcmp.trace.spans import Kind, Span
 from rpcmp.wire import rpcformat, rpcpickle
 from rpcmp.wire.inspection import BROCHURE, MAX_PAYLOAD, MEMORY, Inspection, Pipes
 from rpcmp.wire.rpcformat import FormatError
 from rpcmp.worker.optimizer import StageOptimizer
+from rpcmp.worker.recorder import AT_ONCE
 from rpcmp.worker.stage import Stage
 from tests.pipes import Agents, Conversation
 
@@ -320,11 +322,20 @@ def test_stages_call_what_stages_call() -> None:
 @pytest.mark.parametrize(
     "data",
     [
-        b"\x80\x04crpcmp.transport\n_get_service\n)R.",
-        b"\x80\x04crpcmp.transport\n_get_service\n}\x8c\x01a\x8c\x01bsb.",
-        b"\x80\x04crpcmp.worker.stage\nStage.forward\n)\x81.",
-        b"\x80\x04crpcmp.work\nWork\n}\x8c\x01a\x8c\x01bsb.",
+        b"\x80\x04\x8c\x0frpcmp.transport\x8c\x0c_get_service\x93)R.",
+        b"\x80\x04\x8c\x0frpcmp.transport\x8c\x0c_get_service\x93}\x8c\x01a\x8c\x01bsb.",
+        b"\x80\x04\x8c\x12rpcmp.worker.stage\x8c\rStage.forward\x93)\x81.",
+        b"\x80\x04\x8c\nrpcmp.work\x8c\x04Work\x93}\x8c\x01a\x8c\x01bsb.",
         b"\x80\x04P0\n.",
+        b"\x80\x04crpcmp.work\nWork\n.",
+        b"\x80\x04NQ.",
+        b"\x80\x04Nr\xff\xff\xff\x7f.",
+        b"\x80\x04Nq\x01.",
+        b"\x80\x04I1\n.",
+        b"\x80\x04X\xff\xff\xff\xff.",
+        b"\x80\x04N.N.",
+        b"\x80\x04(" + b"]" * rpcpickle.MAX_OPERATIONS + b"l.",
+        b"",
         b"\x80\x04.",
         b"\x80\x04]",
         b"\x80\x04\x82\x01.",
@@ -333,6 +344,29 @@ def test_stages_call_what_stages_call() -> None:
 def test_nothing_is_called_or_changed_by_a_pickle_itself(data: bytes) -> None:
     with pytest.raises(FormatError):
         rpcpickle.require(data, "driver", is_call=True)
+
+
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary(),
+        lambda inner: (
+            st.lists(inner)
+            | st.dictionaries(st.text(), inner)
+            | st.tuples(inner, inner)
+            | st.frozensets(st.text())
+        ),
+    ),
+    st.integers(2, 400),
+)
+def test_whatever_the_pickler_writes_is_read(value: object, length: int) -> None:
+    for protocol in (4, 5):
+        for each in (value, ["a" * length, b"b" * length, bytearray(length), 1 << (8 * length)]):
+            rpcpickle.require(pickle.dumps(each, protocol=protocol), "driver", is_call=False)
+
+
+def test_all_that_a_stage_recorded_passes_at_once() -> None:
+    spans = [Span(Kind.FORWARD, n, n, 10**12 + n, 10**13 + n, 10**14 + n) for n in range(AT_ONCE)]
+    rpcpickle.require(pickle.dumps(spans, protocol=4), "stage1:0", is_call=False)
 
 
 def test_unfinished_messages_of_a_peer_are_bounded() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from rpcmp.trace.spans import NO_MICROBATCH, Kind, Span
 from rpcmp.worker import recorder
-from rpcmp.worker.recorder import Recorder
+from rpcmp.worker.recorder import AT_ONCE, Recorder
 
 
 class Clock:
@@ -57,6 +57,14 @@ def test_actions_are_kept_only_while_somebody_traces(clock: Clock) -> None:
         Span(Kind.OPTIMIZER, 7, NO_MICROBATCH, 40, 40, 45),
     ]
     assert stage.take_spans() == []
+
+
+def test_of_many_actions_an_answer_has_so_many(clock: Clock) -> None:
+    stage = Recorder()
+    stage.traces = True
+    for _ in range(AT_ONCE + 1):
+        add(stage, clock, "F", 10, 20)
+    assert [len(stage.take_spans()) for _ in range(3)] == [AT_ONCE, 1, 0]
 
 
 def test_nothing_is_ready_after_it_has_started(clock: Clock) -> None:

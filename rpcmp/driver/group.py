@@ -244,7 +244,7 @@ class Group:
         return self._everywhere(Stage.trace, on)
 
     def take_spans(self) -> dict[str, list[Span]]:
-        """What each stage has recorded since this was last asked."""
+        """What each stage has recorded next, at most `rpcmp.worker.recorder.AT_ONCE` actions."""
         return self._everywhere(Stage.take_spans)
 
     def follow(self) -> dict[str, str]:

@@ -10,6 +10,7 @@ from rpcmp.driver.clocks import Clocks
 from rpcmp.driver.group import Group
 from rpcmp.trace import chrome, clock
 from rpcmp.trace.spans import Span, Trace, Track
+from rpcmp.worker.recorder import AT_ONCE
 
 STEPS_BETWEEN = 50
 """Steps after which the spans are fetched, so that no worker piles up a run's."""
@@ -56,5 +57,9 @@ class Tracer:
         chrome.write(Trace(tracks, self._clocks.producers), path)
 
     def _fetch(self) -> None:
-        for stage, spans in self._group.take_spans().items():
-            self._spans[stage] += spans
+        while True:
+            found = self._group.take_spans()
+            for stage, spans in found.items():
+                self._spans[stage] += spans
+            if max(map(len, found.values())) < AT_ONCE:
+                return

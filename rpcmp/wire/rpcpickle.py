@@ -6,12 +6,18 @@ member on the other side has no business with: a stage asks others for outputs, 
 missing, and the driver for samples. Only the driver does the rest.
 
 The worker's own unpickler, `rpcmp.unpickling`, decides over everything else that is named.
+
+Both take memory as a pickle tells them to: ten bytes that remember something under a large number
+make Python reserve gigabytes, and a list of a megabyte of empty lists takes a hundred. So a pickle
+has to consist of what Python's pickler writes today (protocol 4), which numbers what it remembers
+by itself, and of not too much of it.
 """
 
 from __future__ import annotations
 
 import io
 import pickle
+import re
 from typing import Any
 
 from rpcmp.members import DRIVER
@@ -39,6 +45,22 @@ STAGES_CALL = {
 }
 """What a stage may call, of others and of the driver."""
 
+MAX_OPERATIONS = 2**20
+"""Of one pickle. Large are the samples of a data set that gives no tensors, and traces."""
+
+_RUN_LENGTH = 64
+
+_PLAIN = rb"[N\x88\x89\]ae)\x85-\x87t}su\x8f\x90\x91(01\x94\x93Rb\x81\x92]"
+_FIXED = rb"[Kh].|M..|[Jj].{4}|G.{8}|\x80[\x02-\x05]|\x95.{8}"
+_SHORT = b"|".join(re.escape(bytes([length])) + b".{%d}" % length for length in range(256))
+_RUN = re.compile(
+    rb"(?:%b|%b|[\x8cC\x8a](?:%b)){1,%d}+" % (_PLAIN, _FIXED, _SHORT, _RUN_LENGTH), re.DOTALL
+)
+"""Operations without arguments, with those of a fixed length, and with a length of one byte."""
+
+_LONG = {b"X": 4, b"B": 4, b"\x8b": 4, b"\x8d": 8, b"\x8e": 8, b"\x96": 8}
+"""Operations with long arguments, and how many bytes their lengths have."""
+
 
 def require(data: bytes, peer: str, is_call: bool) -> None:
     """Refuse a pickle that names a function which its sender may not call.
@@ -51,6 +73,7 @@ def require(data: bytes, peer: str, is_call: bool) -> None:
     Raises:
         FormatError: it does, or is no pickle.
     """
+    _require_bounded(data)
     reader = _Reader(io.BytesIO(data))
     try:
         reader.load()
@@ -63,6 +86,28 @@ def require(data: bytes, peer: str, is_call: bool) -> None:
             raise FormatError(f"an answer that names the function {module}.{name}")
         if peer != DRIVER and (module, name) not in STAGES_CALL:
             raise FormatError(f"a call of {module}.{name}, which only the driver may make")
+
+
+def _require_bounded(data: bytes) -> None:
+    """Refuse a pickle that would have who reads it take far more memory than it has itself.
+
+    Raises:
+        FormatError: it would, or may.
+    """
+    at = operations = 0
+    while (code := data[at : at + 1]) != b".":
+        begin = at
+        if (size := _LONG.get(code)) is not None:
+            at += 1 + size + int.from_bytes(data[at + 1 : at + 1 + size], "little")
+        elif (run := _RUN.match(data, at)) is not None:
+            at = run.end()
+        else:
+            raise FormatError("a pickle with what Python's pickler does not write")
+        operations += min(at - begin, _RUN_LENGTH)  # or less: some have arguments
+        if operations > MAX_OPERATIONS:
+            raise FormatError(f"a pickle of more than {MAX_OPERATIONS:,} operations")
+    if at + 1 != len(data):
+        raise FormatError("a pickle that goes on behind its end")
 
 
 class _Reader(pickle.Unpickler):

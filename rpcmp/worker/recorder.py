@@ -10,6 +10,9 @@ from rpcmp.trace.spans import Kind, Span
 STEPS_KEPT = 24
 """Steps before the newest whose actions are kept while somebody follows the run."""
 
+AT_ONCE = 10_000
+"""Actions in one answer: `rpcmp.wire.rpcpickle` takes no message of any length."""
+
 
 class Recorder:
     """Written by the compute thread alone; `take_busy` and `take_spans` run there as well.
@@ -50,8 +53,11 @@ class Recorder:
         return {str(kind): nanoseconds / 1e9 for kind, nanoseconds in busy.items()}
 
     def take_spans(self) -> list[Span]:
-        """The actions since this was last asked, in order; none unless `traces` is set."""
-        spans, self._spans = self._spans, []
+        """The next actions after those of the last answer, in order; none unless `traces` is set.
+
+        As many as AT_ONCE, if there are more; then there may be more to ask for.
+        """
+        spans, self._spans = self._spans[:AT_ONCE], self._spans[AT_ONCE:]
         return spans
 
     def recent(self, step: int, count: int) -> list[Span]:

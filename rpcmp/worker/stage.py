@@ -310,7 +310,7 @@ class Stage:
         return self._compute.future(switch)
 
     def take_spans(self) -> Future[Any]:
-        """The actions that were recorded since this was last asked."""
+        """The actions that were recorded after those of the last answer."""
         return self._compute.future(self._compute.recorder.take_spans)
 
     def follow(self) -> Future[Any]:
