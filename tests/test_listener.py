@@ -15,7 +15,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health_pb2_grpc import HealthStub
 
-from rpcmp.errors import JobError, RpcmpError
+from rpcmp.errors import BusyError, JobError, RpcmpError
 from rpcmp.server import listener
 from rpcmp.server.values import (
     MAX_ASKED,
@@ -223,6 +223,33 @@ def test_what_counts_does_so_within_64_bits() -> None:
         values.add("k", 1)
     assert values.add("k", -(2**63)) == -1
     assert values.add("k", -1) == -2
+
+
+def test_who_waits_for_keys_is_woken_by_these_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rpcmp.server.values.MAX_WAITING", 3)
+
+    async def scene() -> None:
+        values = Values()
+        both = asyncio.create_task(values.wait_for(["a", "b"]))
+        given_up = asyncio.create_task(values.wait_for(["c"]))
+        other = asyncio.create_task(values.wait_for(["c"]))
+        await asyncio.sleep(0)
+        with pytest.raises(JobError, match="3 questions to the rendezvous are unanswered"):
+            await values.wait_for(["d"])
+        given_up.cancel()
+        values.set("b", b"")
+        await asyncio.sleep(0)
+        values.set("a", b"")
+        await both
+        assert not other.done()
+        values.close()
+        for wait in (other, asyncio.create_task(values.wait_for(["c"]))):
+            with pytest.raises(BusyError, match="the job ended"):
+                await wait
+        assert values._waiting == {}
+        await values.wait_for(["a", "b"])
+
+    asyncio.run(scene())
 
 
 @pytest.mark.parametrize("count", [0, MAX_ASKED + 1])

@@ -257,6 +257,7 @@ class Claim:
 
     async def close(self) -> None:
         """End the worker and remove the job's code."""
+        self.values.close()
         if self._child is not None:
             await self._child.kill()
         tasks = [*self._tasks, *([self._listening] if self._listening is not None else [])]
@@ -297,7 +298,7 @@ class Claim:
             self._child.log.hear_all()
 
     async def notify(self) -> None:
-        """Wake up all who wait for a change, of the state or of the store."""
+        """Wake up all who wait for a change."""
         async with self.changed:
             self.changed.notify_all()
 

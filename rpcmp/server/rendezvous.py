@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 
-from rpcmp.errors import BusyError
 from rpcmp.server.control import answers_errors
 from rpcmp.server.values import require_askable
 from rpcmp.v1 import control_pb2 as pb
@@ -53,19 +52,13 @@ class RendezvousServicer(control_pb2_grpc.RendezvousServicer):
         claim = self._claim_of(request, grpc_context)
         self._require_own(claim, request.key, request.value, grpc_context)
         claim.values.set(request.key, request.value)
-        await claim.notify()
         return pb.SetResponse(generation=claim.generation)
 
     @answers_errors
     async def Get(self, request: pb.GetRequest, grpc_context: GrpcContext) -> pb.GetResponse:
         claim = self._claim_of(request, grpc_context)
         require_askable(request.keys)
-        async with claim.changed:
-            await claim.changed.wait_for(
-                lambda: self._server.claim is not claim or claim.values.has_all(request.keys)
-            )
-        if self._server.claim is not claim:
-            raise BusyError("the job ended while a worker waited for the others")
+        await claim.values.wait_for(request.keys)
         value = claim.values.get(request.keys[0])
         return pb.GetResponse(generation=claim.generation, value=value or b"")
 
@@ -79,7 +72,6 @@ class RendezvousServicer(control_pb2_grpc.RendezvousServicer):
         if (held or b"") == request.expected:
             held = request.desired
             claim.values.set(request.key, held)
-            await claim.notify()
         return pb.CompareSetResponse(generation=claim.generation, value=held or b"")
 
     @answers_errors
@@ -87,5 +79,4 @@ class RendezvousServicer(control_pb2_grpc.RendezvousServicer):
         claim = self._claim_of(request, grpc_context)
         self._require_own(claim, request.key, b"", grpc_context)
         value = claim.values.add(request.key, request.amount)
-        await claim.notify()
         return pb.AddResponse(generation=claim.generation, value=value)

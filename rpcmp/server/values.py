@@ -6,9 +6,10 @@ over, must not get hold of all memory by that.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable
 
-from rpcmp.errors import JobError
+from rpcmp.errors import BusyError, JobError
 
 MAX_KEY = 4096
 """Characters. Workers' names are in there, and stages' names in these."""
@@ -25,23 +26,69 @@ MAX_BYTES = 16 * 2**20
 MAX_ASKED = 1024
 """Keys that one question may name."""
 
+MAX_WAITING = 16 * 1024
+"""Questions for keys that nobody has set yet."""
+
 _LONGEST = len(str(-(2**63)))
 
 
 class Values:
-    """A key-value store with bounds."""
+    """A key-value store with bounds, in one event loop.
+
+    Who waits for a key is woken by that key alone: in a group of a thousand each waits for each.
+    """
 
     def __init__(self) -> None:
         self._values: dict[str, bytes] = {}
         self._bytes = 0
+        self._waiting: dict[str, dict[asyncio.Future[None], None]] = {}  # by key
+        self._num_waiting = 0
+        self._is_closed = False
 
     def get(self, key: str) -> bytes | None:
         """A value; None where there is none."""
         return self._values.get(key)
 
-    def has_all(self, keys: Iterable[str]) -> bool:
-        """Whether there is a value for each key."""
-        return all(key in self._values for key in keys)
+    async def wait_for(self, keys: Iterable[str]) -> None:
+        """Return when there is a value for each key.
+
+        Raises:
+            BusyError: the job ended first.
+            JobError: too many wait already.
+        """
+        if self._num_waiting >= MAX_WAITING:
+            raise JobError(f"{MAX_WAITING} questions to the rendezvous are unanswered already")
+        self._num_waiting += 1
+        try:
+            for key in keys:
+                await self._wait_for(key)
+        finally:
+            self._num_waiting -= 1
+
+    async def _wait_for(self, key: str) -> None:
+        while key not in self._values:
+            if self._is_closed:
+                raise BusyError("the job ended while a worker waited for the others")
+            wait = asyncio.get_running_loop().create_future()
+            waiting = self._waiting.setdefault(key, {})
+            waiting[wait] = None
+            try:
+                await wait
+            finally:
+                waiting.pop(wait, None)
+                if not waiting and self._waiting.get(key) is waiting:
+                    del self._waiting[key]
+
+    def close(self) -> None:
+        """Let nobody wait any longer."""
+        self._is_closed = True
+        for key in list(self._waiting):
+            self._wake(key)
+
+    def _wake(self, key: str) -> None:
+        for wait in self._waiting.pop(key, {}):
+            if not wait.done():
+                wait.set_result(None)
 
     def set(self, key: str, value: bytes) -> None:
         """Set a value.
@@ -61,6 +108,7 @@ class Values:
             raise JobError("the rendezvous is full")
         self._values[key] = value
         self._bytes = grown
+        self._wake(key)
 
     def add(self, key: str, amount: int) -> int:
         """Add to a value that counts; what it is then.
