@@ -686,3 +686,64 @@ def test_doctor_says_what_confines_a_jobs_code(job: JobFolder) -> None:
     found = [line for line in result.out.splitlines() if "confinement" in line]
     assert "Landlock ABI" in "".join(found)
     assert "seccomp" in "".join(found)
+
+
+WRITING = """
+import os, subprocess, zoo
+from torch import nn
+
+class Writing(nn.Module):
+    def __init__(self):
+        super().__init__()
+        kinds = [os.readlink(f"/proc/self/fd/{fd}").split(":")[0] for fd in (0, 1, 2)]
+        print("KINDS", *kinds, flush=True)
+        os.write(1, b"by descriptor \\x1b]0;title\\x07\\n")
+        subprocess.run(["echo", "by a program"])
+        os.write(2, b"the last")
+        for number in range(10_000):
+            os.write(2, b"again %d\\n" % number)
+
+    def forward(self, x):
+        return x
+
+def layers():
+    return [*zoo.mlp(), ("writing", Writing)]
+"""
+
+
+def test_a_confined_child_writes_to_no_terminal(job: JobFolder) -> None:
+    (job.folder / "writing.py").write_text(WRITING)
+    config = job.config(
+        """
+        steps = 2
+        [model]
+        layers = "writing:layers"
+        balance = [2, 3]
+        """
+    )
+    ours, theirs = os.openpty()
+    command = [sys.executable, "-m", "rpcmp", "drive", config, "--set", "security.confine=true"]
+    shown = b""
+    with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs) as process:
+        os.close(theirs)
+        try:
+            while part := _read(ours):
+                shown += part
+        finally:
+            process.kill()
+            os.close(ours)
+    text = shown.decode()
+    assert process.returncode == 0, text
+    assert "KINDS /dev/null pipe pipe" in text
+    for said in ("by descriptor", "by a program", "the last"):
+        assert said in text
+    assert "\x1b]0;title" not in text
+    assert text.count("again") < 100  # counted, and not shown
+
+
+def _read(terminal: int) -> bytes:
+    """What a terminal shows next; nothing once nobody has it any more."""
+    try:
+        return os.read(terminal, 65536)
+    except OSError:
+        return b""

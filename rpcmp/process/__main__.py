@@ -23,7 +23,7 @@ import selectors
 import signal
 import socket
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 from setproctitle import setproctitle
@@ -97,7 +97,7 @@ class ForkServer:
                 host, port = message["host"], message["port"]
                 _give(line, lambda: network.current.listener(host, port))
 
-    def _fork(self, line: socket.socket, message: dict[str, Any], fds: Sequence[int]) -> None:
+    def _fork(self, line: socket.socket, message: dict[str, Any], fds: list[int]) -> None:
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         try:
@@ -116,7 +116,7 @@ class ForkServer:
         self._children[pid] = line
         _tell(line, {"event": "started", "pid": pid})
 
-    def _become(self, message: dict[str, Any], fds: Sequence[int]) -> NoReturn:
+    def _become(self, message: dict[str, Any], fds: list[int]) -> NoReturn:
         """Be the child: as `python -m module CHANNEL PARENT STACKS ACTIVITY LOG HELD MORE...`."""
         os.setpgid(0, 0)  # what the user's code forks is ended together with it
         signal.set_wakeup_fd(-1)
@@ -127,6 +127,11 @@ class ForkServer:
         self._wakeup.close()
         self._lines.close()
         module, reach = message["module"], message["reach"]
+        if reach is not None:  # ours may be a terminal, see `rpcmp.logs.output`
+            output = fds.pop()
+            for standard in (1, 2):
+                os.dup2(output, standard)
+            os.close(output)
         channel, *more = fds
         sys.argv = [module, *map(str, (channel, self._pid, *more))]
         setproctitle(module)

@@ -23,6 +23,7 @@ from rpcmp import scratch, sealed
 from rpcmp.errors import WorkerDiedError, WorkerHungError, from_wire, one_line
 from rpcmp.logs.entry import entry_of, pass_on
 from rpcmp.logs.line import Line
+from rpcmp.logs.output import Output
 from rpcmp.logs.receiver import Hear, Receiver
 from rpcmp.process import exitcode, interpreter
 from rpcmp.process.activity import Activity
@@ -60,6 +61,7 @@ class Child:
         activity: Activity,
         log: Receiver,
         scratch: Path | None = None,
+        output: Output | None = None,
     ) -> None:
         self._process = process
         self._reader = reader
@@ -68,6 +70,7 @@ class Child:
         self.activity = activity
         self.log = log
         self.scratch = scratch
+        self._output = output
 
     @classmethod
     async def spawn(
@@ -97,26 +100,32 @@ class Child:
         ours, theirs = socket.socketpair()
         stacks, memory = Stacks(), sealed.memory("rpcmp-activity", mmap.PAGESIZE)
         activity = Activity(memory)
-        log = Receiver(hear or _heard_from(module))
+        hear = hear or _heard_from(module)
+        log = Receiver(hear)
         with contextlib.ExitStack() as on_error, theirs, os.fdopen(memory):
             on_error.enter_context(ours)  # its end is the end of a child that nobody owns
             on_error.callback(log.close)
             inherited = (theirs.fileno(), stacks.fd, memory, *log.fds, *fds)
-            folder = None
+            folder, output = None, None
             if reach is not None:
-                folder = scratch.create(SCRATCH)
+                folder, output = scratch.create(SCRATCH), Output(hear)
                 on_error.callback(scratch.remove, folder)
+                on_error.callback(output.close)
             process: asyncio.subprocess.Process | Forked
             if forks is None:
                 channel, *more = inherited
                 arguments = [str(each) for each in (channel, os.getpid(), *more)]
                 process = await interpreter.start(module, arguments, environment, inherited)
             else:
+                if output is not None:
+                    inherited = (*inherited, output.fd)
                 process = await forks.fork(module, environment, inherited, reach, str(folder or ""))
             reader, writer = await asyncio.open_connection(sock=ours, limit=limit)
             log.begin()
+            if output is not None:
+                output.begin()
             on_error.pop_all()
-        return cls(process, reader, writer, stacks, activity, log, folder)
+        return cls(process, reader, writer, stacks, activity, log, folder, output)
 
     @property
     def pid(self) -> int:
@@ -201,6 +210,8 @@ class Child:
         """End the child at once, and what it has forked; returns when it is gone."""
         interpreter.kill_group(self._process.pid)
         await self._process.wait()
+        if self._output is not None:
+            self._output.close()
         self.log.close()
         self._writer.close()
         if self.scratch is not None:  # on a thread: there may be much in it

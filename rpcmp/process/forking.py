@@ -107,7 +107,8 @@ class Forks:
         Args:
             environment: of the child, beyond our own; where it is another one than before, what was
                 forked before is ended.
-            fds: what the child inherits, see `rpcmp.process.channel.begin_child`.
+            fds: what the child inherits, see `rpcmp.process.channel.begin_child`; of one that is
+                confined the last is its standard output and error.
             reach: what the child may open, if it is confined.
             scratch: its folder for temporary files then.
 
