@@ -160,6 +160,11 @@ def test_only_files_of_the_driver_process_are_delivered(tmp_path: Path) -> None:
         outputs.deliver()
     written.unlink()
     outputs.deliver()  # there is none
+    with written.open("wb") as sparse:
+        sparse.truncate(2**40)
+    with pytest.raises(ConfigError, match="cannot write"):
+        outputs.deliver()
+    assert place.stat().st_size == 0
     written.write_text("a trace")
     outputs.deliver()
     assert place.read_text() == "a trace"

@@ -180,6 +180,17 @@ def test_bash_completes_what_is_typed(folder: Path, typed: str, becomes: str) ->
     assert found == becomes.removeprefix("rpcmp ").strip()
 
 
+def test_a_files_name_is_no_command(folder: Path) -> None:
+    bin_ = folder / "bin"
+    bin_.mkdir()
+    (bin_ / "rpcmp").write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m rpcmp "$@"\n')
+    (bin_ / "rpcmp").chmod(0o755)
+    for name in ("$(touch made).toml", "x\nplain,$(touch made).toml"):
+        (folder / "empty" / name).touch()
+    assert typed_in_bash(bin_, folder, "rpcmp drive empty/\t") == "drive empty/$(touch made).toml"
+    assert not (folder / "made").exists()
+
+
 def typed_in_bash(bin_: Path, folder: Path, typed: str) -> str:
     """The arguments that a command gets that is typed on a terminal."""
     import pty

@@ -82,6 +82,23 @@ def test_what_not_everybody_may_read_is_private(tree: Path) -> None:
     (tree / "a/deep/key").chmod(0o640)
     (tree / "b").chmod(0o750)
     assert sorted(private_files(str(tree))) == [str(tree / "a/deep/key"), str(tree / "b")]
+    assert private_files(str(tree), depth=2) == [str(tree / "b")]
+
+
+def test_a_path_of_modules_is_readable_unless_the_home_lies_in_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home, modules = tmp_path / "home/ann", tmp_path / "home/ann/modules"
+    modules.mkdir(parents=True)
+    (tmp_path / "link").symlink_to(home)
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.chdir(home)
+    paths = ["", ".", str(home), str(home.parent), "/", str(tmp_path / "link"), str(modules)]
+    monkeypatch.setattr(sys, "path", paths)
+    monkeypatch.setenv("LD_LIBRARY_PATH", os.pathsep.join(paths))
+    found = set(confinement._of_interpreter())
+    assert str(modules) in found
+    assert not found & {*paths[:-1], *map(os.path.realpath, paths[:-1])}
 
 
 def test_a_certificates_folder_is_hidden_and_an_authoritys(tmp_path: Path) -> None:
@@ -93,6 +110,11 @@ def test_a_certificates_folder_is_hidden_and_an_authoritys(tmp_path: Path) -> No
     assert hidden_by(certs / "stage0") == (str(certs / "stage0"),)
     (certs / "ca.key").write_text("key")
     assert hidden_by(certs / "stage0") == (str(certs / "stage0"), str(certs))
+    # A key that is a link, as in Kubernetes: what it leads to is hidden as well.
+    (certs / "stage0/tls.key").rename(tmp_path / "elsewhere.key")
+    (certs / "stage0/tls.key").symlink_to(tmp_path / "elsewhere.key")
+    assert str(tmp_path / "elsewhere.key") in hidden_by(certs / "stage0")
+    (tmp_path / "elsewhere.key").rename(certs / "stage0/tls.key")
     # The job lies in the authority's folder: only its keys are hidden.
     keys = [certs / "ca.key", certs / "driver/tls.key", certs / "stage0/tls.key"]
     found = hidden_by(certs / "stage0", needed=certs)
@@ -149,6 +171,9 @@ def test_the_filter_refuses_what_it_should_on_every_machine(
         assert verdict(machine, "clone", namespace | signal.SIGCHLD) == errno.EPERM
     assert verdict(machine, "ioctl", 0, 0x5401) == 0
     assert {verdict(machine, "ioctl", 0, command) for command in (0x5412, 0x541C)} == {errno.EPERM}
+    for call in ("setpriority", "ioprio_set"):
+        assert [verdict(machine, call, which) for which in range(3)].count(errno.EPERM) == 2
+    assert verdict(machine, "setpriority", os.PRIO_PROCESS) == 0
     assert verdict(machine, "prlimit64", 0) == 0
     assert verdict(machine, "prlimit64", 4711) == errno.EPERM
     assert verdict(machine, 63, 0) == 0
@@ -272,6 +297,8 @@ if __name__ == "__main__":
         "times": lambda: os.utime(given["secret"], (1, 1)),
         "a session": lambda: os.setsid(),
         "another group": lambda: os.setpgid(0, os.getpgid(os.getppid())),
+        "a group's priority": lambda: os.setpriority(os.PRIO_PGRP, os.getpgid(other), 19),
+        "notifications": lambda: call(294, 0),
         "shared memory of System V": lambda: call(29, 0, 4096, 0o1600),
         "what the supervisor reads, cut off": lambda: [
             os.ftruncate(int(fd), 0) for fd in os.listdir("/proc/self/fd")
@@ -722,7 +749,8 @@ def test_a_confined_child_writes_to_no_terminal(job: JobFolder) -> None:
         """
     )
     ours, theirs = os.openpty()
-    command = [sys.executable, "-m", "rpcmp", "drive", config, "--set", "security.confine=true"]
+    command = [sys.executable, "-m", "rpcmp", "drive", str(config)]
+    command += ["--set", "security.confine=true"]
     shown = b""
     with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs) as process:
         os.close(theirs)

@@ -80,3 +80,12 @@ def test_an_error_and_a_misuse_do_not_drive_the_terminal(tmp_path: Path) -> None
         assert found.code == 2
         assert "\x1b" not in found.err
         assert r"\x1b]0;" in found.err
+
+
+@pytest.mark.parametrize("end", ["\n", "\r", "\x1b[0m\n"])
+def test_only_we_say_what_to_try(tmp_path: Path, end: str) -> None:
+    found = rpcmp("drive", str(tmp_path / f"no such{end}try: rm -rf all"))
+    assert found.code == 2
+    assert "\n  try: rm -rf all" in found.err
+    tried = [line for line in found.err.splitlines() if line.startswith("try:")]
+    assert all("rm -rf" not in line for line in tried)

@@ -10,6 +10,7 @@ import contextlib
 import importlib
 import io
 import os
+import re
 import signal
 import sys
 
@@ -21,6 +22,7 @@ from rpcmp.errors import RpcmpError, StageError, exit_code
 from rpcmp.logs.display import Display
 from rpcmp.logs.entry import as_json, entry_of
 from rpcmp.logs.line import Line
+from rpcmp.visible import visible
 
 COMMANDS = (
     "bench",
@@ -102,6 +104,9 @@ def _show(error: RpcmpError, display: Display) -> None:
     text = f"rpcmp: {error}"
     if isinstance(error, StageError) and error.traceback:
         text = f"{error.traceback.rstrip()}\n{text}"
+    if not display.json:
+        # Much of it may be another's: only we say what to paste into a shell, as a line begins.
+        text = re.sub(r"^(?=try:)", "  ", visible(text), flags=re.MULTILINE)
     _say(Line("ERROR", "rpcmp", text), display)
     with contextlib.suppress(OSError):  # what helps depends on files; the error itself is said
         if command := _remedy(error):

@@ -30,7 +30,8 @@ def configs(ctx: click.Context, param: click.Parameter, incomplete: str) -> Item
     prefix = incomplete[: len(incomplete) - len(name)]
     files = [path.name for path in folder.glob("*.toml")]
     folders = {f"{path.parent.name}/" for path in folder.glob("*/*.toml")}
-    found = sorted(each for each in (*files, *folders) if each.startswith(name))
+    names = (each for each in (*files, *folders) if each.isprintable())  # else it is several lines
+    found = sorted(each for each in names if each.startswith(name))
     if not found:
         return [CompletionItem(incomplete, type="file")]
     return [CompletionItem(prefix + each) for each in found]

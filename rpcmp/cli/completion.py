@@ -40,11 +40,15 @@ def completion(shell: str) -> None:
 
 @add_completion_class
 class Bash(BashComplete):
-    """Bash takes "key=value" for three words, and puts a space behind all that is complete."""
+    """Bash takes "key=value" for three words, and puts a space behind all that is complete.
+
+    What it is given it inserts as it is: a file's name could be a command.
+    """
 
     source_template = BashComplete.source_template.replace(
         "COMPREPLY+=($value)",
-        'COMPREPLY+=("$value")\n            [[ $value == *[=./] ]] && compopt -o nospace',
+        'COMPREPLY+=("$(printf %%q "$value")")\n'
+        "            [[ $value == *[=./] ]] && compopt -o nospace",
     )
 
     def get_completion_args(self) -> tuple[list[str], str]:

@@ -7,15 +7,20 @@ from __future__ import annotations
 
 import errno
 import os
-import shutil
 import stat
 from pathlib import Path
+from typing import BinaryIO
 
 from rpcmp.errors import ConfigError
 from rpcmp.process.channel import Message
 
 KEYS = ("save_state", "trace", "last_steps")
 """Of an order to train; what each file is."""
+
+MAX_HOLES = 2**20
+"""Bytes that need not be on the disk: those of a small file may lie elsewhere."""
+
+BLOCK = 2**20
 
 
 class Outputs:
@@ -55,9 +60,24 @@ class Outputs:
                 continue
             try:
                 with open(written, "rb", opener=_open_own) as source, place.open("wb") as target:
-                    shutil.copyfileobj(source, target)
+                    _copy(source, target)
             except OSError as error:
                 raise ConfigError(f"cannot write {place}: {error.strerror}") from error
+
+
+def _copy(source: BinaryIO, target: BinaryIO) -> None:
+    """Copy a file as long as it is now, and as it takes up on the disk: holes would be written out.
+
+    Raises:
+        OSError: it has holes, or cannot be copied.
+    """
+    found = os.fstat(source.fileno())
+    if found.st_size > found.st_blocks * 512 + MAX_HOLES:
+        raise OSError(errno.EFBIG, f"it has {found.st_size} bytes, and most are not there")
+    left = found.st_size
+    while left and (part := source.read(min(left, BLOCK))):
+        target.write(part)
+        left -= len(part)
 
 
 def _open_own(path: str, flags: int) -> int:

@@ -33,7 +33,10 @@ SCRATCH = "rpcmp-scratch-"
 
 SYSTEM = ["/usr", "/lib", "/lib32", "/lib64", "/bin", "/sbin", "/opt", "/nix/store", "/etc"]
 SYSTEM += ["/proc", "/sys"]
-"""Readable for every process, but for what in /etc not every user may read."""
+"""Readable for every process, but for what in /etc and /opt not every user may read."""
+
+OPT_DEPTH = 2
+"""Folders of /opt that are looked at for such: it may hold whole systems."""
 
 DEVICES = ["/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom", "/dev/shm"]
 ACCELERATORS = ["/dev/nvidia*", "/dev/dri", "/dev/kfd", "/dev/dxg", "/dev/accel*"]
@@ -109,7 +112,7 @@ def enter(reach: Reach, scratch: str) -> None:
     tempfile.tempdir = None
     capabilities.gain_none()
     if landlock.abi():
-        hidden = [*reach.hidden, *private_files("/etc")]
+        hidden = [*reach.hidden, *private_files("/etc"), *private_files("/opt", OPT_DEPTH)]
         readable = [*SYSTEM, *_of_interpreter(), *_of_resolver(), *reach.readable]
         writable = [*_devices(), scratch, *reach.writable]
         landlock.restrict(

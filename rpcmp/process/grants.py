@@ -69,10 +69,14 @@ def _granted(path: str, access: Access, hidden: set[str]) -> Iterator[Grant]:
                 yield from _granted(entry.path, access, within)
 
 
-def private_files(folder: str) -> list[str]:
+def private_files(folder: str, depth: int = 100) -> list[str]:
     """Return what in `folder` is not for every user of the host to read: keys, hashes of passwords.
 
     Whoever owns a file may read it, and root owns those of /etc.
+
+    Args:
+        folder: absolute.
+        depth: how many folders deep it is looked at.
     """
     found = []
     for entry in _entries(folder):
@@ -82,8 +86,8 @@ def private_files(folder: str) -> list[str]:
         wanted = stat.S_IROTH | stat.S_IXOTH if is_folder else stat.S_IROTH
         if entry.stat(follow_symlinks=False).st_mode & wanted != wanted:
             found.append(entry.path)
-        elif is_folder:
-            found += private_files(entry.path)
+        elif is_folder and depth > 1:
+            found += private_files(entry.path, depth - 1)
     return found
 
 

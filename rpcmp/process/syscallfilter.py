@@ -41,11 +41,14 @@ REFUSED = tuple(
     truncate setxattr fsetxattr lsetxattr setxattrat removexattr fremovexattr lremovexattr
     removexattrat file_setattr utime utimes futimesat utimensat setsid setpgid
     shmget shmat shmctl msgget msgsnd msgrcv msgctl semget semop semctl semtimedop
+    inotify_init inotify_init1 fanotify_init process_madvise process_mrelease migrate_pages
+    move_pages
     """.split()  # noqa: SIM905
 )
 """With EPERM. Modes, owners and times are their owner's to change even of files that are open to be
 read only. A process that could leave its group would outlive its job. Shared memory and queues of
-System V are not files."""
+System V are not files. Of files that may not be opened notifications would tell the names, and when
+they are used."""
 
 MISSING = ["io_uring_setup", "io_uring_enter", "io_uring_register", "clone3"]
 """With ENOSYS. Of clone3 the filter could not see the flags; glibc then calls clone."""
@@ -67,7 +70,9 @@ _NUMBERS = """
     fsetxattr 190 7, fremovexattr 199 16, utime 132 -, utimes 235 -, futimesat 261 -,
     utimensat 280 88, setsid 112 157, setpgid 109 154, shmget 29 194, shmat 30 196,
     shmctl 31 195, msgget 68 186, msgsnd 69 189, msgrcv 70 188, msgctl 71 187, semget 64 190,
-    semop 65 193, semctl 66 191, semtimedop 220 192
+    semop 65 193, semctl 66 191, semtimedop 220 192, inotify_init 253 -, inotify_init1 294 26,
+    fanotify_init 300 262, process_madvise 440 440, process_mrelease 448 448,
+    migrate_pages 256 238, move_pages 279 239, setpriority 141 140, ioprio_set 251 30
 """
 """Of each call its number on x86-64 and on 64-bit ARM, which does not have all of them."""
 
@@ -91,6 +96,7 @@ _NUMBER_AT, _ABI_AT, _ARGUMENTS_AT = 0, 4, 16
 _X32 = 0x40000000
 _NEW_NAMESPACES = 0x7E020000
 _SOCKET_TYPE = 0xF
+_IOPRIO_WHO_PROCESS = 1
 _TIOCSTI, _TIOCLINUX = 0x5412, 0x541C
 _SET_FILTER, _ALL_THREADS, _GET_ACTION = 1, 1, 2
 
@@ -182,6 +188,19 @@ def _by_argument() -> dict[str, list[Instruction]]:
             (_LOAD, 0, 0, _argument(1)),
             (_EQUAL, 1, 0, _TIOCSTI),
             (_EQUAL, 0, 1, _TIOCLINUX),
+            _REFUSE,
+            _ACCEPT,
+        ],
+        # Of one process, or thread, and not of all of a group or user.
+        "setpriority": [
+            (_LOAD, 0, 0, _argument(0)),
+            (_EQUAL, 1, 0, os.PRIO_PROCESS),
+            _REFUSE,
+            _ACCEPT,
+        ],
+        "ioprio_set": [
+            (_LOAD, 0, 0, _argument(0)),
+            (_EQUAL, 1, 0, _IOPRIO_WHO_PROCESS),
             _REFUSE,
             _ACCEPT,
         ],
