@@ -17,7 +17,6 @@ import importlib
 import pickle
 import sys
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from enum import Enum, EnumType
 from types import FunctionType
 from typing import Any
@@ -73,11 +72,25 @@ def allow(modules: Iterable[str], files: Iterable[str] = ()) -> None:
     _named.update(module.partition(".")[0] for module in (*given, *files))
 
 
-@dataclass(frozen=True, slots=True)
 class Method:
-    """A function that a message names; not to be called before the message has been read."""
+    """A function that a message names; not to be called before the message has been read.
+
+    Attributes:
+        function: never another: a message cannot change it.
+    """
+
+    __slots__ = ("function",)
 
     function: Callable[..., Any]
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        object.__setattr__(self, "function", function)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise SecurityError(f"a message changes the method {self.function.__qualname__}")
+
+    def __setstate__(self, state: object) -> None:
+        raise SecurityError(f"a message changes the method {self.function.__qualname__}")
 
 
 class Unpickler(pickle.Unpickler):

@@ -346,6 +346,19 @@ def test_nothing_is_called_or_changed_by_a_pickle_itself(data: bytes) -> None:
         rpcpickle.require(data, "driver", is_call=True)
 
 
+@pytest.mark.parametrize("module", ["transport", "work"])
+def test_a_pickle_changes_nothing_for_those_after_it(module: str) -> None:
+    name = b"\x8c%c%s\x8c\t_dispatch\x93" % (6 + len(module), f"rpcmp.{module}".encode())
+    for attribute in (b"__new__", b"__setstate__", b"append"):
+        changes = b"N}\x8c%c%sNs\x86b." % (len(attribute), attribute)
+        with pytest.raises(FormatError):
+            rpcpickle.require(b"\x80\x04" + name + changes, "driver", is_call=True)
+    with pytest.raises(FormatError, match="a function that is called by the pickle itself"):
+        rpcpickle.require(
+            b"\x80\x04\x8c\x0frpcmp.transport\x8c\t_dispatch\x93)R.", "driver", is_call=True
+        )
+
+
 @given(
     st.recursive(
         st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary(),

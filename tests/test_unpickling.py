@@ -173,3 +173,12 @@ def test_a_reference_is_to_a_python_object() -> None:
     for fork in ((0, 1, 0, 2, 1, 0, "__torch__.Evil"), (0, 1), [0, "PyObject"], None):
         with pytest.raises(SecurityError, match="which nobody may send"):
             receive(fork)
+
+
+@pytest.mark.parametrize("state", [b"]Na", b"N}\x8c\x08functionNs\x86", b"}\x8c\x08functionNs"])
+def test_a_message_does_not_change_what_it_calls(state: bytes) -> None:
+    named = b"\x8c\x12rpcmp.worker.stage\x8c\rStage.forward\x93"
+    method = unpickling.Unpickler(io.BytesIO(b"\x80\x04" + named + b".")).load()
+    with pytest.raises(SecurityError, match=r"changes the method Stage\.forward"):
+        unpickling.Unpickler(io.BytesIO(b"\x80\x04" + named + state + b"b.")).load()
+    assert method.function is Stage.forward

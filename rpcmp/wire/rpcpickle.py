@@ -125,14 +125,21 @@ class _Reader(pickle.Unpickler):
         return _Data
 
 
-class _Function:
+class _Unchanged(type):
+    """Of the stand-ins: a pickle may change what it names, and this process reads many."""
+
+    def __setattr__(cls, name: str, value: object) -> None:
+        raise FormatError(f"a pickle that changes {name!r} of what it names")
+
+
+class _Function(metaclass=_Unchanged):
     """A function in a message: an argument, never called or changed while the message is read."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> _Function:
         raise FormatError("a function that is called by the pickle itself")
 
 
-class _Data:
+class _Data(metaclass=_Unchanged):
     """A class in a message, and what is made of it: takes everything, and keeps nothing."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> _Data:
