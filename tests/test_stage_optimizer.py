@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from typing import Any
 
@@ -249,3 +250,43 @@ def test_what_is_loaded_does_not_choose_the_kernel() -> None:
     optimizer._load_state_dict({**whole, "param_groups": {optimizer.stage: groups}})
     assert optimizer._optimizer is not None
     assert not optimizer._optimizer.param_groups[0]["fused"]
+
+
+@pytest.mark.parametrize("kept", ["contiguous", "expanded"])
+def test_a_fused_kernel_gets_state_that_lies_as_its_parameter_does(kept: str) -> None:
+    """Files keep no strides, and the kernel goes by those of the parameter alone."""
+
+    def laid_out() -> tuple[StageModel, StageOptimizer]:
+        model, optimizer = made(FUSED)
+        for parameter in optimizer._parameters:
+            if parameter.dim() == 2:  # as channels-last is, of more dimensions
+                parameter.data = parameter.data.t().contiguous().t()
+        return model, optimizer
+
+    def step(optimizer: StageOptimizer, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        for parameter in optimizer._parameters:
+            gradient = torch.randn(parameter.shape, generator=generator)
+            parameter.grad = torch.empty_like(parameter).copy_(gradient)
+        optimizer.step_now()
+
+    model, optimizer = laid_out()
+    step(optimizer, 1)
+    found = copy.deepcopy(state(model, optimizer))
+    for values in found.state.values():
+        for key in ("exp_avg", "exp_avg_sq"):
+            values[key] = values[key].clone(memory_format=torch.contiguous_format)
+            if kept == "expanded":
+                values[key] = values[key].flatten()[0].expand(values[key].shape)
+    other_model, other = laid_out()
+    other_model.load_state_dict(model.state_dict())
+    other.restore(found)
+    for parameter, values in zip(other._parameters, found.state.values(), strict=True):
+        for key in ("exp_avg", "exp_avg_sq"):
+            loaded = other._optimizer.state[parameter][key]  # type: ignore[union-attr]
+            assert torch.equal(loaded, values[key])
+            assert loaded.stride() == parameter.stride()
+    for each in (optimizer, other):
+        step(each, 2)
+    if kept == "contiguous":
+        assert str(state(other_model, other)) == str(state(model, optimizer))

@@ -187,6 +187,7 @@ class StageOptimizer:
             for key, value in state.state.get(name, {}).items():
                 if isinstance(value, Tensor) and found[key].dtype is not value.dtype:
                     found[key] = value.to(found[key].device)
+        self._lay_out()
 
     def state_dict(self) -> Future[Any]:
         """The state by parameter name, the group's options and the scheduler's state, on the host.
@@ -304,6 +305,7 @@ class StageOptimizer:
                 ],
             }
         )
+        self._lay_out()
         self._require_options()
         scheduler = state["scheduler"].get(self.stage)
         if self._scheduler is not None and scheduler is not None:
@@ -328,6 +330,23 @@ class StageOptimizer:
                         f"{tuple(value.shape)}, and the parameter {tuple(parameter.shape)}: it is "
                         "another model's, or damaged; resume from another checkpoint"
                     )
+
+    def _lay_out(self) -> None:
+        """Give what was loaded for a fused kernel the strides of its parameter.
+
+        The kernel goes through their memory in step, and files and messages keep no strides: a
+        state that was not channels-last, as its parameter is, would meet other elements; and one
+        that is expanded has less memory than it says.
+        """
+        assert self._optimizer is not None
+        if not any(group.get("fused") for group in self._optimizer.param_groups):
+            return
+        for parameter in self._parameters:
+            found = self._optimizer.state[parameter]
+            for key, value in found.items():
+                is_like_it = isinstance(value, Tensor) and value.shape == parameter.shape
+                if is_like_it and value.stride() != parameter.stride():
+                    found[key] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
 
     def _require_options(self) -> None:
         """Another kind of optimizer has other options, and would miss its own in its next step."""
