@@ -26,15 +26,16 @@ The holder of a spare's certificate
     shown   test_roles
 The holder of the driver's certificate
     can     run code on the hosts, confined as below, or with --allow and --no-code only what they
-            have; read and write checkpoints beneath --checkpoints; stop servers
+            have; read and write checkpoints beneath --checkpoints, other jobs' too; stop servers
     cannot  reach keys, homes, other data, or the server itself
     shown   test_confinement, test_allow
 A job's code, whoever has written it
-    can     use the network, compute, read what every user of the host may, what --data and
-            `[data] paths` grant, and the job's own files; drive servers of the same user that take
-            calls without a certificate, if they were started by hand; end its own server
-    cannot  reach the rest, or outlive the job; a job that is not confined can do what its user may
-    shown   test_confinement, test_believed, test_servers
+    can     use the network, compute, and slow down its host; read what every user of the host may,
+            what --data and `[data] paths` grant, and the job's own files; see which files there
+            are, and whose; end its own server's work for the job
+    cannot  reach the rest, have a server of its user work for it, write to a terminal, or outlive
+            the job; a job that is not confined can do what its user may
+    shown   test_confinement, test_believed, test_localpeer
 The author of a file that is opened: a trace, a run folder, a checkpoint, a config
     can     have it say what is not so; a config names code, as a program does
     cannot  execute anything by data, fill memory, or drive the terminal
