@@ -26,6 +26,7 @@ hosts=$(scontrol show hostnames "${SLURM_JOB_NODELIST:?}")
 mapfile -t nodes <<< "$hosts"
 max_requeues=${RPCMP_MAX_REQUEUES:-20}
 stages=()
+echoes=()
 driver=
 
 # Of this one run, on all nodes, and for nobody else's eyes: certificates, and what servers say.
@@ -36,6 +37,10 @@ clean_up() {
     if ((${#stages[@]})); then
         kill -TERM "${stages[@]}" 2> /dev/null || true
         wait "${stages[@]}" || true
+        for pipe in "$folder"/*.pipe; do
+            : <> "$pipe" # one whose stage ended before it wrote waits for somebody to
+        done
+        wait "${echoes[@]}" || true # or they make files in the folder that is being removed
     fi
     rm -rf "$folder"
 }
@@ -66,13 +71,16 @@ rpcmp certs init "$folder/certs" "${nodes[@]/#/--host=}"
 
 # On free ports, so that two jobs may share a node; each server says which it has got.
 for stage in "${!nodes[@]}"; do
-    # shellcheck disable=SC2312 # tee fails where the job's own output does
+    said=$folder/stage$stage
+    mkfifo "$said.pipe"
+    tee "$said" < "$said.pipe" &
+    echoes+=("$!")
     srun --nodes=1 --ntasks=1 --nodelist="${nodes[stage]}" \
         --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" \
         rpcmp serve --stage "$stage" --listen 0.0.0.0:0 --certs "$folder/certs/stage$stage" \
         --checkpoints "${RPCMP_CHECKPOINTS:-$PWD}" \
         ${RPCMP_DATA:+--data "$RPCMP_DATA"} \
-        > >(tee "$folder/stage$stage") 2>&1 &
+        > "$said.pipe" 2>&1 &
     stages+=("$!")
 done
 
