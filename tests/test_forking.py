@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rpcmp.errors import WorkerDiedError
+from rpcmp.errors import JobError, WorkerDiedError
 from rpcmp.process.child import Child
 from rpcmp.process.environment import compute_environment
 from rpcmp.process.forking import Forks
@@ -206,5 +206,23 @@ def test_a_child_that_nobody_waits_for_any_more_is_ended(token: str) -> None:
             await end(first)
             await end(last)
             poll_for(lambda: not server.children(), "no child to be left")
+
+    asyncio.run(run())
+
+
+def test_a_port_that_a_generation_before_has_left_may_be_listened_on_again() -> None:
+    async def run() -> None:
+        async with forks() as by:
+            child, _ = await spawn(by)
+            first = await by.listener("127.0.0.1", 0)
+            where = first.getsockname()
+            with first, await by.connectable() as dialing:
+                dialing.connect(where)
+                accepted, _ = first.accept()
+                accepted.close()  # ours ends first, so that it is ours that the kernel remembers
+                assert dialing.recv(1) == b""
+            with await by.listener(*where), pytest.raises(JobError, match="in use"):
+                await by.listener(*where)
+            await end(child)
 
     asyncio.run(run())

@@ -147,7 +147,7 @@ class Forks:
         """A TCP socket there that listens.
 
         Raises:
-            JobError: the port is taken, which only happens where the network is not private.
+            JobError: the port is taken.
         """
         made: socket.socket = await self._ask({"op": "listener", "host": host, "port": port})
         return made

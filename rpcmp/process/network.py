@@ -109,6 +109,8 @@ class Network:
         def listen() -> socket.socket:
             listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
             try:
+                # What a generation before has closed at the same port is of no concern.
+                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 if not self.is_private:  # two servers on a host may relay to the same third
                     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
                 listener.bind((host, port))

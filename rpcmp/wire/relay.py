@@ -136,7 +136,7 @@ class Relay:
             peers: all others that it cannot reach by itself.
 
         Raises:
-            WorkerDiedError: an address is taken; only where workers are on the host's loopback.
+            WorkerDiedError: an address is taken.
             SecurityError: a peer says that it listens where others than its host's reach it; or
                 other users reach our listeners, and the kernel does not say whose a connection is.
         """
