@@ -284,7 +284,7 @@ class Session:
             async for message in driver.messages():
                 await self._heard(driver, message)
         except (ValueError, LookupError, TypeError) as nonsense:
-            raise driver.talks_nonsense(nonsense) from nonsense
+            raise driver.talks_nonsense(nonsense, "the driver process") from nonsense
         code = await driver.wait()
         died = f"the driver process (pid {driver.pid}) {exitcode.told(code)}"
         error = WorkerDiedError("\n".join(filter(None, [died, driver.stacks.read()])))

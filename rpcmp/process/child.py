@@ -217,10 +217,17 @@ class Child:
         if self.scratch is not None:  # on a thread: there may be much in it
             await asyncio.to_thread(scratch.remove, self.scratch)
 
-    def talks_nonsense(self, error: Exception) -> WorkerDiedError:
-        """The error that says that a message of this child could not be understood."""
-        who = f"a process that this one started (pid {self.pid})"
-        return WorkerDiedError(f"{who} speaks nonsense: {one_line(error)}")
+    def talks_nonsense(self, error: Exception, who: str = "a process") -> WorkerDiedError:
+        """The error that says that a message of this child could not be understood.
+
+        Args:
+            error: why not.
+            who: it is, "the worker of stage 'a'".
+        """
+        return WorkerDiedError(
+            f"{who} on {platform.node()} (pid {self.pid}) speaks nonsense: {one_line(error)}: its "
+            "memory is broken, or its code writes to descriptors that are not its own"
+        )
 
     async def hung(self, stage: str, seconds: float) -> WorkerHungError:
         """The error that says what this child was doing when it was not heard of any more."""

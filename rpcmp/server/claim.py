@@ -311,7 +311,7 @@ class Claim:
             async for message in child.messages():
                 await self._heard(message)
         except (ValueError, KeyError, TypeError) as error:
-            self.error = to_wire(child.talks_nonsense(error))
+            self.error = to_wire(child.talks_nonsense(error, self._worker))
             await child.kill()
         self.exit_code = await child.wait() or 0
         await child.kill()  # what the user's code has forked
@@ -394,12 +394,16 @@ class Claim:
         if self._child is not None and self._started:
             self._child.send(message)
 
+    @property
+    def _worker(self) -> str:
+        """What errors call the worker."""
+        return f"the worker of {f'stage {self.stage_name!r}' if self.stage_name else 'this server'}"
+
     def _obituary(self, child: Child) -> str:
-        stage = repr(self.stage_name) if self.stage_name else "this server"
         place = f"on {platform.node()} (pid {child.pid})"
         doing = self.doing
         of = "" if doing.microbatch < 0 else f" of micro-batch {doing.microbatch}"
         what = f" in {doing.phase}{of}" if doing.phase else ""
         step = f" at step {doing.step}" if doing.step else ""
-        died = f"the worker of stage {stage} {place} {exitcode.told(self.exit_code)}{what}{step}"
+        died = f"{self._worker} {place} {exitcode.told(self.exit_code)}{what}{step}"
         return "\n".join(filter(None, [died, child.stacks.read()]))
