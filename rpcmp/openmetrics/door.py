@@ -23,6 +23,7 @@ from prometheus_client.registry import Collector
 
 from rpcmp import addresses
 from rpcmp.errors import ConfigError
+from rpcmp.wire.accept import accept_speaking, speaks_second
 from rpcmp.wire.budget import Budget, Guest, peer_of, share
 from rpcmp.wire.credentials import Credentials
 from rpcmp.wire.security import Security, is_loopback
@@ -107,7 +108,6 @@ class _Handler(WSGIRequestHandler):
 
 class _Server(ThreadingMixIn, WSGIServer):
     daemon_threads = True
-    request_queue_size = 128
 
     def __init__(self, host: str, port: int, credentials: Credentials | None) -> None:
         self._credentials = credentials
@@ -124,6 +124,11 @@ class _Server(ThreadingMixIn, WSGIServer):
         self.server_name = str(host)
         self.setup_environ()
 
+    def server_activate(self) -> None:
+        """Listen."""
+        self.socket.setblocking(False)
+        speaks_second(self.socket)
+
     def get_request(self) -> tuple[socket.socket, Any]:
         """Return the next connection, with the certificate that there is now, maybe a new one.
 
@@ -133,7 +138,7 @@ class _Server(ThreadingMixIn, WSGIServer):
         if not self._budget.has_room():
             time.sleep(LEAVING_SECONDS)
             raise BlockingIOError("a connection has to leave first")
-        connection, address = super().get_request()
+        connection, address = accept_speaking(self.socket)
         try:
             peer = peer_of(connection)
             if self._credentials is not None:

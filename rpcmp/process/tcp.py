@@ -18,6 +18,7 @@ _LIBC = ctypes.CDLL(None)
 
 # Where in `struct tcp_info` they stand, which only ever grows at its end (linux/tcp.h).
 _RTT_US = struct.Struct("<I"), 68
+_RESENT = struct.Struct("<I"), 100
 _ACKED_RECEIVED = struct.Struct("<QQ"), 120
 _LEAST_BYTES, _MOST_BYTES = 136, 512
 
@@ -33,12 +34,14 @@ class Info(NamedTuple):
         sent: bytes that the other end has acknowledged.
         received: bytes that have come.
         round_trip_s: the kernel's smoothed estimate of seconds to the other end and back.
+        resent: packets, those of the handshake included.
     """
 
     state: int
     sent: int
     received: int
     round_trip_s: float
+    resent: int
 
 
 def info(fd: int) -> Info | None:
@@ -52,7 +55,9 @@ def info(fd: int) -> Info | None:
     (round_trip_us,) = layout.unpack_from(data, offset)
     layout, offset = _ACKED_RECEIVED
     sent, received = layout.unpack_from(data, offset)
-    return Info(data.raw[0], sent, received, round_trip_us / 1e6)
+    layout, offset = _RESENT
+    (resent,) = layout.unpack_from(data, offset)
+    return Info(data.raw[0], sent, received, round_trip_us / 1e6, resent)
 
 
 def own_address(fd: int) -> str:

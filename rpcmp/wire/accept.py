@@ -9,6 +9,7 @@ import socket
 from collections.abc import AsyncGenerator
 from typing import Any
 
+from rpcmp.process import tcp
 from rpcmp.wire.budget import Budget, Guest, peer_of
 
 RETRY_SECONDS = 0.1
@@ -19,17 +20,63 @@ LEAVING_SECONDS = 0.001
 SILENT_SECONDS = 5
 """How long the kernel may keep a connection to itself that says nothing; it rounds that up."""
 
+BACKLOG = 4096
+"""Connections that the kernel may hold back; what is more is accepted at once, by SYN cookies."""
+
+SILENT_AT_ONCE = 64
+"""Silent connections that are closed before something else gets its turn."""
+
 log = logging.getLogger(__name__)
 
 
 def speaks_second(listener: socket.socket) -> None:
-    """Have the kernel hold connections back until they have said something, or for some seconds.
+    """Listen; have the kernel hold connections back until they have said something, or for seconds.
 
     Silent ones, which strangers may hold open in any number, then cost this process nothing. For
     protocols whose client speaks first, and does so before it is accepted.
+
+    Args:
+        listener: bound to an address.
     """
-    with contextlib.suppress(OSError, AttributeError):  # no Linux: they are accepted at once
+    listener.listen(BACKLOG)
+    with contextlib.suppress(OSError, AttributeError):  # no Linux, no TCP: it does not wait
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, SILENT_SECONDS)
+
+
+def accept_speaking(listener: socket.socket) -> tuple[socket.socket, Any]:
+    """Accept as `listener.accept` does, but close what the kernel has waited for in vain.
+
+    That costs much less than to begin a protocol, and to find out whose the connection is.
+
+    Args:
+        listener: does not block; only one that `speaks_second` is waited for.
+
+    Raises:
+        OSError: as `listener.accept` does; BlockingIOError also if all that came were silent.
+    """
+    for _ in range(SILENT_AT_ONCE):
+        connection, address = socket.socket.accept(listener)
+        if not (_defers(listener) and _was_silent(connection)):
+            return connection, address
+        connection.close()
+    raise BlockingIOError("whatever came has said nothing")
+
+
+def _defers(listener: socket.socket) -> bool:
+    try:
+        return bool(listener.getsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT))
+    except (OSError, AttributeError):
+        return False
+
+
+def _was_silent(connection: socket.socket) -> bool:
+    """Return whether the kernel has waited in vain for a connection's first byte.
+
+    It then repeats the handshake, and hands over what answers that. A connection that speaks is
+    handed over with what it says, also if its handshake had to be repeated because it got lost.
+    """
+    seen = tcp.info(connection.fileno())
+    return seen is not None and seen.received == 0 and seen.resent > 0
 
 
 async def connections(
@@ -48,7 +95,7 @@ async def connections(
         while budget is not None and not budget.has_room():
             await asyncio.sleep(LEAVING_SECONDS)
         try:
-            connection, _ = listener.accept()
+            connection, _ = accept_speaking(listener)
         except (BlockingIOError, InterruptedError, ConnectionError):  # gone again
             continue
         except OSError as error:  # too many open files: later there may be fewer
@@ -94,7 +141,7 @@ class BoundedListener(socket.socket):
         """
         if not self._budget.has_room():
             raise BlockingIOError("a connection has to leave first")
-        plain, address = super().accept()
+        plain, address = accept_speaking(self)
         connection = _Accepted(self.family, self.type, self.proto, plain.detach())
         guest = self._budget.admit(peer_of(connection), connection.end)
         if guest is None:
