@@ -126,6 +126,14 @@ def newer(job: Job, client: StageClient) -> Awaitable[int]:
     return fetched(client, request)
 
 
+async def one_newer(job: Job, client: StageClient) -> int:
+    """`newer` as neighbours ask for it: again where the worker was faster, its steps are short."""
+    for _ in range(100):
+        with contextlib.suppress(CheckpointError):
+            return await newer(job, client)
+    raise AssertionError("always overwritten")
+
+
 OF_MEMBERS: dict[str, tuple[Callable[[Job, StageClient], Awaitable[Any]], str]] = {
     "snapshot": (
         lambda job, client: snapshot(job, client, "stage0", 1),
@@ -193,7 +201,7 @@ def test_only_the_stage_that_mirrors_a_stage_acknowledges_its_steps(job: Job) ->
             SecurityError, match=f"stage {number}, which may not mirror .* only stage 1 may"
         ):
             job.ask(name, lambda client: newer(job, client))
-    assert job.ask("stage1", lambda client: newer(job, client)) > 0
+    assert job.ask("stage1", lambda client: one_newer(job, client)) > 0
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import random
 import socket
 import ssl
 from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -108,6 +109,26 @@ def test_every_byte_arrives_both_ways_at_once(sessions: Make) -> None:
         assert arrived[1] == back
 
     through(sessions, use)
+
+
+def test_pipelines_in_two_threads_do_not_get_each_others_bytes(sessions: Make) -> None:
+    def carry(byte: bytes) -> bool:
+        sent = byte * 40_000_000
+        arrived = b""
+
+        async def use(near: socket.socket, far: socket.socket) -> None:
+            async def send() -> None:
+                await asyncio.get_running_loop().sock_sendall(near, sent)
+                near.shutdown(socket.SHUT_WR)
+
+            nonlocal arrived
+            arrived, _ = await asyncio.gather(read_all(far), send())
+
+        through(sessions, use)
+        return arrived == sent
+
+    with ThreadPoolExecutor(2) as threads:
+        assert all(threads.map(carry, [b"a", b"b"]))
 
 
 def test_one_side_may_close_and_still_be_answered(sessions: Make) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import threading
 from collections.abc import Callable
 
 from rpcmp.errors import RelayError
@@ -15,9 +16,20 @@ from rpcmp.wire.end import CHUNK, HEADER, End
 from rpcmp.wire.inspection import Inspection
 from rpcmp.wire.session import Session
 
-_buffer = memoryview(bytearray(HEADER.size + CHUNK))
-_plain = memoryview(bytearray(HEADER.size + CHUNK))
-"""What is read is passed on before anything else is read, so one buffer serves all connections."""
+
+class _Buffers(threading.local):
+    """Of all connections of an event loop: what is read is passed on before anything else is read.
+
+    Not of the process: a program may have a pipeline, with a loop of its own, in each of its
+    threads, and a socket that is read lets go of the interpreter lock.
+    """
+
+    def __init__(self) -> None:
+        self.read = memoryview(bytearray(HEADER.size + CHUNK))
+        self.plain = memoryview(bytearray(HEADER.size + CHUNK))
+
+
+_buffers = _Buffers()
 
 
 async def splice(one: End, other: End, inspection: Inspection | None = None) -> None:
@@ -151,8 +163,9 @@ class _Direction:
         return self._received is not None and self._received.is_held
 
     def _read_plain(self) -> None:
-        if count := self._source.socket.recv_into(_buffer[HEADER.size :]):
-            self._carry_from(_buffer, count)
+        buffer = _buffers.read
+        if count := self._source.socket.recv_into(buffer[HEADER.size :]):
+            self._carry_from(buffer, count)
         else:
             self._broke_off()
 
@@ -167,17 +180,19 @@ class _Direction:
             self._carry(buffer[HEADER.size :][:count])
 
     def _read_tls(self, session: Session) -> None:
-        count = self._source.socket.recv_into(_buffer)
+        buffer = _buffers.read
+        count = self._source.socket.recv_into(buffer)
         if not count:
             self._broke_off()
             return
-        session.feed(_buffer[:count])
+        session.feed(buffer[:count])
         self._decrypt(session)
 
     def _decrypt(self, session: Session) -> None:
+        plain = _buffers.plain
         try:
-            while count := session.decrypt(_plain[HEADER.size :]):
-                self._carry_from(_plain, count)
+            while count := session.decrypt(plain[HEADER.size :]):
+                self._carry_from(plain, count)
         except EOFError:
             self._broke_off()
 
