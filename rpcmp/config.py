@@ -15,7 +15,17 @@ from pydantic import Field, PrivateAttr, model_validator
 
 from rpcmp import configrules, graph
 from rpcmp.errors import ConfigError
-from rpcmp.kinds import NAME, Autocast, Factory, FactoryOrName, Positive, Schedule, Strict
+from rpcmp.kinds import (
+    NAME,
+    Autocast,
+    Factory,
+    FactoryOrName,
+    OptimizerFactory,
+    OptimizerOrName,
+    Positive,
+    Schedule,
+    Strict,
+)
 from rpcmp.members import Member
 from rpcmp.sections import (
     CheckpointConfig,
@@ -85,8 +95,8 @@ class Config(Strict):
         description="mean loss of (outputs, targets): a class such as torch.nn:CrossEntropyLoss, "
         "or a function"
     )
-    optimizer: FactoryOrName = Field(
-        default_factory=lambda: Factory(callable="torch.optim:SGD", kwargs={"lr": 0.01}),
+    optimizer: OptimizerOrName = Field(
+        default_factory=lambda: OptimizerFactory(callable="torch.optim:SGD", kwargs={"lr": 0.01}),
         description="the optimizer; each stage has one of its own",
     )
     scheduler: FactoryOrName | None = Field(default=None, description="learning-rate scheduler")
@@ -356,7 +366,7 @@ class Config(Strict):
         """Which replica of a stage computes which bundle of micro-batches."""
         return self.stage(self.stage_names.index(stage_name)).turns
 
-    def optimizer_of(self, index: int) -> Factory:
+    def optimizer_of(self, index: int) -> OptimizerFactory:
         """The optimizer of one stage: its own, or the job's with the stage's arguments."""
         return self.optimizer.adapted(self.stage(index).optimizer)
 

@@ -5,7 +5,7 @@ Strict, so that neither a wrong type nor an unknown key is taken for something e
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     AfterValidator,
@@ -17,6 +17,7 @@ from pydantic import (
     JsonValue,
     Tag,
     TypeAdapter,
+    model_validator,
 )
 
 from rpcmp import sizes
@@ -60,11 +61,49 @@ class Factory(Strict):
     )
     kwargs: Arguments = Field(default_factory=dict, description="its keyword arguments")
 
-    def adapted(self, own: Factory | dict[str, Any]) -> Factory:
+    def adapted(self, own: Self | dict[str, Any]) -> Self:
         """What a stage gets in the place of the job's factory, this one; see Own."""
         if isinstance(own, Factory):
             return own
-        return Factory(callable=self.callable, kwargs={**self.kwargs, **own})
+        return self.model_copy(update={"kwargs": {**self.kwargs, **own}})
+
+
+class ParameterGroup(BaseModel):
+    """Parameters that have options of their own: whatever else is given beside `match`."""
+
+    model_config = ConfigDict(extra="allow", strict=True, frozen=True, ser_json_inf_nan="constants")
+
+    match: list[str] = Field(
+        min_length=1,
+        description='their names in the unsplit model, with * and ?, such as "*.bias"',
+    )
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The optimizer's options that hold for them."""
+        return dict(self.__pydantic_extra__ or {})
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_options(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        options = _plain({key: value for key, value in given.items() if key != "match"})
+        if not options:
+            raise ValueError("what is different for them? give an option, such as lr = 0.1")
+        if "params" in options:
+            raise ValueError("`match` says which parameters; `params` is no option")
+        return {**given, **options}
+
+
+class OptimizerFactory(Factory):
+    """An optimizer."""
+
+    groups: list[ParameterGroup] = Field(
+        default_factory=list,
+        description="parameters that have other options, such as "
+        '[{ match = ["*.bias"], weight_decay = 0.0 }]; the first that matches holds',
+    )
 
 
 def _expand(value: Any) -> Any:
@@ -74,12 +113,15 @@ def _expand(value: Any) -> Any:
 FactoryOrName = Annotated[Factory, BeforeValidator(_expand)]
 """A Factory; a bare "module:callable" stands for one without arguments."""
 
+OptimizerOrName = Annotated[OptimizerFactory, BeforeValidator(_expand)]
+"""The same for an optimizer."""
+
 
 def _own(value: Any) -> Any:
     """A stage's table: a factory of its own, or arguments of the job's, but not both."""
     value = _expand(value)
     if isinstance(value, dict) and "callable" in value:
-        mixed = ", ".join(f"`{key}`" for key in value if key not in Factory.model_fields)
+        mixed = ", ".join(f"`{key}`" for key in value if key not in OptimizerFactory.model_fields)
         if mixed:
             raise ValueError(
                 f"{mixed} beside `callable`: what a stage has of its own is written "
@@ -90,6 +132,11 @@ def _own(value: Any) -> Any:
         raise ValueError(
             "`kwargs` without `callable`: write arguments that override the job's as they are, "
             "such as { lr = 0.1 }"
+        )
+    elif isinstance(value, dict) and "groups" in value:
+        raise ValueError(
+            "`groups` without `callable`: give them in the job's [optimizer], where `match` says "
+            "which parameters of which stage they are"
         )
     return value
 
@@ -106,6 +153,13 @@ Own = Annotated[
 ]
 """What one stage has instead of the job's: a factory, or arguments for the job's own. Tags in
 brackets are no keys: errors leave them out."""
+
+OwnOptimizer = Annotated[
+    Annotated[OptimizerFactory, Tag("<factory>")] | Annotated[Arguments, Tag("<arguments>")],
+    Discriminator(_kind),
+    BeforeValidator(_own),
+]
+"""The same for an optimizer."""
 
 Positive = Annotated[int, Field(ge=1)]
 

@@ -13,7 +13,7 @@ import torch
 from pydantic import Field
 from torch import nn
 
-from rpcmp import devices, factory, inflight, layers, partition, ties, weights
+from rpcmp import devices, factory, inflight, layers, optimizers, partition, ties, weights
 from rpcmp.config import Config
 from rpcmp.errors import ConfigError, one_line
 from rpcmp.kinds import Factory, Strict
@@ -204,7 +204,7 @@ def _try_optimizer(config: Config, index: int) -> None:
         return
     own, of_stage = config.stage(index), f" of stage {config.stage_names[index]!r}"
     where = f"optimizer{of_stage if own.optimizer else ''}"
-    optimizer = factory.create(source, where, [nn.Parameter(torch.zeros(1))])
+    optimizer = optimizers.create(source, {"": nn.Parameter(torch.zeros(1))}, where)
     if schedule is not None and _everywhere(schedule):
         factory.create(schedule, f"scheduler{of_stage if own.scheduler else ''}", optimizer)
 

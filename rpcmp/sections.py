@@ -19,6 +19,7 @@ from rpcmp.kinds import (
     Factory,
     FactoryOrName,
     Own,
+    OwnOptimizer,
     Positive,
     Size,
     Strict,
@@ -87,7 +88,7 @@ class StageConfig(Strict):
         description='memory limit for `balance = "auto"`, such as "8 GiB"; the host\'s share when '
         "omitted",
     )
-    optimizer: Own = Field(
+    optimizer: OwnOptimizer = Field(
         default_factory=dict,
         description="an optimizer of its own; or arguments that override `[optimizer]`'s, such as "
         "{ lr = 0.1 }",

@@ -2,8 +2,9 @@
 
 One `seed` rules everything. Each use derives its own stream from the seed and from what the
 number is for: (seed, "init", layer) for parameters, (seed, "train", step, micro-batch, layer)
-for dropout, (seed, "epoch", epoch) for shuffling. No stream depends on where the model is cut, on
-the schedule or on which host draws from it, so none of these change a run's bits.
+for dropout, (seed, "epoch", epoch) for shuffling. None of these depends on where the model is cut,
+on the schedule or on which host draws from it, so none of these change a run's bits. What a stage's
+optimizer draws, some add noise, comes from (seed, "optimizer", step, stage).
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, MutableMapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 Spec = dict[str, Any]
@@ -17,7 +18,7 @@ def encode(value: Any, tensors: MutableMapping[str, Tensor], name: str = "") -> 
     """What `value` is, as JSON; its tensors are added to `tensors`.
 
     Args:
-        value: tensors, numbers, strings and None, in tuples, lists and dicts of these.
+        value: tensors, dtypes, numbers, strings and None, in tuples, lists and dicts of these.
         tensors: gets each tensor under the keys that lead to it, joined with dots.
         name: what these names begin with.
 
@@ -36,6 +37,8 @@ def encode(value: Any, tensors: MutableMapping[str, Tensor], name: str = "") -> 
     if isinstance(value, tuple | list):
         kind = "tuple" if isinstance(value, tuple) else "list"
         return {kind: [encode(v, tensors, _join(name, i)) for i, v in enumerate(value)]}
+    if isinstance(value, torch.dtype):
+        return {"dtype": str(value).removeprefix("torch.")}
     return {"value": _plain(value)}
 
 
@@ -51,7 +54,16 @@ def decode(spec: Spec, tensors: Mapping[str, Tensor]) -> Any:
             return tuple(decode(item, tensors) for item in content)
         case "list":
             return [decode(item, tensors) for item in content]
+        case "dtype":
+            return _dtype(content)
     return content
+
+
+def _dtype(name: str) -> torch.dtype:
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"{name!r} is no dtype of torch")
+    return found
 
 
 def _join(name: str, key: Any) -> str:

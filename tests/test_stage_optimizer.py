@@ -222,7 +222,7 @@ def test_a_stage_without_parameters_has_no_optimizer() -> None:
     train(model, optimizer)
     assert optimizer.report is not None
     assert optimizer.report.learning_rate is None
-    assert optimizer.parts() == ({}, None, None, None)
+    assert optimizer.parts() == ({}, None, None, None, None)
 
 
 FUSED = {"optimizer": {"callable": "torch.optim:AdamW", "kwargs": {"lr": 0.5, "fused": True}}}
@@ -283,7 +283,7 @@ def test_a_fused_kernel_gets_state_that_lies_as_its_parameter_does(kept: str) ->
     other.restore(found)
     for parameter, values in zip(other._parameters, found.state.values(), strict=True):
         for key in ("exp_avg", "exp_avg_sq"):
-            loaded = other._optimizer.state[parameter][key]  # type: ignore[union-attr]
+            loaded = other._optimizer.state[parameter][key]
             assert torch.equal(loaded, values[key])
             assert loaded.stride() == parameter.stride()
     for each in (optimizer, other):

@@ -122,7 +122,7 @@ class DistributedOptimizer:
 
     def state_dict(self) -> dict[str, Any]:
         """The state of all stages: "state" by parameter name, the scaler's, the rest by stage."""
-        merged: dict[str, Any] = {"state": {}, "param_groups": {}, "scheduler": {}}
+        merged: dict[str, Any] = {"state": {}, "param_groups": {}, "scheduler": {}, "aside": {}}
         for part in self._optimizers.on_firsts(StageOptimizer.state_dict).values():
             for key, value in part.items():
                 merged[key].update(value)

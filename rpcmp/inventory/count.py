@@ -12,7 +12,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from rpcmp import factory, layers, tree
+from rpcmp import layers, optimizers, tree
 from rpcmp.errors import RpcmpError
 from rpcmp.inventory.facts import LayerFacts, StageFacts
 from rpcmp.plan import Assignment
@@ -47,7 +47,7 @@ def count(assignment: Assignment) -> StageFacts:
         buffer_bytes=_bytes(buffers),
         foreign_bytes=_bytes(foreign.values()),
         gradient_bytes=_bytes(trained.values()),
-        optimizer_bytes=_optimizer_bytes(assignment, list(own.values())),
+        optimizer_bytes=_optimizer_bytes(assignment, own),
     )
 
 
@@ -69,16 +69,16 @@ def _bytes(tensors: Iterable[Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-def _optimizer_bytes(assignment: Assignment, parameters: list[nn.Parameter]) -> int | None:
+def _optimizer_bytes(assignment: Assignment, named: dict[str, nn.Parameter]) -> int | None:
     """Of the state that the optimizer has after a step; None where it needs real numbers."""
-    if not parameters:
+    if not named:
         return 0
-    shapes = [nn.Parameter(torch.empty_like(value, device=META)) for value in parameters]
-    for shape in shapes:
+    shapes = {n: nn.Parameter(torch.empty_like(p, device=META)) for n, p in named.items()}
+    for shape in shapes.values():
         shape.grad = torch.empty_like(shape)
     source = assignment.config.optimizer_of(assignment.stage_index)
     try:
-        optimizer = factory.create(source, "optimizer", shapes)
+        optimizer = optimizers.create(source, shapes)
         optimizer.step()
         return _bytes(tree.tensors(optimizer.state_dict()))
     except RpcmpError:  # it cannot be had at all

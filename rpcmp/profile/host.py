@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rpcmp import devices, factory, layers, tree
+from rpcmp import devices, factory, layers, optimizers, tree
 from rpcmp.balance.profile import HostProfile, LayerProfile, Order
 from rpcmp.errors import JobError, RpcmpError
 from rpcmp.graph import SOURCES, Reference
@@ -68,7 +68,7 @@ def _part(stage: str, reference: Reference, has: dict[str, Any]) -> Any:
 def _load_lazily_loaded(order: Order) -> None:
     """Train a tiny model: torch loads some 100 MiB of itself only then, in a worker as well."""
     model = nn.Linear(2, 2)
-    optimizer = factory.create(order.config.optimizer_of(0), "optimizer", list(model.parameters()))
+    optimizer = optimizers.create(order.config.optimizer_of(0), dict(model.named_parameters()))
     model(torch.ones(2, 2)).sum().backward()
     optimizer.step()
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rpcmp import factory, tree
+from rpcmp import optimizers, tree
 from rpcmp.balance.profile import LayerProfile
 from rpcmp.config import Config
 from rpcmp.plan import Assignment
@@ -60,14 +60,11 @@ class Layer:
         self._inputs, self._targets = inputs, targets
         self._work = _work(inputs, config)
         self._splitter = Splitter()
-        self._trained = [
-            value for _, value in self._model.named_parameters() if value.requires_grad
-        ]
+        trained = {n: value for n, value in self._model.named_parameters() if value.requires_grad}
+        self._trained = list(trained.values())
         self._optimizer: torch.optim.Optimizer | None = None
         if self._trained:
-            self._optimizer = factory.create(
-                config.optimizer_of(stage_index), "optimizer", self._trained
-            )
+            self._optimizer = optimizers.create(config.optimizer_of(stage_index), trained)
         self.outputs: Any = None
 
     def measure(self) -> LayerProfile:

@@ -7,7 +7,7 @@ optimizer a stage here, and none may step where any must not; so all of them are
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
 
+from rpcmp import seeds
 from rpcmp.config import Config
 
 
@@ -31,13 +32,12 @@ class Steps:
 
     Args:
         config: the job.
-        optimizers: of all stages.
+        optimizers: of all stages, by name.
     """
 
-    def __init__(self, config: Config, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    def __init__(self, config: Config, optimizers: Mapping[str, torch.optim.Optimizer]) -> None:
         self._max_norm = config.max_grad_norm
-        self._optimizers = optimizers
-        self._together = _Together(optimizers) if optimizers else None
+        self._together = _Together(config.seed, optimizers) if optimizers else None
         self._scaler: Any = None
         if (scaling := config.loss_scaling) is not None:
             self._scaler = GradScaler(
@@ -55,11 +55,12 @@ class Steps:
         scaled: Tensor = self._scaler.scale(loss)
         return scaled
 
-    def step(self, parameters: Iterable[nn.Parameter]) -> bool:
+    def step(self, parameters: Iterable[nn.Parameter], number: int) -> bool:
         """Step all optimizers; whether they did.
 
         Args:
             parameters: all that are trained, in order.
+            number: of the step, from 1.
         """
         parameters = list(parameters)
         has_gradients = any(parameter.grad is not None for parameter in parameters)
@@ -68,26 +69,35 @@ class Steps:
             scaler.unscale_(self._together)
         if self._max_norm is not None:
             torch.nn.utils.clip_grad_norm_(parameters, self._max_norm)
-        if scaler is None or self._together is None:
-            for optimizer in self._optimizers:
-                optimizer.step()
+        if self._together is None:
             return True
-        before = self._together.steps
-        scaler.step(self._together)
-        scaler.update()
+        before, self._together.number = self._together.steps, number
+        if scaler is None:
+            self._together.step()
+        else:
+            scaler.step(self._together)
+            scaler.update()
         return self._together.steps > before
 
 
 class _Together(torch.optim.Optimizer):
-    """Several optimizers as one."""
+    """Several optimizers as one.
 
-    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-        super().__init__([{"params": group["params"]} for group in groups], {})
+    Attributes:
+        number: of the step that follows, from 1.
+        steps: how many there were.
+    """
+
+    def __init__(self, seed: int, optimizers: Mapping[str, torch.optim.Optimizer]) -> None:
+        every = [group for optimizer in optimizers.values() for group in optimizer.param_groups]
+        super().__init__([{"params": group["params"]} for group in every], {})
+        self._seed = seed
         self._optimizers = optimizers
+        self.number = 1
         self.steps = 0
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for optimizer in self._optimizers:
+        for stage, optimizer in self._optimizers.items():
+            seeds.seed_all(self._seed, "optimizer", self.number, stage)
             optimizer.step()
         self.steps += 1

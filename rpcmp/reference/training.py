@@ -7,7 +7,8 @@ Imports none of the data plane, so an error there cannot hide here. The rules:
 - before each layer the generators are seeded by (seed, "train", step, micro-batch, layer);
 - every (reader, input) gets a clone of its own, whose gradient is contiguous; what passes between
   the layers of a stage, forwards or as a gradient, is contiguous and aligned to 64 bytes;
-- stages run in topological order, and one optimizer a stage steps after all slices;
+- stages run in topological order, and one optimizer a stage steps after all slices, the generators
+  seeded by (seed, "optimizer", step, stage);
 - autocast and loss scaling are those of `rpcmp.reference.precision`, a region of autocast for every
   call of a layer and one for the loss;
 - what replicas of a stage do is the business of `rpcmp.reference.replicas`, and what stages that
@@ -25,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from rpcmp import factory, layers, seeds, sums
+from rpcmp import factory, layers, optimizers, seeds, sums
 from rpcmp.config import Config
 from rpcmp.data import Batches
 from rpcmp.graph import Reference
@@ -47,7 +48,7 @@ class UnsplitModel:
         self._graph = config.graph()
         self._loss = factory.function(config.loss, "loss")
         self._modules: dict[str, dict[str, nn.Module]] = {}
-        self._optimizers: list[torch.optim.Optimizer] = []
+        self._optimizers: dict[str, torch.optim.Optimizer] = {}
         self._schedulers: list[Any] = []
         for index, stage in enumerate(config.stage_names):
             self._modules[stage] = layers.build(config, index, layer_names[stage])
@@ -123,7 +124,7 @@ class UnsplitModel:
         for replicas in self._replicas:
             replicas.sum()
         self._ties.sum()
-        has_stepped = self._steps.step(self.parameters())
+        has_stepped = self._steps.step(self.parameters(), step)
         self._ties.follow()
         for parameter in self.parameters():
             parameter.grad = None
@@ -177,24 +178,25 @@ class UnsplitModel:
 
     def _add_optimizer(self, index: int, stage: str) -> None:
         settings = self._config.stage(index)
-        named = {
-            f"{layer}.{name}": parameter
-            for layer, module in self._modules[stage].items()
-            for name, parameter in module.named_parameters()
-        }
-        parameters = list(dict.fromkeys(named.values()))
+        named: dict[nn.Parameter, str] = {}
+        for layer, module in self._modules[stage].items():
+            for name, parameter in module.named_parameters():
+                named.setdefault(parameter, f"{layer}.{name}")
         if settings.frozen:
-            for parameter in parameters:
+            for parameter in named:
                 parameter.requires_grad_(False)
-        tied = {id(p) for name, p in named.items() if name in self._config.tied_to}
-        trained = [p for p in parameters if p.requires_grad and id(p) not in tied]
+        trained = {
+            name: parameter
+            for parameter, name in named.items()
+            if parameter.requires_grad and name not in self._config.tied_to
+        }
         if not trained:
             return
-        source = self._config.optimizer_of(index)
-        self._optimizers.append(factory.create(source, "optimizer", trained))
+        optimizer = optimizers.create(self._config.optimizer_of(index), trained)
+        self._optimizers[stage] = optimizer
         schedule = self._config.scheduler_of(index)
         if schedule is not None:
-            made = factory.create(schedule, "scheduler", self._optimizers[-1])
+            made = factory.create(schedule, "scheduler", optimizer)
             self._schedulers.append(made)
 
     def _step_schedulers(self, loss: float) -> None:

@@ -2,6 +2,7 @@
 
     model.<name>                     parameters and buffers, by their names in the unsplit model
     optimizer.<parameter>.<key>      what the optimizer keeps of a parameter
+    aside.<key>                      what it keeps beside the parameters
     metadata "rpcmp"                 step, stage, options and scheduler, now and as they were
                                      built, and what is no tensor
 
@@ -37,6 +38,7 @@ class StageState:
         scheduler: its state; None without one.
         built: "groups" and "scheduler" as the config had them built, and "asked", what it said;
             None without an optimizer.
+        aside: what the optimizer keeps beside its parameters; see worker.optimizerstate.
     """
 
     step: int
@@ -46,6 +48,7 @@ class StageState:
     groups: Any
     scheduler: Any
     built: Any = None
+    aside: Any = None
 
 
 def pack(state: StageState) -> tuple[dict[str, Tensor], str]:
@@ -61,6 +64,7 @@ def pack(state: StageState) -> tuple[dict[str, Tensor], str]:
         "groups": treespec.encode(state.groups, tensors, "optimizer"),
         "scheduler": treespec.encode(state.scheduler, tensors, "scheduler"),
         "built": treespec.encode(state.built, tensors, "built"),
+        "aside": treespec.encode(state.aside, tensors, "aside"),
         "state": {
             name: treespec.encode(value, tensors, f"optimizer.{name}")
             for name, value in state.state.items()
@@ -92,7 +96,7 @@ def unpack(
     if missing := sorted(set(model) - set(merged)):
         raise CheckpointError(f"stage {stage!r} misses {', '.join(missing)} in {', '.join(paths)}")
     training = [part for part in parts if part.groups is not None]
-    _require_agreement(training, stage)
+    _require_agreement(training, stage, set(trained))
     first = training[0] if training else None
     return StageState(
         step=parts[0].step,
@@ -102,41 +106,60 @@ def unpack(
         groups=first.groups if first else None,
         scheduler=first.scheduler if first else None,
         built=first.built if first else None,
+        aside=first.aside if first else None,
     )
 
 
 def _read(path: str, model: set[str], trained: set[str]) -> StageState:
     try:
         with safe_open(path, "pt") as file:
-            about = json.loads((file.metadata() or {})["rpcmp"])
-            tensors = _Tensors(file)
-            return StageState(
-                step=about["step"],
-                stage=about["stage"],
-                model={
-                    name: tensors[f"model.{name}"]
-                    for name in sorted(model)
-                    if f"model.{name}" in tensors
-                },
-                state={
-                    name: treespec.decode(spec, tensors)
-                    for name, spec in about["state"].items()
-                    if name in trained
-                },
-                groups=treespec.decode(about["groups"], tensors),
-                scheduler=treespec.decode(about["scheduler"], tensors),
-                built=treespec.decode(about["built"], tensors) if "built" in about else None,
-            )
+            return decoded((file.metadata() or {})["rpcmp"], _Tensors(file), model, trained)
     except Exception as error:  # the library raises its own, and KeyError is ours
         raise CheckpointError(f"{path} is no stage's state: {error}") from error
 
 
-def _require_agreement(parts: Sequence[StageState], stage: str) -> None:
+def decoded(
+    text: str, tensors: Mapping[str, Tensor], model: Collection[str], trained: Collection[str]
+) -> StageState:
+    """What `pack` was given: of it what these parameters, buffers and trained ones need.
+
+    Args:
+        text: the metadata.
+        tensors: by name.
+    """
+    about = json.loads(text)
+    return StageState(
+        step=about["step"],
+        stage=about["stage"],
+        model={
+            name: tensors[f"model.{name}"] for name in sorted(model) if f"model.{name}" in tensors
+        },
+        state={
+            name: treespec.decode(spec, tensors)
+            for name, spec in about["state"].items()
+            if name in trained
+        },
+        groups=treespec.decode(about["groups"], tensors),
+        scheduler=treespec.decode(about["scheduler"], tensors),
+        built=treespec.decode(about["built"], tensors) if "built" in about else None,
+        aside=treespec.decode(about["aside"], tensors) if "aside" in about else None,
+    )
+
+
+def _require_agreement(parts: Sequence[StageState], stage: str, trained: Collection[str]) -> None:
     """One optimizer has one set of options: what it takes over must not differ."""
+    for part in parts:
+        names = (part.aside or {}).get("names")
+        if names is not None and set(names) != set(trained):
+            raise CheckpointError(
+                f"stage {stage!r} takes layers over from {part.stage!r}, whose optimizer keeps "
+                "more than a state of each parameter: it fits no other cut; keep the balance"
+            )
     for part in parts[1:]:
         first = parts[0]
         if part.step != first.step or not _is_same(
-            (part.groups, part.scheduler), (first.groups, first.scheduler)
+            (part.groups, part.scheduler, part.aside),
+            (first.groups, first.scheduler, first.aside),
         ):
             raise CheckpointError(
                 f"stage {stage!r} takes layers over from {first.stage!r} and {part.stage!r}, whose "

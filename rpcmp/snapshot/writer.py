@@ -157,6 +157,17 @@ class _Layout:
         return 8 + len('{"__metadata__": , ') + metadata + len(self._index)
 
 
+def require_storable(name: str, tensor: Tensor) -> None:
+    """Check that a file can hold this tensor.
+
+    Raises:
+        TypeError: it has a dtype or a layout that the format does not have.
+    """
+    _dtype(name, tensor.dtype)
+    if tensor.layout is not torch.strided:
+        raise TypeError(f"{name!r} is {tensor.layout}, which safetensors does not have")
+
+
 def _dtype(name: str, dtype: torch.dtype) -> str:
     try:
         return DTYPES[dtype]

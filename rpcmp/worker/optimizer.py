@@ -1,26 +1,27 @@
-"""A stage's optimizer: an ordinary torch.optim one.
+"""A stage's optimizer: an ordinary torch.optim one, or the user's own.
 
-Gradients lie in `.grad` of the stage's parameters, so any torch optimizer and scheduler works
-unchanged. `rpcmp.driver.optimizer` is the handle for all stages together.
+Gradients lie in `.grad` of the stage's parameters, so any optimizer and scheduler works unchanged.
+`rpcmp.driver.optimizer` is the handle for all stages together.
 """
 
 from __future__ import annotations
 
 import copy
+import functools
 import hashlib
 import json
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.futures import Future
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from rpcmp import factory
-from rpcmp.errors import CheckpointError, ConfigError, RpcmpError, StageError, one_line
+from rpcmp import factory, optimizers, seeds
+from rpcmp.errors import ConfigError, RpcmpError, StageError, one_line
 from rpcmp.kinds import Factory
 from rpcmp.plan import Assignment
 from rpcmp.snapshot.state import StageState
@@ -28,7 +29,9 @@ from rpcmp.trace.spans import NO_MICROBATCH, Kind
 from rpcmp.work import StepReport
 from rpcmp.worker.compute import ComputeThread
 from rpcmp.worker.model import StageModel
+from rpcmp.worker.optimizerstate import Kept, OptimizerState
 from rpcmp.worker.precision import LossScale, require_unscalable, unscale
+from rpcmp.worker.rehearsal import require_restorable, require_steppable
 from rpcmp.worker.renewal import Built, Options, renewed
 
 
@@ -69,23 +72,31 @@ class StageOptimizer:
         self._compute = compute
         config = assignment.config
         self._steps_scheduler = config.steps_scheduler("step") and not config.holds_steps
-        source = config.optimizer_of(assignment.stage_index)
+        source = self._source = config.optimizer_of(assignment.stage_index)
         trained = {n: value for n, value in model.named_parameters() if value.requires_grad}
         self._trained = list(trained.values())
-        self.names = [name for name in trained if name not in model.foreign]
-        self._parameters = [trained[name] for name in self.names]
+        self._named = {n: value for n, value in trained.items() if n not in model.foreign}
+        self.names = list(self._named)
+        self._parameters = list(self._named.values())
         if loss_scale is not None:
-            require_unscalable(self._label, zip(self.names, self._parameters, strict=True))
-        self._optimizer: torch.optim.Optimizer | None = None
+            require_unscalable(self._label, self._named.items())
+        self._schedule = config.scheduler_of(assignment.stage_index)
+        self._seed = config.seed
+        self._optimizer: Any = None
         self._scheduler: Any = None
-        if self._parameters:
-            self._optimizer = factory.create(source, "optimizer", self._parameters)
-        schedule = config.scheduler_of(assignment.stage_index)
-        if self._optimizer is not None and schedule is not None:
-            self._scheduler = factory.create(schedule, "scheduler", self._optimizer)
+        self._kept: OptimizerState | None = None
         self._built: Built | None = None
-        if config.takes_snapshots and (options := self._options()) is not None:
-            self._built = Built(_asked(source, schedule), *copy.deepcopy(options))
+        if not self._parameters:
+            return
+        self._optimizer, self._scheduler = self._build(self._named)
+        require_steppable(self._optimizer, "optimizer")
+        if config.takes_snapshots:
+            if not _is_torchs_own(self._optimizer, self._scheduler):
+                group_of = functools.partial(optimizers.group_of, source)
+                require_restorable(self._build, self._named, group_of, "optimizer")
+            self._kept = OptimizerState(self._optimizer, self._named, f"stage {self.stage!r}")
+            options = copy.deepcopy((self._kept.groups(), self._scheduler_state()))
+            self._built = Built(_asked(source, self._schedule), *options)
 
     def step_now(self) -> None:
         """Step, at the end of a round that nobody has to look at; on the compute thread.
@@ -139,7 +150,7 @@ class StageOptimizer:
         return self._run(
             lambda: {
                 name: torch.linalg.vector_norm(parameter.grad, norm_type).cpu()
-                for name, parameter in zip(self.names, self._parameters, strict=True)
+                for name, parameter in self._named.items()
                 if parameter.grad is not None
             }
         )
@@ -152,42 +163,27 @@ class StageOptimizer:
         """Let the scheduler step; `loss` is for those that watch one."""
         return self._run(lambda: self._step_scheduler(loss))
 
-    def parts(self) -> tuple[dict[str, Any], Any, Any, Any]:
-        """State by parameter, options, the scheduler's state, and both of these as they were built.
+    def parts(self) -> tuple[dict[str, Any], Any, Any, Any, Any]:
+        """What a StageState has of it: `state`, `groups`, `scheduler`, `built` and `aside`.
 
         Not copied, on the compute thread.
         """
-        state, built = self._state_dict(), self._built
-        groups, scheduler = state["param_groups"], state["scheduler"]
+        if self._optimizer is None:
+            return {}, None, None, None, None
+        kept, built = self._keeper.read(), self._built
         began = None if built is None else built._asdict()
-        return state["state"], groups.get(self.stage), scheduler.get(self.stage), began
+        return kept.state, kept.groups, self._scheduler_state(), began, kept.aside
 
     def restore(self, state: StageState) -> None:
         """Go on where `state` was, before the group begins; under the config's own options."""
         self.steps = state.step
-        options = Options(state.groups, state.scheduler)
-        if self._optimizer is not None and self._built is not None and state.built is not None:
-            then = Built(**state.built)
-            options = renewed(options, then, self._built, self._optimizer.defaults)
-        self._load_state_dict(
-            {
-                "state": state.state,
-                "param_groups": {self.stage: options.groups},
-                "scheduler": {self.stage: options.scheduler},
-            }
-        )
-        self._undo_casts(state)
-
-    def _undo_casts(self, state: StageState) -> None:
-        """torch gives what an optimizer keeps its parameter's dtype, which may not be its own."""
         if self._optimizer is None:
             return
-        for name, parameter in zip(self.names, self._parameters, strict=True):
-            found = self._optimizer.state[parameter]
-            for key, value in state.state.get(name, {}).items():
-                if isinstance(value, Tensor) and found[key].dtype is not value.dtype:
-                    found[key] = value.to(found[key].device)
-        self._lay_out()
+        options = Options(state.groups, state.scheduler)
+        if self._built is not None and state.built is not None:
+            then = Built(**state.built)
+            options = renewed(options, then, self._built, self._keeper.defaults)
+        self._load(Kept(state.state, options.groups, state.aside), options.scheduler)
 
     def state_dict(self) -> Future[Any]:
         """The state by parameter name, the group's options and the scheduler's state, on the host.
@@ -235,15 +231,20 @@ class StageOptimizer:
     def _step(self, updates: bool = True) -> StepReport:
         started = time.perf_counter_ns()
         if self._optimizer is not None and updates:
+            seeds.seed_all(self._seed, "optimizer", self.steps + 1, self.stage)
             self._optimizer.step()
         self._zero_grad()
         self.steps += 1
         self._stepped(self.steps)
         recorder = self._compute.recorder
         recorder.add(Kind.OPTIMIZER, self.steps, NO_MICROBATCH, started, started)
-        rate = None if self._optimizer is None else float(self._optimizer.param_groups[0]["lr"])
-        self.report = StepReport(self.steps, recorder.take_busy(), rate)
+        self.report = StepReport(self.steps, recorder.take_busy(), self._learning_rate())
         return self.report
+
+    def _learning_rate(self) -> float | None:
+        """Of the first group; an own optimizer may call it otherwise."""
+        rate = None if self._optimizer is None else self._optimizer.param_groups[0].get("lr")
+        return None if rate is None else float(rate)
 
     def _zero_grad(self) -> None:
         for parameter in self._trained:
@@ -260,108 +261,53 @@ class StageOptimizer:
         elif self._scheduler is not None:
             self._scheduler.step()
 
-    def _state_dict(self) -> dict[str, Any]:
-        options = self._options()
-        if self._optimizer is None or options is None:
-            return {"state": {}, "param_groups": {}, "scheduler": {}}
-        state = self._optimizer.state_dict()["state"]
-        return {
-            "state": {self.names[index]: value for index, value in state.items()},
-            "param_groups": {self.stage: options.groups},
-            "scheduler": {self.stage: options.scheduler},
-        }
+    @property
+    def _keeper(self) -> OptimizerState:
+        if self._kept is None:  # a program of the user's asks where nothing is stored
+            self._kept = OptimizerState(self._optimizer, self._named, f"stage {self.stage!r}")
+        return self._kept
 
-    def _options(self) -> Options | None:
-        """What the optimizer and the scheduler are now, not copied; None: there is none."""
+    def _build(self, named: Mapping[str, nn.Parameter]) -> tuple[Any, Any]:
+        """The optimizer of these parameters, and its scheduler."""
+        optimizer = optimizers.create(self._source, named)
+        if self._schedule is None:
+            return optimizer, None
+        return optimizer, factory.create(self._schedule, "scheduler", optimizer)
+
+    def _scheduler_state(self) -> Any:
+        return None if self._scheduler is None else self._scheduler.state_dict()
+
+    def _state_dict(self) -> dict[str, Any]:
+        state, groups, scheduler, _, aside = self.parts()
         if self._optimizer is None:
-            return None
-        groups = [
-            {key: value for key, value in group.items() if key != "params"}
-            for group in self._optimizer.param_groups
-        ]
-        return Options(groups, self._scheduler.state_dict() if self._scheduler else None)
+            return {"state": {}, "param_groups": {}, "scheduler": {}, "aside": {}}
+        return {
+            "state": state,
+            "param_groups": {self.stage: groups},
+            "scheduler": {self.stage: scheduler},
+            "aside": {} if aside is None else {self.stage: aside},
+        }
 
     def _load_state_dict(self, state: dict[str, Any]) -> None:
         if self._optimizer is None:
             return
-        own = self._optimizer.state_dict()
-        groups = state["param_groups"].get(self.stage)
-        if groups is None or len(groups) != len(own["param_groups"]):
-            raise ConfigError(
-                f"the optimizer state knows no stage {self.stage!r}, or one with another number of "
-                "parameter groups"
-            )
-        self._require_shapes(state["state"], own["param_groups"])
-        self._optimizer.load_state_dict(
-            {
-                "state": {
-                    index: state["state"][name]
-                    for index, name in enumerate(self.names)
-                    if name in state["state"]
-                },
-                "param_groups": [
-                    {**group, **_how(mine), "params": mine["params"]}
-                    for group, mine in zip(groups, own["param_groups"], strict=True)
-                ],
-            }
-        )
-        self._lay_out()
-        self._require_options()
-        scheduler = state["scheduler"].get(self.stage)
+        aside = state.get("aside", {}).get(self.stage)
+        kept = Kept(state["state"], state["param_groups"].get(self.stage), aside)
+        self._load(kept, state["scheduler"].get(self.stage))
+
+    def _load(self, kept: Kept, scheduler: Any) -> None:
+        if kept.groups is None:
+            raise ConfigError(f"the optimizer state knows no stage {self.stage!r}")
+        self._keeper.load(kept)
         if self._scheduler is not None and scheduler is not None:
             self._scheduler.load_state_dict(scheduler)
 
-    def _require_shapes(
-        self, state: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]
-    ) -> None:
-        """Check shapes for a fused kernel, which writes beyond a state that is too small.
 
-        Raises:
-            CheckpointError: it has another.
-        """
-        if not any(group.get("fused") for group in groups):
-            return
-        for name, parameter in zip(self.names, self._parameters, strict=True):
-            for key, value in state.get(name, {}).items():
-                fits = key == "step" or not isinstance(value, Tensor)
-                if not fits and value.shape != parameter.shape:
-                    raise CheckpointError(
-                        f"{key!r} of parameter {name!r} of stage {self.stage!r} has shape "
-                        f"{tuple(value.shape)}, and the parameter {tuple(parameter.shape)}: it is "
-                        "another model's, or damaged; resume from another checkpoint"
-                    )
-
-    def _lay_out(self) -> None:
-        """Give what was loaded for a fused kernel the strides of its parameter.
-
-        The kernel goes through their memory in step, and files and messages keep no strides: a
-        state that was not channels-last, as its parameter is, would meet other elements; and one
-        that is expanded has less memory than it says.
-        """
-        assert self._optimizer is not None
-        if not any(group.get("fused") for group in self._optimizer.param_groups):
-            return
-        for parameter in self._parameters:
-            found = self._optimizer.state[parameter]
-            for key, value in found.items():
-                is_like_it = isinstance(value, Tensor) and value.shape == parameter.shape
-                if is_like_it and value.stride() != parameter.stride():
-                    found[key] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
-
-    def _require_options(self) -> None:
-        """Another kind of optimizer has other options, and would miss its own in its next step."""
-        assert self._optimizer is not None
-        known = self._optimizer.param_groups[0]
-        if missing := [key for key in self._optimizer.defaults if key not in known]:
-            raise ConfigError(
-                f"the optimizer state of stage {self.stage!r} is another optimizer's than "
-                f"{type(self._optimizer).__name__}'s: it has no {', '.join(missing)}"
-            )
-
-
-def _how(group: Mapping[str, Any]) -> dict[str, Any]:
-    """By which kernels a group is stepped: its own choice, whatever is loaded."""
-    return {key: group[key] for key in ("fused", "foreach", "capturable") if key in group}
+def _is_torchs_own(*things: Any) -> bool:
+    """Whether these are torch's, or None: tested to come back as they were."""
+    return all(
+        thing is None or type(thing).__module__.partition(".")[0] == "torch" for thing in things
+    )
 
 
 def _asked(*factories: Factory | None) -> str:

@@ -8,7 +8,7 @@ as what schedulers move, goes on as it was.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor
@@ -43,7 +43,7 @@ class Built(NamedTuple):
     scheduler: Any
 
 
-def renewed(saved: Options, then: Built, now: Built, known: Mapping[str, Any]) -> Options:
+def renewed(saved: Options, then: Built, now: Built, known: Collection[str]) -> Options:
     """`saved`, with what differs between `then` and `now` as it is now.
 
     A learning rate that a scheduler moves is scaled by how much the one that it began with has
@@ -52,7 +52,7 @@ def renewed(saved: Options, then: Built, now: Built, known: Mapping[str, Any]) -
     Args:
         saved: as it was in the end.
         then, now: as each config had it built.
-        known: the optimizer's own options; what else `now` has, the scheduler has added.
+        known: names of the optimizer's own options; what else `now` has, the scheduler has added.
     """
     if then.asked == now.asked or len(saved.groups) != len(now.groups):
         return saved
@@ -67,9 +67,7 @@ def renewed(saved: Options, then: Built, now: Built, known: Mapping[str, Any]) -
     return Options(groups, scheduler)
 
 
-def _group(
-    saved: Group, then: Group, now: Group, known: Mapping[str, Any], is_moved: bool
-) -> Group:
+def _group(saved: Group, then: Group, now: Group, known: Collection[str], is_moved: bool) -> Group:
     added = {key: value for key, value in now.items() if key not in then and key not in known}
     kept = {
         key: _merge(value, then[key], now[key]) if key in then and key in now else value

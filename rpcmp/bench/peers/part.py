@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from rpcmp import data, devices, factory, graph, layers, plan
+from rpcmp import data, devices, factory, graph, layers, optimizers, plan
 from rpcmp.config import Config
 from rpcmp.errors import UnfitError
 
@@ -60,14 +60,19 @@ def build(config: Config, stage_index: int, names: list[str]) -> Part:
         names: of its layers.
     """
     settings = config.stage(stage_index)
-    module = nn.Sequential(*layers.build(config, stage_index, names).values()).train()
+    built = layers.build(config, stage_index, names)
+    module = nn.Sequential(*built.values()).train()
     if settings.frozen:
         module.requires_grad_(False)
-    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    trained = {
+        f"{layer}.{name}": parameter
+        for layer, its in built.items()
+        for name, parameter in its.named_parameters()
+        if parameter.requires_grad
+    }
     if not trained:
         return Part(module, None)
-    source = config.optimizer_of(stage_index)
-    return Part(module, factory.create(source, "optimizer", trained))
+    return Part(module, optimizers.create(config.optimizer_of(stage_index), trained))
 
 
 def slice_loss(config: Config, num_slices: int) -> Callable[[Tensor, Tensor], Tensor]:

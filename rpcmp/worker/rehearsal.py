@@ -1,0 +1,199 @@
+"""Whether an optimizer comes back as it was: tried before the first step, not after a fault.
+
+    on stand-ins of the stage's parameters, with the same made-up gradients:
+        20 steps ───────────────────────────────────────────────────> A
+         5 steps, packed as into a file; a fresh one, unpacked, 15 ──> B     A and B: same bits?
+
+An own optimizer may keep anything anywhere, and what its `state_dict` leaves out would show as
+other numbers after the first fault. torch's own are not tried: the tests of this repository do.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from rpcmp import seeds
+from rpcmp.errors import FactoryError, one_line
+from rpcmp.snapshot.state import StageState, decoded, pack
+from rpcmp.snapshot.writer import require_storable
+from rpcmp.worker import bits
+from rpcmp.worker.optimizerstate import Kept, OptimizerState, same
+
+_log = logging.getLogger(__name__)
+
+STEPS = 20
+"""In all; some optimizers do something else every ten."""
+
+BEFORE = 5
+"""Steps before it is stored."""
+
+LARGEST = 16384
+"""Elements of a stand-in; some optimizers treat small parameters otherwise."""
+
+ALIKE = 2
+"""Parameters of one shape, dtype and group that are tried."""
+
+Build = Callable[[Mapping[str, nn.Parameter]], tuple[Any, Any]]
+"""Makes an optimizer, and its scheduler or None, of named parameters."""
+
+
+class _Trial(NamedTuple):
+    named: dict[str, nn.Parameter]
+    optimizer: Any
+    scheduler: Any
+    state: OptimizerState
+
+
+def require_steppable(optimizer: Any, what: str) -> None:
+    """Check that a step needs nothing but the gradients that there are.
+
+    Raises:
+        FactoryError: its `step` has to be given a closure, which would compute the loss again; or
+            it has other weights for an evaluation.
+    """
+    if all(callable(getattr(optimizer, name, None)) for name in ("train", "eval")):
+        raise FactoryError(
+            f"{what} = {type(optimizer).__name__}: it has weights for training and others for all "
+            "else, and has to be told (`train()`, `eval()`), which evaluations, checkpoints and "
+            "exports of a pipeline do not do; take another optimizer"
+        )
+    try:
+        # The class's: a scheduler wraps the object's own. Its first is `self`.
+        parameters = list(inspect.signature(type(optimizer).step).parameters.values())[1:]
+    except (AttributeError, TypeError, ValueError):  # of no Python function
+        return
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    if any(p.default is p.empty and p.kind in kinds for p in parameters):
+        raise FactoryError(
+            f"{what} = {type(optimizer).__name__}: its step needs a closure that computes the loss "
+            "again, and a step across stages computes it once; take another optimizer"
+        )
+
+
+def require_restorable(
+    build: Build, named: Mapping[str, nn.Parameter], group_of: Callable[[str], int], what: str
+) -> None:
+    """Check that the optimizer, stored and restored, gives the bits that it gives by itself.
+
+    Args:
+        build: makes a fresh one.
+        named: the parameters that it is to train; they are not touched.
+        group_of: the number of a parameter's group.
+        what: the config key, for the error message.
+
+    Raises:
+        FactoryError: it does not; says what differs, and what to do.
+    """
+    kinds = _kinds(named, group_of)
+    try:
+        whole = _begun(build, kinds)
+        _step(whole, 1, STEPS)
+    except Exception as error:  # on made-up gradients; its first real step will tell
+        _log.warning("%s: cannot try whether it can be restored: %s", what, one_line(error))
+        return
+    kind = type(whole.optimizer).__name__
+    try:
+        first = _begun(build, kinds)
+        _step(first, 1, BEFORE)
+        second = _begun(build, kinds)
+        _copy(first, second)
+        _step(second, BEFORE + 1, STEPS)
+        different = _difference(whole, second)
+    except Exception as error:
+        different = one_line(error)
+    if different:
+        raise FactoryError(
+            f"{what} = {kind}: a run with it could not go on after a fault as if there had been "
+            f"none: {different}. Keep all that a step needs in self.state[parameter], as tensors, "
+            "numbers, strings, lists and dicts; or set recovery.enabled = false, without "
+            "[checkpoint], to train without recovery"
+        )
+
+
+def _kinds(named: Mapping[str, nn.Parameter], group_of: Callable[[str], int]) -> dict[str, Tensor]:
+    """What is tried: some of each kind of parameter, smaller."""
+    found: dict[str, Tensor] = {}
+    counts: dict[Any, int] = {}
+    for name, parameter in named.items():
+        shape = _smaller(parameter.shape)
+        kind = (shape, parameter.dtype, parameter.device, group_of(name))
+        counts[kind] = counts.get(kind, 0) + 1
+        if counts[kind] <= ALIKE:
+            found[name] = parameter.detach().new_empty(shape)
+    return found
+
+
+def _smaller(shape: Sequence[int]) -> tuple[int, ...]:
+    """The same number of dimensions, with no more than LARGEST elements."""
+    found = list(shape)
+    while math.prod(found) > LARGEST:
+        largest = max(range(len(found)), key=found.__getitem__)
+        found[largest] = -(-found[largest] // 2)
+    return tuple(found)
+
+
+def _begun(build: Build, kinds: Mapping[str, Tensor]) -> _Trial:
+    named = {name: nn.Parameter(_made_up(like, 0, name)) for name, like in kinds.items()}
+    seeds.seed_all(0, "rehearsal")
+    optimizer, scheduler = build(named)
+    return _Trial(named, optimizer, scheduler, OptimizerState(optimizer, named, "the trial"))
+
+
+def _made_up(like: Tensor, step: int, name: str) -> Tensor:
+    """Numbers of the size of gradients; the same whenever they are asked for."""
+    generator = torch.Generator().manual_seed(seeds.derive("rehearsal", step, name))
+    numbers = torch.randn(like.shape, generator=generator, dtype=torch.float32) / 16
+    return numbers.to(like.device, like.dtype)
+
+
+def _step(trial: _Trial, first: int, last: int) -> None:
+    for step in range(first, last + 1):
+        for name, parameter in trial.named.items():
+            parameter.grad = _made_up(parameter, step, name)
+        seeds.seed_all(0, "optimizer", step, "rehearsal")
+        trial.optimizer.step()
+        if trial.scheduler is not None:
+            trial.scheduler.step(*([1.0 / step] if _watches(trial.scheduler) else []))
+
+
+def _watches(scheduler: Any) -> bool:
+    return isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
+
+
+def _copy(source: _Trial, target: _Trial) -> None:
+    """Bring `target` to where `source` is, as a file would."""
+    kept = source.state.read()
+    scheduler = None if source.scheduler is None else source.scheduler.state_dict()
+    model: dict[str, Tensor] = {name: p.detach() for name, p in source.named.items()}
+    tensors, about = pack(
+        StageState(BEFORE, "", model, kept.state, kept.groups, scheduler, aside=kept.aside)
+    )
+    for name, tensor in tensors.items():
+        require_storable(name, tensor)
+    copies = {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
+    found = decoded(about, copies, list(model), list(model))
+    with torch.no_grad():
+        for name, parameter in target.named.items():
+            parameter.copy_(found.model[name])
+    target.state.load(Kept(found.state, found.groups, found.aside))
+    if target.scheduler is not None:
+        target.scheduler.load_state_dict(found.scheduler)
+
+
+def _difference(one: _Trial, other: _Trial) -> str:
+    """Where two trials differ; empty: nowhere."""
+    mine, theirs = one.state.read(), other.state.read()
+    names = [name for name in one.named if not bits.are_equal(one.named[name], other.named[name])]
+    if not names and same(mine.state, theirs.state) and same(mine.groups, theirs.groups):
+        return ""
+    what = f"parameters such as {names[0]!r}" if names else "its state or its options"
+    hidden = one.state.hidden()
+    lost = f" (no checkpoint holds its attributes {', '.join(hidden)})" if hidden else ""
+    return f"{what} differ {STEPS - BEFORE} steps after it was restored{lost}"

@@ -1,0 +1,217 @@
+"""Optimizers of users, each odd in its own way."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class MyOpt(torch.optim.Optimizer):
+    """As a tutorial has it: two defaults, momentum in the state."""
+
+    def __init__(self, params: Any, lr: float = 0.1, decay: float = 0.9) -> None:
+        super().__init__(params, {"lr": lr, "decay": decay})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    self.one(p, p.grad, self.state[p], group)
+
+    def one(self, p: Tensor, grad: Tensor, state: Any, group: dict[str, Any]) -> None:
+        """Update one parameter."""
+        state["m"] = group["decay"] * state.get("m", torch.zeros_like(p)) + grad
+        p -= group["lr"] * state["m"]
+
+
+class Nested(MyOpt):
+    """Dicts in lists in tuples, None, numbers and strings; floats of another dtype."""
+
+    def one(self, p: Tensor, grad: Tensor, state: Any, group: dict[str, Any]) -> None:
+        count = state.get("count", 0)
+        old = state["tree"]["all"][0][1] if count else torch.zeros_like(p, dtype=torch.float64)
+        assert old.dtype is torch.float64
+        new = group["decay"] * old + grad.double() / 3
+        state.update(count=count + 1, nothing=None, mode="plain" if count % 2 else "odd")
+        state["tree"] = {"all": [(count, new)], 7: {"x": torch.tensor([count], dtype=torch.int8)}}
+        assert state["mode"] in ("plain", "odd")
+        p -= (group["lr"] * new * (1 + count % 3)).to(p.dtype)
+
+
+class Late(MyOpt):
+    """State that begins after some steps, of other shapes."""
+
+    def one(self, p: Tensor, grad: Tensor, state: Any, group: dict[str, Any]) -> None:
+        state["n"] = state.get("n", 0) + 1
+        if state["n"] > 3:
+            state["rows"] = state.get("rows", 0) + grad.reshape(grad.shape[0], -1).sum(1)
+            p -= group["lr"] * state["rows"].mean()
+        p -= group["lr"] * grad
+
+
+class Counting(MyOpt):
+    """Its own attributes: a number, and tensors in a list."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, lr)
+        self.calls = 0
+        self.sums: list[Tensor] = []
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.calls += 1
+        norms = [p.grad.norm() for group in self.param_groups for p in group["params"]]
+        self.sums = [*self.sums[-2:], torch.stack(norms).sum()]
+        super().step()
+
+    def one(self, p: Tensor, grad: Tensor, state: Any, group: dict[str, Any]) -> None:
+        p -= group["lr"] * grad * self.sums[0] / self.calls
+
+
+class Noisy(MyOpt):
+    """Draws random numbers."""
+
+    def one(self, p: Tensor, grad: Tensor, state: Any, group: dict[str, Any]) -> None:
+        p -= group["lr"] * (grad + torch.randn_like(grad))
+
+
+class Beside(MyOpt):
+    """Keeps a step for all in `state`, as some have done since torch 0.4."""
+
+    def one(self, p: Tensor, grad: Tensor, state: Any, group: dict[str, Any]) -> None:
+        beside: dict[Any, Any] = self.state
+        beside["global"] = {"n": beside.get("global", {"n": 0})["n"] + 1}
+        p -= group["lr"] * grad / beside["global"]["n"]
+
+
+class Around:
+    """An optimizer around another one: slow weights, every third step."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        self.inner = MyOpt(params, lr)
+        self.param_groups = self.inner.param_groups
+        self.slow = [p.detach().clone() for g in self.param_groups for p in g["params"]]
+        self.n = 0
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Update all."""
+        self.inner.step()
+        self.n += 1
+        if self.n % 3 == 0:
+            parameters = [p for g in self.param_groups for p in g["params"]]
+            for slow, p in zip(self.slow, parameters, strict=True):
+                slow += (p - slow) / 2
+                p.copy_(slow)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What torch's has, and the slow weights."""
+        return {**self.inner.state_dict(), "slow": self.slow, "n": self.n}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """As it was."""
+        self.slow, self.n = [slow.clone() for slow in state["slow"]], state["n"]
+        self.inner.load_state_dict({k: state[k] for k in ("state", "param_groups")})
+        self.param_groups = self.inner.param_groups
+
+
+class NoRate(MyOpt):
+    """Calls its learning rate otherwise."""
+
+    def __init__(self, params: Any, speed: float = 0.1) -> None:
+        torch.optim.Optimizer.__init__(self, params, {"speed": speed})
+
+    def one(self, p: Tensor, grad: Tensor, state: Any, group: dict[str, Any]) -> None:
+        p -= group["speed"] * grad
+
+
+RESTORED = (MyOpt, Nested, Late, Counting, Noisy, Beside, Around, NoRate)
+"""Those that come back as they were."""
+
+
+class Pair(NamedTuple):
+    """What a file has as a plain tuple."""
+
+    m: Any
+    n: int
+
+
+class Named(MyOpt):
+    """Named tuples."""
+
+    def one(self, p: Tensor, grad: Tensor, state: Any, group: dict[str, Any]) -> None:
+        pair = state.get("pair", Pair(torch.zeros_like(p), 0))
+        state["pair"] = Pair(pair.m + grad, pair.n + 1)
+        p -= group["lr"] * state["pair"].m
+
+
+class Window(MyOpt):
+    """Something that is neither a tensor nor plain."""
+
+    def one(self, p: Tensor, grad: Tensor, state: Any, group: dict[str, Any]) -> None:
+        state.setdefault("last", deque(maxlen=3)).append(grad.clone())
+        p -= group["lr"] * sum(state["last"])
+
+
+class OwnDice(MyOpt):
+    """A generator of its own, which no state_dict has."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, lr)
+        self.dice = torch.Generator().manual_seed(1)
+
+    def one(self, p: Tensor, grad: Tensor, state: Any, group: dict[str, Any]) -> None:
+        p -= group["lr"] * torch.randn(p.shape, generator=self.dice)
+
+
+class ByParameter(MyOpt):
+    """A dict of its own by parameter, which no state_dict has."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, lr)
+        self.sums: dict[Tensor, Tensor] = {}
+
+    def one(self, p: Tensor, grad: Tensor, state: Any, group: dict[str, Any]) -> None:
+        self.sums[p] = self.sums.get(p, torch.zeros_like(p)) + grad
+        p -= group["lr"] * self.sums[p]
+
+
+class Hiding(MyOpt):
+    """Its state_dict forgets the state."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "state": {}}
+
+
+class Formless:
+    """No parameter groups."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        self.params, self.lr = params, lr
+
+    def step(self) -> None:
+        """Update all."""
+        for p in self.params:
+            p.data -= self.lr * p.grad
+
+
+class Closing(MyOpt):
+    """Computes the loss again in its step."""
+
+    def step(self, closure: Any) -> None:  # type: ignore[override]
+        closure()
+
+
+REFUSED = {
+    Named: "cannot|no attribute",
+    Window: "deque is neither a tensor nor a plain value",
+    OwnDice: "no checkpoint holds its attributes dice",
+    ByParameter: "no checkpoint holds its attributes sums",
+    Hiding: "differ",
+    Formless: "no usual form",
+    Closing: "needs a closure",
+}
+"""Those that do not, by what is said of them."""
