@@ -357,6 +357,20 @@ class Config(Strict):
         """The settings of one stage; defaults where the config has no table for it."""
         return self.stages[index] if self.stages else StageConfig()
 
+    def prefix_of(self, layer: str) -> str:
+        """What a layer's parameters begin with in the unsplit model; with its dot."""
+        if self.model is None:
+            prefix = self.stage(self.stage_names.index(layer)).prefix
+            if prefix is not None:
+                return f"{prefix.rstrip('.')}." if prefix else ""
+        return f"{layer}."
+
+    @property
+    def names_parameters(self) -> bool:
+        """Whether it says anything by names of the unsplit model's parameters."""
+        groups = any(self.optimizer_of(index).groups for index in range(self.num_stages))
+        return bool(self.tied) or groups or any(s.prefix is not None for s in self.stages)
+
     def autocast_of(self, index: int) -> Autocast | None:
         """What a stage computes in under `torch.autocast`: its own choice, or else the job's."""
         own = self.stage(index).autocast or self.autocast

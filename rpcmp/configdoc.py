@@ -15,7 +15,7 @@ from pydantic_core import PydanticUndefined
 
 from rpcmp.config import Config
 from rpcmp.configfile import section_of
-from rpcmp.kinds import Factory
+from rpcmp.kinds import Factory, OptimizerFactory
 
 
 def table() -> str:
@@ -29,12 +29,15 @@ def _rows(model: type[BaseModel], prefix: str) -> Iterator[str]:
     sections = []
     for name, field in model.model_fields.items():
         section = section_of(field.annotation)
-        if section is not None and section is not Factory:
+        if section is not None and not issubclass(section, Factory):
             many = "[]" if get_origin(field.annotation) is list else ""
             sections.append((section, f"{prefix}{name}{many}.", field))
             continue
         cells = (f"`{prefix}{name}`", _type(field.annotation), _default(field), field.description)
         yield f"| {' | '.join(map(str, cells))} |"
+        if section is OptimizerFactory and not prefix:  # what it has besides a factory's keys
+            field = OptimizerFactory.model_fields["groups"]
+            yield f"| `{name}.groups` | list of table | | {_text(field)} |"
     for section, path, field in sections:
         yield f"| **`{path.removesuffix('.')}`** | section | {_default(field)} | {_text(field)} |"
         yield from _rows(section, path)
@@ -56,7 +59,7 @@ def _type(annotation: Any) -> str:
         return "table of factory" if section_of(arguments[1]) is Factory else "table"
     if origin is not None:  # Annotated, such as config.Arguments
         return _type(arguments[0])
-    if annotation is Factory:
+    if isinstance(annotation, type) and issubclass(annotation, Factory):
         return "factory"
     return {str: "string", int: "integer", float: "number", bool: "boolean"}[annotation]
 

@@ -116,10 +116,12 @@ def _check_replicas(config: Config) -> None:
 def _check_stage(config: Config, name: str, stage: StageConfig) -> None:
     if config.model is None and stage.module is None:
         raise ValueError(f"stage {name!r} needs a `module`, or the job a [model]")
-    if config.model is not None and (stage.module or stage.inputs or stage.kwargs):
+    if config.model is not None and (
+        stage.module or stage.inputs or stage.kwargs or stage.prefix is not None
+    ):
         raise ValueError(
-            f"stage {name!r}: `module`, `kwargs` and `inputs` do not go with [model], whose "
-            "layers form a chain"
+            f"stage {name!r}: `module`, `kwargs`, `prefix` and `inputs` do not go with [model], "
+            "whose named layers form a chain"
         )
     if config.scheduler is None and stage.scheduler and not isinstance(stage.scheduler, Factory):
         raise ValueError(

@@ -26,6 +26,11 @@ def tensor_line(name: str, tensor: torch.Tensor) -> str:
     return f"{name}\0{dtype}\0{shape}\0{content}\n"
 
 
+def renamed(line: str, name: str) -> str:
+    """A `tensor_line` as it is under another name."""
+    return name + line[line.index("\0") :]
+
+
 def combine(lines: Mapping[str, str]) -> str:
     """The hash of a model from its `tensor_line`s by name."""
     ordered = "".join(lines[name] for name in sorted(lines))

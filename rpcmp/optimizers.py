@@ -12,7 +12,7 @@ keeps of each fits another cut as well.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -22,7 +22,7 @@ from rpcmp import factory
 from rpcmp.config import Config
 from rpcmp.errors import ConfigError, FactoryError
 from rpcmp.kinds import OptimizerFactory
-from rpcmp.suggestion import did_you_mean, nearest
+from rpcmp.suggestion import did_you_mean, nearest, what_there_is
 
 
 def create(source: OptimizerFactory, named: Mapping[str, Tensor], what: str = "optimizer") -> Any:
@@ -81,14 +81,9 @@ def require_matches(config: Config, names: Mapping[str, Collection[str]]) -> Non
         if not hit:
             every = [name for of_stage in names.values() for name in of_stage]
             raise ConfigError(
-                f"optimizer.groups.{number}: {pattern!r} matches no parameter"
-                f"{did_you_mean(nearest(pattern, every))}; there are, for example, "
-                f"{_examples(every)}"
+                f"optimizer.groups.{number}: {pattern!r} matches no parameter of the unsplit model"
+                f"{what_there_is(pattern, every)}"
             )
-
-
-def _examples(names: Iterable[str], count: int = 3) -> str:
-    return ", ".join(list(names)[:count])
 
 
 def _require_options(source: OptimizerFactory, optimizer: Any, what: str) -> None:

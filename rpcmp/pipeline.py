@@ -18,6 +18,7 @@ from typing import Any, Self
 
 from torch import Tensor
 
+from rpcmp import ties
 from rpcmp.config import Config
 from rpcmp.driver.evaluation import Evaluation
 from rpcmp.errors import (
@@ -77,6 +78,7 @@ class Pipeline:
 
     def __init__(self, config: Config, connect: Sequence[str] | None = None) -> None:
         self.optimizer = PipelineOptimizer(self)
+        self._tied_to = config.tied_to
         self._recovers = config.recovery.enabled
         self._history = CallHistory(is_kept=self._recovers)
         self._broken: RpcmpError | None = None
@@ -162,10 +164,11 @@ class Pipeline:
     def state_dict(self) -> dict[str, Tensor]:
         """Parameters and buffers of the unsplit model, by name: copies, on the host.
 
-        Shapes and dtypes are those of the unsplit model.
+        What its `load_state_dict(strict=True)` takes: what is `tied` stands under each of its
+        names. Shapes and dtypes are those of the unsplit model.
         """
         state: dict[str, Tensor] = self._call("state_dict")
-        return state
+        return ties.under_all_names(state, self._tied_to)
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Take over the parameters and buffers of the unsplit model.

@@ -6,14 +6,14 @@ factory that does not import or an empty dataset ends the job before any worker 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
 from pydantic import Field
 from torch import nn
 
-from rpcmp import devices, factory, inflight, layers, optimizers, partition, ties, weights
+from rpcmp import devices, factory, inflight, layers, names, optimizers, partition, ties, weights
 from rpcmp.config import Config
 from rpcmp.errors import ConfigError, one_line
 from rpcmp.kinds import Factory, Strict
@@ -108,18 +108,24 @@ def assign(
     """
     _try_out(config, driver_metrics)
     layers_of_stages = _layers_of_stages(config)
-    unsplit = [name for names in layers_of_stages for name in names]
-    _check_weights(config, unsplit)
+    unsplit = [layer for layers in layers_of_stages for layer in layers]
+    known = names.of_layers(config, layers_of_stages) if _asks_names(config) else None
+    _check_weights(config, unsplit, known)
     stage_of = {
         layer: stage
-        for stage, names in zip(config.stage_names, layers_of_stages, strict=True)
-        for layer in names
+        for stage, layers in zip(config.stage_names, layers_of_stages, strict=True)
+        for layer in layers
     }
+    layers_found = dict.fromkeys(unsplit) if known is None else known
     tied = [
-        [Place(stage=stage_of[ties.layer_of(name, unsplit)], name=name) for name in names]
-        for names in config.tied
+        [
+            Place(stage=stage_of[names.layer_of(config, name, layers_found)], name=name)
+            for name in group
+        ]
+        for group in config.tied
     ]
-    _try_ties(config)
+    if known is not None:
+        _check_names(config, known, stage_of)
     return [
         Assignment(
             config=config,
@@ -135,31 +141,34 @@ def assign(
     ]
 
 
-def _check_weights(config: Config, layers: Sequence[str]) -> None:
-    """The file may be on the stages' hosts alone, where these are others."""
-    if config.init is not None and (Path(config.init).exists() or not config.addresses):
-        weights.require_known(config.init, layers)
+def _asks_names(config: Config) -> bool:
+    return config.names_parameters or config.init is not None
 
 
-def _try_ties(config: Config) -> None:
-    """Whether tied parameters exist and fit, as far as a chain's layers can be built on nothing.
+def _check_names(
+    config: Config, known: Mapping[str, names.Named], stage_of: Mapping[str, str]
+) -> None:
+    """Whether what the config names exists and fits.
 
-    Else the driver finds out when the stages are built.
+    Of modules that cannot be built here the driver finds out when the stages are built.
     """
-    if not config.tied or config.model is None:
-        return
-    available = layers.chain_layers(config)
-    needed = {ties.layer_of(name, list(available)) for names in config.tied for name in names}
-    kinds = {}
-    for layer in needed:
-        try:
-            with torch.device("meta"):
-                module = available[layer]()
-        except Exception:  # it needs its host, or says there what is wrong with it
-            return
-        for name, parameter in module.named_parameters():
-            kinds[f"{layer}.{name}"] = f"{parameter.dtype} of shape {tuple(parameter.shape)}"
+    kinds = {name: kind for named in known.values() for name, kind in named.parameters.items()}
     ties.require_equal(config.tied, kinds)
+    of_stages: dict[str, list[str]] = {stage: [] for stage in config.stage_names}
+    for layer, named in known.items():
+        of_stages[stage_of[layer]] += named.parameters
+    optimizers.require_matches(config, of_stages)
+
+
+def _check_weights(
+    config: Config, layers: Sequence[str], known: Mapping[str, names.Named] | None
+) -> None:
+    """The file may be on the stages' hosts alone, where these are others."""
+    if config.init is None or (config.addresses and not Path(config.init).exists()):
+        return
+    prefixes = [config.prefix_of(layer) for layer in layers]
+    state = None if known is None else {name for one in known.values() for name in one.state}
+    weights.require_known(config.init, prefixes, state)
 
 
 def _layers_of_stages(config: Config) -> list[list[str]]:

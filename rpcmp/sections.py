@@ -58,6 +58,13 @@ class StageConfig(Strict):
         description='"module:callable" that returns the stage\'s nn.Module (without `[model]`)',
     )
     kwargs: Arguments = Field(default_factory=dict, description="arguments of `module`")
+    prefix: str | None = Field(
+        default=None,
+        pattern=r"^([A-Za-z_][\w.]*)?$",
+        description="what the names of its parameters begin with in the unsplit model, such as "
+        '"encoder"; "": with nothing, where `module` names them as that does; its own name when '
+        "omitted",
+    )
     inputs: list[str] | None = Field(
         default=None,
         description='what it reads: stages, "input", "target" or a part such as "input.image"; '

@@ -9,28 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from torch import Tensor
+
 from rpcmp.errors import ConfigError
-from rpcmp.suggestion import did_you_mean, nearest
-
-
-def layer_of(parameter: str, layers: Sequence[str]) -> str:
-    """The layer that a parameter belongs to.
-
-    Raises:
-        ConfigError: none.
-    """
-    found = [layer for layer in layers if parameter.startswith(f"{layer}.")]
-    if not found:
-        layer, _, rest = parameter.partition(".")
-        near = nearest(layer, layers)
-        hint = did_you_mean(near and f"{near}.{rest}")
-        raise ConfigError(f"tied: {parameter!r} lies in no layer{hint}")
-    return max(found, key=len)
-
-
-def layer_of_any(parameter: str, layers: Sequence[str]) -> bool:
-    """Whether a parameter belongs to one of these layers."""
-    return any(parameter.startswith(f"{layer}.") for layer in layers)
+from rpcmp.suggestion import what_there_is
 
 
 def require_equal(tied: Sequence[Sequence[str]], kinds: Mapping[str, str]) -> None:
@@ -43,12 +25,18 @@ def require_equal(tied: Sequence[Sequence[str]], kinds: Mapping[str, str]) -> No
     Raises:
         ConfigError: a name does not exist, or its parameter is of another kind than the first's.
     """
-    for names in tied:
-        for name in names:
+    for group in tied:
+        for name in group:
             if name not in kinds:
-                hint = did_you_mean(nearest(name, kinds))
-                raise ConfigError(f"tied: there is no parameter {name!r}{hint}")
-            if kinds[name] != kinds[names[0]]:
                 raise ConfigError(
-                    f"tied: {name!r} is {kinds[name]}, but {names[0]!r} is {kinds[names[0]]}"
+                    f"tied: there is no parameter {name!r}{what_there_is(name, kinds)}"
                 )
+            if kinds[name] != kinds[group[0]]:
+                raise ConfigError(
+                    f"tied: {name!r} is {kinds[name]}, but {group[0]!r} is {kinds[group[0]]}"
+                )
+
+
+def under_all_names(state: Mapping[str, Tensor], tied_to: Mapping[str, str]) -> dict[str, Tensor]:
+    """A state_dict as the unsplit model has it: what is tied stands under each of its names."""
+    return {**state, **{name: state[first] for name, first in tied_to.items()}}

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from rpcmp import digest, host
+from rpcmp import digest, host, ties
 from rpcmp.config import Config
 from rpcmp.errors import MismatchError, WorkerDiedError, from_wire
 from rpcmp.job.balancing import balanced
@@ -180,7 +180,8 @@ async def _pipelined(
     kept_nothing = config.without_recovery()
     summary = await drive(kept_nothing, note, connect, evaluate=False, save_state=path, forks=forks)
     skipped = summary.get("skipped_steps", 0)
-    return Run(losses, load_tensors(path), summary["hosts"], skipped)
+    state = ties.under_all_names(load_tensors(path), config.tied_to)
+    return Run(losses, state, summary["hosts"], skipped)
 
 
 async def _reference(config: Config, path: Path, forks: Forks) -> Run:

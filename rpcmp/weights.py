@@ -6,7 +6,7 @@ tensors of its own layers and no others.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from safetensors import safe_open
@@ -15,25 +15,35 @@ from torch import Tensor, nn
 from rpcmp.errors import ConfigError
 
 
-def require_known(path: str, layers: Iterable[str]) -> None:
+def require_known(path: str, prefixes: Iterable[str], names: Collection[str] | None) -> None:
     """Check that every tensor of the file belongs to one of the model's layers.
+
+    Args:
+        path: of the file.
+        prefixes: what the names of each layer begin with.
+        names: all that the model has; None: nobody knows yet.
 
     Raises:
         ConfigError: one does not, or the file cannot be read.
     """
-    prefixes = tuple(f"{layer}." for layer in layers)
+    begins = tuple(prefixes)
     with _open(path) as file:
-        unknown = sorted(name for name in file.keys() if not name.startswith(prefixes))  # noqa: SIM118
+        every = sorted(file.keys())
+    unknown = [
+        name for name in every if not (name.startswith(begins) if names is None else name in names)
+    ]
     if unknown:
         raise ConfigError(f"init = {path!r} has tensors of no layer: {', '.join(unknown[:5])}")
 
 
-def load(path: str, modules: Mapping[str, nn.Module], tied_to: Mapping[str, str]) -> None:
+def load(
+    path: str, modules: Mapping[str, tuple[str, nn.Module]], tied_to: Mapping[str, str]
+) -> None:
     """Give these layers their tensors from the file.
 
     Args:
         path: of the file.
-        modules: by the layers' names.
+        modules: by the layers' names, with what the names of their tensors begin with.
         tied_to: for parameters that the file need not have the names of those that they are.
 
     Raises:
@@ -41,21 +51,21 @@ def load(path: str, modules: Mapping[str, nn.Module], tied_to: Mapping[str, str]
     """
     with _open(path) as file:
         names = set(file.keys())
-        for layer, module in modules.items():
+        for layer, (prefix, module) in modules.items():
             try:
-                module.load_state_dict(_own(file, names, f"{layer}.", tied_to))
+                own = {name: prefix + name for name in module.state_dict()}
+                module.load_state_dict(_own(file, names, own, tied_to))
             except RuntimeError as error:
                 raise ConfigError(f"init = {path!r}: layer {layer!r}: {error}") from error
 
 
-def _own(file: Any, names: set[str], prefix: str, tied_to: Mapping[str, str]) -> dict[str, Tensor]:
-    stored = {name: name for name in names}
-    stored |= {name: first for name, first in tied_to.items() if first in names}
-    return {
-        name.removeprefix(prefix): file.get_tensor(stored[name])
-        for name in sorted(stored)
-        if name.startswith(prefix)
-    }
+def _own(
+    file: Any, names: set[str], own: Mapping[str, str], tied_to: Mapping[str, str]
+) -> dict[str, Tensor]:
+    """A module's tensors: of each the file's, under its name or that which it is tied to."""
+    stored = {name: tied_to.get(whole, whole) for name, whole in own.items()}
+    stored |= {name: own[name] for name, whole in stored.items() if whole not in names}
+    return {name: file.get_tensor(whole) for name, whole in stored.items() if whole in names}
 
 
 def _open(path: str) -> Any:

@@ -180,12 +180,18 @@ class StepReport(NamedTuple):
     Attributes:
         step: which one.
         busy_seconds: by kind of action ("F", "B", "W", "O"), since the step before.
-        learning_rate: of its first parameter group; None without trainable parameters.
+        learning_rates: of its parameter groups; none without trainable parameters, or where an own
+            optimizer calls them otherwise than "lr".
     """
 
     step: int
     busy_seconds: dict[str, float]
-    learning_rate: float | None
+    learning_rates: list[float]
+
+    @property
+    def learning_rate(self) -> float | None:
+        """Of the first parameter group."""
+        return self.learning_rates[0] if self.learning_rates else None
 
 
 class Outputs(NamedTuple):

@@ -27,10 +27,12 @@ LAYERS = """
     sections source trace weights configrules
     config checkpoint
     configfile factory setting inflight
+    optimizers
     errand runfolder
     observers openmetrics page
     balance examination
     configdoc data layers
+    names
     plan
     worker server reference
     profile

@@ -16,7 +16,7 @@ from rpcmp import graph, schedule
 from rpcmp.config import Config
 from rpcmp.configfile import parse, section_of
 from rpcmp.errors import ConfigError
-from rpcmp.kinds import Factory
+from rpcmp.kinds import Factory, OptimizerFactory
 from rpcmp.sections import (
     CheckpointConfig,
     DataConfig,
@@ -64,6 +64,7 @@ SECTIONS: list[type[BaseModel]] = [
     SecurityConfig,
     LogConfig,
     Factory,
+    OptimizerFactory,
 ]
 
 
@@ -87,7 +88,7 @@ def test_the_defaults_are_as_documented() -> None:
         "model": {"layers": "m:layers", "kwargs": {}, "balance": None, "num_stages": None},
         "stages": [],
         "loss": {"callable": "m:loss", "kwargs": {}},
-        "optimizer": {"callable": "torch.optim:SGD", "kwargs": {"lr": 0.01}},
+        "optimizer": {"callable": "torch.optim:SGD", "kwargs": {"lr": 0.01}, "groups": []},
         "scheduler": None,
         "scheduler_interval": "epoch",
         "metrics": {},
@@ -137,6 +138,7 @@ def test_the_defaults_of_a_stage_are_as_documented() -> None:
         "name": None,
         "module": None,
         "kwargs": {},
+        "prefix": None,
         "inputs": None,
         "addresses": [],
         "replicas": None,
@@ -329,10 +331,10 @@ def test_a_stage_has_an_optimizer_of_its_own_or_the_jobs_with_its_arguments() ->
     config = parse({**layers(*tables), "scheduler": jobs})
     assert Config.model_validate_json(config.model_dump_json()) == config
     assert [config.optimizer_of(index) for index in range(4)] == [
-        Factory.model_validate(adam),
-        Factory(callable="torch.optim:SGD", kwargs={"lr": 0.2}),
-        Factory(callable="m:Own"),
-        Factory(callable="torch.optim:SGD", kwargs={"lr": 0.01}),
+        OptimizerFactory.model_validate(adam),
+        OptimizerFactory(callable="torch.optim:SGD", kwargs={"lr": 0.2}),
+        OptimizerFactory(callable="m:Own"),
+        OptimizerFactory(callable="torch.optim:SGD", kwargs={"lr": 0.01}),
     ]
     assert [config.scheduler_of(index) for index in range(4)] == [
         Factory(callable="m:Rate"),
@@ -368,7 +370,10 @@ def test_a_stage_may_have_a_scheduler_where_the_job_has_none() -> None:
         (layers({"name": "driver"}), "stage name 'driver' is taken twice or reserved"),
         (layers({"name": "a.b"}), "stages.0.name: not of the form letters, digits"),
         (layers({"name": ""}), "stages.0.name: not of the form letters, digits"),
-        (layers({"module": "m:A"}), "stage 'stage0': `module`, `kwargs` and `inputs` do not go"),
+        (
+            layers({"module": "m:A"}),
+            "stage 'stage0': `module`, `kwargs`, `prefix` and `inputs` do not go",
+        ),
         (layers({"inputs": ["input"]}), "do not go with"),
         (layers({"kwargs": {"a": 1}}), "do not go with"),
         (branches(0, module=None), "stage 'image' needs a `module`"),

@@ -271,6 +271,7 @@ LINKS = {("stage0", "stage1"), ("stage1", "stage0"), ("driver", "stage0"), ("sta
 
 RARE = {
     "rpcmp_evaluation",
+    "rpcmp_group_learning_rate",
     "rpcmp_loss_scale",
     "rpcmp_skipped_steps",
     "rpcmp_faults_total",

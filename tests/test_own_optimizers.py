@@ -13,8 +13,10 @@ from rpcmp.errors import CheckpointError, ConfigError
 from rpcmp.snapshot.state import _require_agreement, decoded, pack
 from rpcmp.worker.model import StageModel
 from rpcmp.worker.optimizer import StageOptimizer
-from tests import optimizers
+from tests.faults import committed, drive
+from tests.processes import JobFolder, rpcmp
 from tests.test_stage_optimizer import made, state
+from tests.zoo import ownoptimizers as optimizers
 
 STEPS, BEFORE = 12, 4
 
@@ -104,7 +106,7 @@ def test_one_that_would_not_is_refused_when_it_is_built(own: type) -> None:
 
 
 def test_without_recovery_what_cannot_be_restored_may_train() -> None:
-    source = {"optimizer": "tests.optimizers:OwnDice"}
+    source = {"optimizer": "tests.zoo.ownoptimizers:OwnDice"}
     model, optimizer = made(source, recovery={"enabled": False})
     before = bits(model)
     step(optimizer, 1)
@@ -113,14 +115,14 @@ def test_without_recovery_what_cannot_be_restored_may_train() -> None:
 
 def test_the_trial_leaves_the_stage_as_it_was() -> None:
     torch.manual_seed(3)
-    model, optimizer = made({"optimizer": "tests.optimizers:Nested"})
+    model, optimizer = made({"optimizer": "tests.zoo.ownoptimizers:Nested"})
     plain, _ = made({"optimizer": "torch.optim:SGD"})
     assert all(torch.equal(value, bits(plain)[name]) for name, value in bits(model).items())
     assert optimizer.parts()[0] == {}
 
 
 def test_what_lies_beside_the_parameters_does_not_fit_another_cut() -> None:
-    model, optimizer = made({"optimizer": "tests.optimizers:Around"})
+    model, optimizer = made({"optimizer": "tests.zoo.ownoptimizers:Around"})
     step(optimizer, 1)
     whole = copy.deepcopy(state(model, optimizer))
     _require_agreement([whole], "stage0", set(optimizer.names))
@@ -141,3 +143,63 @@ def test_one_with_weights_of_its_own_for_evaluations_is_refused() -> None:
     pytest.importorskip("pytorch_optimizer")
     with pytest.raises(ConfigError, match="has to be told"):
         made({"optimizer": "pytorch_optimizer:ScheduleFreeAdamW"})
+
+
+# In a run of the command line, with a worker that dies
+
+
+JOB = """
+    steps = 6
+    loss = "zoo:token_loss"
+    num_microbatches = 3
+    max_grad_norm = 0.5
+    tied = [["embed.weight", "head.weight"]]
+    [model]
+    layers = "zoo:language"
+    balance = [1, 2, 1]
+    MORTAL
+    [data]
+    train = "zoo:tokens"
+    batch_size = 12
+    [checkpoint]
+    dir = "saved"
+    every_steps = 2
+    [optimizer]
+"""
+
+GROUPS = """
+    callable = "torch.optim:AdamW"
+    kwargs = { lr = 0.01 }
+    groups = [
+        { match = ["*.bias"], weight_decay = 0.0 },
+        { match = ["embed.*", "mix.weight"], lr = 0.03 },
+    ]
+    [scheduler]
+    callable = "torch.optim.lr_scheduler:StepLR"
+    kwargs = { step_size = 2 }
+"""
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        pytest.param('callable = "ownoptimizers:MyOpt"', id="MyOpt"),
+        pytest.param('callable = "ownoptimizers:Noisy"', id="Noisy", marks=pytest.mark.long),
+        pytest.param(GROUPS, id="groups"),
+    ],
+)
+def test_a_run_that_loses_a_worker_ends_with_the_bits_of_one_process_and_is_resumed(
+    job: JobFolder, optimizer: str
+) -> None:
+    config = job.config(JOB.replace("MORTAL", "") + optimizer)
+    verified = rpcmp("verify", config, "--steps", "6")
+    assert "identical: 6 losses" in verified.out, verified.err
+    mortal = f'kwargs = {{ marker = "{job.folder / "died"}" }}'
+    job.config(JOB.replace("MORTAL", mortal) + optimizer)
+    disturbed = drive(config)
+    assert disturbed.event("recovered")
+    assert committed(disturbed)[1] == verified.out.split()[-1]
+    longer = rpcmp("verify", config, "--steps", "8")
+    resumed = rpcmp("drive", config, "--json", "--resume", "--set", "steps=8")
+    assert resumed.event("resumed")["step"] == 6
+    assert resumed.event("summary")["parameters_sha256"] == longer.out.split()[-1]

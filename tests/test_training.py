@@ -86,7 +86,7 @@ class Stages:
 
     @staticmethod
     def _reports(step: int) -> dict[str, StepReport]:
-        return {name: StepReport(step, {"F": 0.0}, step / 10) for name in STAGES} if step else {}
+        return {name: StepReport(step, {"F": 0.0}, [step / 10]) for name in STAGES} if step else {}
 
 
 def job(**more: Any) -> Config:

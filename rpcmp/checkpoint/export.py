@@ -7,7 +7,7 @@ memory, and nothing here needs torch.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -54,7 +54,7 @@ class _Source:
     tensor: TensorRange
 
 
-def export(source: Path, target: Path, best: bool = False) -> Exported:
+def export(source: Path, target: Path, best: bool = False, tied_once: bool = False) -> Exported:
     """Write the model of a checkpoint to `target`, all or nothing.
 
     Args:
@@ -62,6 +62,8 @@ def export(source: Path, target: Path, best: bool = False) -> Exported:
             files are all here; or one step folder.
         target: the safetensors file to write.
         best: take the one that is marked as the best, and no other where that is not whole.
+        tied_once: write what is tied under its first name alone, and note the others as
+            `safetensors.torch.save_model` does; else it is there under each name.
 
     Raises:
         CheckpointError: there is no such checkpoint; says what is wrong with those that there are.
@@ -72,7 +74,7 @@ def export(source: Path, target: Path, best: bool = False) -> Exported:
     for found in _best(source) if best else _candidates(source):
         problems = [found.problem] if found.manifest is None else verify(found.path, found.manifest)
         if found.manifest and not problems:
-            return _export(found.path, found.manifest, target, tuple(skipped))
+            return _export(found.path, found.manifest, target, tuple(skipped), tied_once)
         skipped += problems
     raise CheckpointError("\n  ".join([f"no checkpoint in {source} can be exported:", *skipped]))
 
@@ -140,7 +142,11 @@ def _best(source: Path) -> list[Found]:
 
 
 def _export(
-    step_folder: Path, manifest: Manifest, target: Path, skipped: tuple[str, ...]
+    step_folder: Path,
+    manifest: Manifest,
+    target: Path,
+    skipped: tuple[str, ...],
+    tied_once: bool,
 ) -> Exported:
     with contextlib.ExitStack() as stack:
         sources: dict[str, _Source] = {}
@@ -150,8 +156,13 @@ def _export(
                     names = f"{sources[name].stage!r} and {stage.name!r}"
                     raise CheckpointError(f"{step_folder}: stages {names} both have {name!r}")
                 sources[name] = tensor
-        ordered = ranges.aligned({name: source.tensor for name, source in sources.items()})
         metadata = {"format": "pt", "step": str(manifest.step)}
+        tied = _tied_to(manifest, sources)
+        if tied_once:
+            metadata |= tied
+        else:
+            sources |= {name: sources[first] for name, first in tied.items()}
+        ordered = ranges.aligned({name: source.tensor for name, source in sources.items()})
         chunks = _chunks(ranges.header(ordered, metadata), [sources[name] for name in ordered])
         try:
             written = write_durably(target, chunks, mode=0o666)  # its user named it
@@ -165,6 +176,17 @@ def _export(
         manifest=manifest,
         skipped=skipped,
     )
+
+
+def _tied_to(manifest: Manifest, sources: Mapping[str, _Source]) -> dict[str, str]:
+    """For each name of the model that is another's as well, that one; as the config had them."""
+    tied = manifest.config.get("tied")
+    groups = tied if isinstance(tied, list) else []
+    found: dict[str, str] = {}
+    for group in groups:
+        names = [name for name in group if isinstance(name, str)] if isinstance(group, list) else []
+        found |= {name: names[0] for name in names[1:] if names[0] in sources}
+    return {name: first for name, first in found.items() if name not in sources}
 
 
 def _tensors(path: Path, stage: str, stack: contextlib.ExitStack) -> Iterator[tuple[str, _Source]]:

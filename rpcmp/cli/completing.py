@@ -148,7 +148,7 @@ def _ends(name: str, field: FieldInfo, prefix: str) -> Iterator[CompletionItem[s
     section = _section(field.annotation)
     is_table = get_origin(field.annotation) is dict or "dict" in str(field.annotation)
     help_text = field.description
-    if section is None or section is Factory:
+    if section is None or issubclass(section, Factory):
         yield CompletionItem(f"{prefix}{name}=", help=help_text)
     if section is not None or is_table:
         yield CompletionItem(f"{prefix}{name}.", help=help_text)

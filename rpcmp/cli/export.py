@@ -13,7 +13,12 @@ from rpcmp.cli.terminal import echo
 @click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
 @click.argument("file", type=click.Path(path_type=Path))
 @click.option("--best", is_flag=True, help="Take the best checkpoint, by `checkpoint.best`.")
-def export(folder: Path, file: Path, best: bool) -> None:
+@click.option(
+    "--tied-once",
+    is_flag=True,
+    help="Write what is `tied` once, for safetensors.torch.load_model; else under each name.",
+)
+def export(folder: Path, file: Path, best: bool, tied_once: bool) -> None:
     """Write a checkpoint's model to one FILE that plain torch loads.
 
     DIR is a checkpoint folder, of which the newest whole checkpoint is taken, or one step folder in
@@ -28,7 +33,7 @@ def export(folder: Path, file: Path, best: bool) -> None:
     from rpcmp import sizes
     from rpcmp.checkpoint.export import export as run
 
-    result = run(folder, file, best)
+    result = run(folder, file, best, tied_once)
     for problem in result.skipped:
         echo(f"skipped: {problem}", err=True)
     mark = result.manifest.best if best else None

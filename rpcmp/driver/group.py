@@ -196,10 +196,13 @@ class Group:
         """
         if self._config.is_replicated:
             replicas.require_equal(self._workers)
-        return digest.combine(self._merge(Stage.digests))
+        lines: dict[str, str] = self._merge(Stage.digests)
+        tied = self._config.tied_to.items()
+        tied_lines = {name: digest.renamed(lines[first], name) for name, first in tied}
+        return digest.combine({**lines, **tied_lines})
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Parameters and buffers of the unsplit model, on the host."""
+        """Parameters and buffers of the unsplit model, on the host; tied ones once."""
         return self._merge(Stage.state_dict)
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
@@ -290,8 +293,10 @@ class Group:
 
     def _unite(self) -> None:
         """Make equal what has to be, where several workers have the same parameters."""
+        if self._config.sums_gradients or self._config.names_parameters:
+            replicas.require_fit(self._workers, self._config)
         if self._config.sums_gradients:
-            replicas.unite(self._workers, self._config.tied)
+            replicas.unite(self._workers)
 
     def _sum_gradients(self) -> None:
         """Have replicas sum what has added up, where they have not done so yet."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 
-from rpcmp import transport
+from rpcmp import names, optimizers, transport
+from rpcmp.config import Config
 from rpcmp.driver.workers import Workers
 from rpcmp.errors import ConfigError, MismatchError
 from rpcmp.members import Member
@@ -13,32 +14,38 @@ from rpcmp.worker.model import HOST
 from rpcmp.worker.stage import Stage
 
 
-def unite(workers: Workers, tied: Sequence[Sequence[str]]) -> None:
-    """Make all replicas what the first one is, and tied parameters equal, before the first step.
-
-    Args:
-        workers: all.
-        tied: the config's.
+def require_fit(workers: Workers, config: Config) -> None:
+    """Check that replicas are the same model, and that what the config names is there.
 
     Raises:
-        ConfigError: replicas have other code, or tensors of other names or shapes; or a tied
-            parameter does not exist, or is not like the one that it is tied to.
+        ConfigError: replicas have other code, or tensors of other names or shapes; two stages have
+            the same name of something; a tied parameter does not exist, or is not like the one that
+            it is tied to; a parameter group has nothing in it.
     """
     signatures = workers.everywhere(Stage.signature)
-    names = {label: signature.pop(HOST) for label, signature in signatures.items()}
+    hosts = {label: signature.pop(HOST) for label, signature in signatures.items()}
     for first, other, what in _differences(workers, signatures):
         raise ConfigError(
             f"{_both(first, other)} are not the same model: {what}; replica {first.replica} is on "
-            f"{names[first.label]}, replica {other.replica} on {names[other.label]}: install "
+            f"{hosts[first.label]}, replica {other.replica} on {hosts[other.label]}: install "
             "the same on their hosts; your own code may lie beside the config (ship_code = true)"
         )
     kinds = {
-        name: kind
-        for signature in signatures.values()
-        for name, kind in signature.items()
-        if kind.endswith(("trained", "frozen"))
+        worker.stage: {
+            name: kind
+            for name, kind in signatures[worker.label].items()
+            if kind.endswith(("trained", "frozen"))
+        }
+        for worker in workers
     }
-    require_equal_kinds(tied, kinds)
+    names.require_distinct(kinds)
+    optimizers.require_matches(config, kinds)
+    every = {name: kind for of_stage in kinds.values() for name, kind in of_stage.items()}
+    require_equal_kinds(config.tied, every)
+
+
+def unite(workers: Workers) -> None:
+    """Make all replicas what the first one is, and tied parameters equal, before the first step."""
     hosts = workers.everywhere(Stage.host)
     unequal = {f.stage for f, other in _pairs(workers) if hosts[f.label] != hosts[other.label]}
     united = [

@@ -59,8 +59,10 @@ def of_stages(
     """
     told = {worker.label: stages[worker.label] for worker in workers if worker.label in stages}
     rates = {label: of.learning_rate for label, of in told.items()}
+    groups = {label: of.learning_rates for label, of in told.items() if len(of.learning_rates) > 1}
     return {
         **event,
+        **({"group_learning_rates": groups} if groups else {}),
         "busy_seconds": {label: dict(of.busy_seconds) for label, of in told.items()},
         "busy": {
             label: sum(of.busy_seconds.values()) / event["step_s"] for label, of in told.items()

@@ -32,7 +32,8 @@ def count(assignment: Assignment) -> StageFacts:
     for layer, module in modules.items():
         if assignment.stage.frozen:
             module.requires_grad_(False)
-        named |= {f"{layer}.{name}": value for name, value in module.named_parameters()}
+        prefix = config.prefix_of(layer)
+        named |= {prefix + name: value for name, value in module.named_parameters()}
     trained = {name: value for name, value in named.items() if value.requires_grad}
     own = {name: value for name, value in trained.items() if name not in config.tied_to}
     foreign = {name: value for name, value in named.items() if name in config.tied_to}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -106,12 +106,21 @@ class TensorBoard:
             file.scalars(values, self._step, now)
 
 
+def _others(rates: Sequence[float]) -> dict[str, float]:
+    """The learning rates of the parameter groups after the first."""
+    return {f"group{number}": rate for number, rate in enumerate(rates) if number}
+
+
 def _scalars(event: Message) -> Iterator[tuple[str, float]]:
     """The curves that an event adds a point to, by tag."""
     match event["event"]:
         case "step":
             told = {key: value for key, value in event.items() if key not in NO_SCALARS}
+            groups = told.pop("group_learning_rates", {})
             told["learning_rate"] = told.pop("learning_rates", None) or told.get("learning_rate")
+            yield from _numbers(
+                {f"learning_rate/{label}": _others(rates) for label, rates in groups.items()}, ""
+            )
             yield from _numbers(told, "")
         case "eval":
             told = {key: value for key, value in event.items() if key not in NO_SCALARS}

@@ -29,6 +29,12 @@ FAMILIES = [
     Family("rpcmp_loss", "gauge", "The last step's mean loss"),
     Family("rpcmp_evaluation", "gauge", "The last evaluation", ("metric",)),
     Family("rpcmp_learning_rate", "gauge", "Of each stage's first parameter group", STAGE),
+    Family(
+        "rpcmp_group_learning_rate",
+        "gauge",
+        "Of each parameter group, where there are several",
+        ("stage", "group"),
+    ),
     Family("rpcmp_loss_scale", "gauge", "What the last step's loss was multiplied by"),
     Family("rpcmp_skipped_steps", "gauge", "Steps skipped for gradients that were not finite"),
     Family("rpcmp_samples", "counter", "Samples trained with"),
@@ -144,6 +150,9 @@ class RunMetrics:
         for stage, rate in event["learning_rates"].items():
             if rate is not None:
                 store.set("rpcmp_learning_rate", rate, stage)
+        for stage, rates in event.get("group_learning_rates", {}).items():
+            for group, rate in enumerate(rates):
+                store.set("rpcmp_group_learning_rate", rate, stage, str(group))
         for stage, busy in event["busy_seconds"].items():
             for kind, of_kind in busy.items():
                 store.add("rpcmp_busy_seconds", of_kind, stage, KINDS[kind])

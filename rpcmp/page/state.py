@@ -142,7 +142,7 @@ class State:
             rate=number(rate),
             step_s=number(mean),
             data_share=number(event.get("data_share")),
-            learning_rate=number(event.get("learning_rate")),
+            learning_rates=_rates(event),
             skipped=event.get("skipped_steps"),
         )
 
@@ -162,3 +162,10 @@ class State:
     def _set(self, name: str, value: Any) -> None:
         self._parts[name] = value
         self._versions[name] = self.version
+
+
+def _rates(event: Message) -> list[float | None]:
+    """The learning rates of a step: of the groups of the first stage that has several, or one."""
+    several = event.get("group_learning_rates") or {}
+    rates = next(iter(several.values()), [event.get("learning_rate")])
+    return [found for rate in rates if (found := number(rate)) is not None]

@@ -84,13 +84,13 @@ class UnsplitModel:
                 self._step_schedulers(total / losses)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Parameters and buffers by name."""
+        """Parameters and buffers by name; tied ones under each of theirs."""
         return {
-            f"{layer}.{name}": value
+            self._config.prefix_of(layer) + name: value
             for modules in self._modules.values()
             for layer, module in modules.items()
             for name, value in module.state_dict().items()
-            if isinstance(value, Tensor) and f"{layer}.{name}" not in self._config.tied_to
+            if isinstance(value, Tensor)
         }
 
     def parameters(self) -> list[nn.Parameter]:
@@ -104,7 +104,7 @@ class UnsplitModel:
 
     def _named_parameters(self) -> dict[str, nn.Parameter]:
         return {
-            f"{layer}.{name}": parameter
+            self._config.prefix_of(layer) + name: parameter
             for modules in self._modules.values()
             for layer, module in modules.items()
             for name, parameter in module.named_parameters()
@@ -181,7 +181,7 @@ class UnsplitModel:
         named: dict[nn.Parameter, str] = {}
         for layer, module in self._modules[stage].items():
             for name, parameter in module.named_parameters():
-                named.setdefault(parameter, f"{layer}.{name}")
+                named.setdefault(parameter, self._config.prefix_of(layer) + name)
         if settings.frozen:
             for parameter in named:
                 parameter.requires_grad_(False)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rpcmp import devices, factory, layers, metrics, seeds, ties, tree
+from rpcmp import devices, factory, layers, metrics, seeds, tree
 from rpcmp.errors import ConfigError, FactoryError
 from rpcmp.examination import code
 from rpcmp.kinds import Factory
@@ -61,9 +61,9 @@ class StageModel:
         dtype = config.autocast_of(assignment.stage_index)
         self._autocast = precision.autocast(self.device, dtype)
         self._modules = layers.build(config, assignment.stage_index, assignment.layers)
-        self.foreign = {
-            name for name in config.tied_to if ties.layer_of_any(name, assignment.layers)
-        }
+        self._prefixes = {layer: config.prefix_of(layer) for layer in self._modules}
+        own = {name for layer in self._modules for name, _ in self._named_in(layer)}
+        self.foreign = own & set(config.tied_to)
         for module in self._modules.values():
             module.to(self.device)
             if settings.frozen:
@@ -127,11 +127,15 @@ class StageModel:
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The parameters under their names in the unsplit model; shared ones once."""
         seen: set[nn.Parameter] = set()
-        for layer, module in self._modules.items():
-            for name, parameter in module.named_parameters():
+        for layer in self._modules:
+            for name, parameter in self._named_in(layer):
                 if parameter not in seen:
                     seen.add(parameter)
-                    yield f"{layer}.{name}", parameter
+                    yield name, parameter
+
+    def _named_in(self, layer: str) -> Iterator[tuple[str, nn.Parameter]]:
+        for name, parameter in self._modules[layer].named_parameters():
+            yield self._prefixes[layer] + name, parameter
 
     def modules(self) -> Iterator[nn.Module]:
         """The layers and all modules inside of them."""
@@ -141,10 +145,11 @@ class StageModel:
     def state_dict(self) -> dict[str, Tensor]:
         """Parameters and buffers under their names in the unsplit model; not copied."""
         return {
-            f"{layer}.{name}": value
+            whole: value
             for layer, module in self._modules.items()
             for name, value in module.state_dict().items()
-            if isinstance(value, Tensor) and f"{layer}.{name}" not in self.foreign
+            if isinstance(value, Tensor)
+            and (whole := self._prefixes[layer] + name) not in self.foreign
         }
 
     def signature(self) -> dict[str, str]:
@@ -178,19 +183,15 @@ class StageModel:
             ConfigError: a tensor is missing or has another shape.
         """
         for layer, module in self._modules.items():
-            prefix = f"{layer}."
-            own = {
-                name.removeprefix(prefix): value
-                for name, value in state.items()
-                if name.startswith(prefix)
-            }
-            stays = {
-                name: value
+            prefix = self._prefixes[layer]
+            found = {  # what is tied elsewhere stays
+                name: value if prefix + name in self.foreign else state.get(prefix + name)
                 for name, value in module.state_dict().items()
-                if f"{prefix}{name}" in self.foreign
             }
             try:
-                module.load_state_dict(own | stays)
+                module.load_state_dict(
+                    {n: value for n, value in found.items() if value is not None}
+                )
             except RuntimeError as error:
                 raise ConfigError(f"layer {layer!r}: {error}") from error
 

@@ -238,13 +238,12 @@ class StageOptimizer:
         self._stepped(self.steps)
         recorder = self._compute.recorder
         recorder.add(Kind.OPTIMIZER, self.steps, NO_MICROBATCH, started, started)
-        self.report = StepReport(self.steps, recorder.take_busy(), self._learning_rate())
+        self.report = StepReport(self.steps, recorder.take_busy(), self._learning_rates())
         return self.report
 
-    def _learning_rate(self) -> float | None:
-        """Of the first group; an own optimizer may call it otherwise."""
-        rate = None if self._optimizer is None else self._optimizer.param_groups[0].get("lr")
-        return None if rate is None else float(rate)
+    def _learning_rates(self) -> list[float]:
+        groups = [] if self._optimizer is None else self._optimizer.param_groups
+        return [float(group["lr"]) for group in groups if "lr" in group]
 
     def _zero_grad(self) -> None:
         for parameter in self._trained:

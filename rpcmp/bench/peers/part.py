@@ -65,7 +65,7 @@ def build(config: Config, stage_index: int, names: list[str]) -> Part:
     if settings.frozen:
         module.requires_grad_(False)
     trained = {
-        f"{layer}.{name}": parameter
+        config.prefix_of(layer) + name: parameter
         for layer, its in built.items()
         for name, parameter in its.named_parameters()
         if parameter.requires_grad

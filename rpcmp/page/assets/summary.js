@@ -69,11 +69,14 @@ function figuresOf(progress, workers) {
     Generation: whole(progress.generation),
     Faults: whole((progress.faults ?? []).length),
     Checkpoint: progress.checkpoint ? `step ${whole(progress.checkpoint.step)}` : "–",
-    ...(isNumber(progress.learning_rate)
-      ? { "Learning rate": String(Number(progress.learning_rate.toPrecision(3))) }
-      : {}),
+    ...(progress.learning_rates?.length ? { "Learning rate": rates(progress.learning_rates) } : {}),
     ...(isNumber(progress.skipped) ? { Skipped: whole(progress.skipped) } : {}),
   };
+}
+
+/** The learning rates of the parameter groups, each once. */
+function rates(values) {
+  return [...new Set(values.map((value) => String(Number(value.toPrecision(3)))))].join(" · ");
 }
 
 export { summary };
