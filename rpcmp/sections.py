@@ -333,6 +333,12 @@ class RecoveryConfig(Strict):
     give_up_after: float = Field(
         default=600.0, ge=0, description="seconds after which a run without a lost host ends"
     )
+    keep_days: float = Field(
+        default=14.0,
+        ge=0,
+        description="days after which a later run removes the checkpoint of a run that had to end "
+        "and has no [checkpoint]; one that ends well removes it at once",
+    )
     spares: list[str] = Field(
         default_factory=list, description="HOST:PORT of servers that can take any stage"
     )

@@ -1,4 +1,4 @@
-"""Events of made-up runs, for tests of what looks at runs."""
+"""Events of made-up runs, for tests of what looks at runs; the checkpoints that a run has left."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from rpcmp import configfile
+from rpcmp.checkpoint.folder import CheckpointFolder
+from rpcmp.checkpoint.runs import newest_in
 from rpcmp.config import Config
 from rpcmp.process.channel import Message
 from rpcmp.runfolder.writer import RunFolder
@@ -15,6 +17,13 @@ STAGES = ("lift", "head")
 LOST = {"bubble": 0.2, "network": 0.05, "overhead": 0.0}
 BEGIN = 1_800_000_000.0
 """When they begin; a step takes a second."""
+
+
+def checkpoints_in(folder: Path) -> CheckpointFolder:
+    """Those of the run that wrote last."""
+    run = newest_in(folder)
+    assert run is not None, f"no run has left a checkpoint in {folder}"
+    return run.folder
 
 
 def config(folder: Path, **more: Any) -> Config:

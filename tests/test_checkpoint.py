@@ -29,7 +29,14 @@ from rpcmp.checkpoint.manifest import (
     dumps,
     loads,
 )
-from rpcmp.errors import CheckpointError, ConfigError
+from rpcmp.checkpoint.runs import (
+    left_behind,
+    new_name,
+    newest_in,
+    require_none_asked_for,
+    runs_in,
+)
+from rpcmp.errors import CheckpointError, OtherRunError
 
 SHA = hashlib.sha256(b"abc").hexdigest()
 
@@ -369,35 +376,6 @@ def test_a_folder_that_cannot_be_read_or_written_is_named(tmp_path: Path) -> Non
         folder.commit(manifest())
 
 
-def test_a_run_goes_on_only_in_its_own_folder(folder: CheckpointFolder) -> None:
-    folder.require_run(None)
-    folder.require_run("r1")
-    folder.path_of(130).mkdir(parents=True)
-    folder.require_run(None)  # nothing was completed there
-    folder.commit(manifest())
-    folder.require_run("r1")
-    for other in (None, "r2"):
-        with pytest.raises(ConfigError, match="another run: job 'digits', step 120, ") as caught:
-            folder.require_run(other)
-        for part in (str(folder.path), "2025-01-02T03:04:05", "--resume", "[checkpoint] dir"):
-            assert part in str(caught.value)
-
-
-def test_a_damaged_manifest_belongs_to_another_run_where_it_is_alone(
-    folder: CheckpointFolder,
-) -> None:
-    folder.commit(manifest(120))
-    folder.commit(manifest(110))
-    damage(folder, 120)
-    folder.require_run("r1")
-    with pytest.raises(ConfigError, match=r"step 110, .*--resume"):
-        folder.require_run(None)
-    remove(folder.path_of(110))
-    for run in (None, "r1"):
-        with pytest.raises(ConfigError, match=r"holds a damaged checkpoint: .*; remove .*00120, "):
-            folder.require_run(run)
-
-
 def test_the_newest_valid_checkpoints_are_kept(folder: CheckpointFolder) -> None:
     for step in (10, 20, 30, 40, 50):
         folder.commit(manifest(step))
@@ -487,3 +465,71 @@ def test_only_step_folders_are_removed(folder: CheckpointFolder) -> None:
     with pytest.raises(CheckpointError, match="no step folder"):
         remove(folder.path)
     assert folder.valid() == [manifest()]
+
+
+def left(folder: Path, name: str, step: int = 120, **fields: Any) -> Path:
+    """A run that has left a checkpoint which nobody had asked for."""
+    fields = {"job": "job", "is_asked_for": False, **fields}
+    CheckpointFolder(folder / name).commit(manifest(step, **fields))
+    return folder / name
+
+
+OLDER, NEWER = "20251122-101500-3f9a2c", "20251122-101501-000000"
+
+
+def test_runs_have_folders_of_their_own(tmp_path: Path) -> None:
+    assert runs_in(tmp_path / "none") == []
+    assert newest_in(tmp_path) is None
+    left(tmp_path, OLDER, 30, written="2025-11-22T10:15:00+00:00")
+    left(tmp_path, NEWER, 20, written="2025-11-22T10:15:01+00:00")
+    left(tmp_path, "", 10, written="2025-01-01T00:00:00")  # by itself: rpcmp 0.1 wrote so
+    (tmp_path / NEWER / "step-00000021").mkdir()
+    left(tmp_path, "someone's own", 99)
+    assert [(run.name, run.last_step) for run in runs_in(tmp_path)] == [
+        (NEWER, 20),
+        (OLDER, 30),
+        ("", 10),
+    ]
+    left(tmp_path, "20251122-101502-00000f", 5, job="other", written="2025-11-22T10:15:02+00:00")
+    newest, ours = newest_in(tmp_path), newest_in(tmp_path, "job")
+    assert newest is not None
+    assert newest.name == "20251122-101502-00000f"
+    assert ours is not None
+    assert ours.name == NEWER
+    assert new_name("0123456789abcdef").endswith("-012345")
+
+
+def test_only_what_was_asked_for_makes_a_new_run_ask(tmp_path: Path) -> None:
+    require_none_asked_for(tmp_path / "none")
+    left(tmp_path, OLDER)
+    require_none_asked_for(tmp_path)
+    left(tmp_path, NEWER, is_asked_for=True)
+    with pytest.raises(OtherRunError, match="another run: job 'job', step 120, ") as caught:
+        require_none_asked_for(tmp_path)
+    for part in (str(tmp_path), "2025-01-02T03:04:05", "--resume", "--fresh"):
+        assert part in str(caught.value)
+    assert [run.name for run in left_behind(tmp_path, "job", asks=True)] == [OLDER]
+    assert len(left_behind(tmp_path, "job", asks=False)) == 2  # rpcmp 0.1 did not tell them apart
+    assert left_behind(tmp_path, "another", asks=False) == []
+
+
+def test_a_damaged_checkpoint_is_in_no_new_runs_way(tmp_path: Path) -> None:
+    damage(CheckpointFolder(left(tmp_path, OLDER, is_asked_for=True)), 120)
+    require_none_asked_for(tmp_path)
+    (run,) = runs_in(tmp_path)
+    assert run.newest is None
+    assert "manifest.json" in str(run)
+    assert left_behind(tmp_path, "job", asks=False) == []
+
+
+def test_a_run_is_removed_with_its_folder_but_nothing_else(tmp_path: Path) -> None:
+    run = left(tmp_path, OLDER)
+    (run / "mine").write_text("not ours")
+    with pytest.raises(CheckpointError, match="cannot remove"):
+        remove(run)
+    (run / "mine").unlink()
+    remove(run)
+    assert not run.exists()
+    remove(run)  # by another host, where they share the folder
+    with pytest.raises(CheckpointError, match="is no step folder"):
+        remove(tmp_path)

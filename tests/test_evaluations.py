@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from rpcmp.checkpoint.folder import CheckpointFolder
 from tests.faults import Faults, committed, drive
 from tests.processes import JobFolder, Result, rpcmp, running, unstamped
+from tests.runs import checkpoints_in
 
 BEST, LAST = 8, 12
 
@@ -80,7 +80,7 @@ def test_a_run_ends_early_and_keeps_its_best_step(undisturbed: tuple[JobFolder, 
     assert (best["step"], best["metric"], best["value"]) == (BEST, "fit.r2", values[BEST])
     assert [event["step"] for event in result.events if event["event"] == "best"] == [2, 6, 8]
     assert result.event("summary")["metrics"]["fit.r2"] == values[LAST]
-    folder = CheckpointFolder(job.folder / "saved")
+    folder = checkpoints_in(job.folder / "saved")
     assert [manifest.step for manifest in folder.valid()] == [LAST, BEST]
     exported = rpcmp("export", "--best", folder.path, job.folder / "model.safetensors")
     assert exported.out.startswith(f"step {BEST}, fit.r2 {values[BEST]:.4f}: ")
@@ -110,7 +110,7 @@ def test_faults_in_an_evaluation_and_after_the_best_step_change_nothing(
     assert (worker.exists(), driver.exists(), len(faults.struck)) == (True, True, 1)
     found = [event["step"] for event in result.events if event["event"] == "fault"]
     assert found == [2, BEST, BEST]
-    folder = CheckpointFolder(job.folder / "saved")
+    folder = checkpoints_in(job.folder / "saved")
     assert [manifest.step for manifest in folder.valid()] == [LAST, BEST]
 
 
@@ -131,7 +131,7 @@ def test_a_fault_while_the_best_step_is_saved_changes_nothing(
     assert len(faults.struck) == 1
     assert committed(result) == committed(expected)
     assert decided(result) == decided(expected)
-    assert CheckpointFolder(job.folder / "saved").path_of(best).is_dir()
+    assert checkpoints_in(job.folder / "saved").path_of(best).is_dir()
 
 
 def test_a_run_that_was_killed_after_its_best_step_finds_it_again(

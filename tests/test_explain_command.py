@@ -13,7 +13,6 @@ import psutil
 import pytest
 from click.testing import CliRunner
 
-from rpcmp.checkpoint.folder import CheckpointFolder
 from rpcmp.cli import cli
 from rpcmp.errors import ConfigError
 from rpcmp.trace import chrome
@@ -27,6 +26,7 @@ from tests.processes import (
     running_servers,
     status,
 )
+from tests.runs import checkpoints_in
 
 SLEEPS_S = 0.02
 
@@ -112,8 +112,8 @@ def test_a_run_does_what_was_explained(job: JobFolder, three: list[Server]) -> N
     peaks = result.event("summary")["memory"]
     for stage in said["stages"]:
         assert 0.5 < stage["memory"]["total"] / peaks[stage["name"]]["peak"] < 2
-    (checkpoint,) = CheckpointFolder(job.folder / "kept").valid()
-    folder = CheckpointFolder(job.folder / "kept").path_of(checkpoint.step)
+    (checkpoint,) = checkpoints_in(job.folder / "kept").valid()
+    folder = checkpoints_in(job.folder / "kept").path_of(checkpoint.step)
     for stage in said["stages"]:
         length = (folder / f"{stage['name']}.safetensors").stat().st_size
         assert 0 <= 3 * length - stage["memory"]["snapshots"] < 3 * 8192  # names and shapes

@@ -10,7 +10,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rpcmp.checkpoint.folder import CheckpointFolder
 from tests.faults import Faults, committed
 from tests.lan import cli, issue
 from tests.processes import (
@@ -24,6 +23,7 @@ from tests.processes import (
     runs,
     with_token,
 )
+from tests.runs import checkpoints_in
 
 STEPS = "steps = 30"
 SLOW = 10.0
@@ -187,7 +187,7 @@ def test_a_host_that_stays_away_ends_the_run_with_a_checkpoint(
         result = run.wait()
     assert result.code == 75
     assert f"stage 'stage1' at {second.address} did not come back" in result.err
-    left = CheckpointFolder(job.folder / "rpcmp-job").valid()[0]
+    left = checkpoints_in(job.folder / "rpcmp-job").valid()[0]
     last = result.event("step")["step"]
     assert last - left.step <= 1
     resumed = rpcmp("drive", config, "--resume", "--json")
@@ -303,7 +303,7 @@ def test_machines_may_share_a_disk(
     with server(0) as here, server(1, under=another_machine) as there:
         where = ("--connect", connect([here, there]))
         first = rpcmp("drive", config, "--json", "--steps", "20", *saves, *where)
-        folder = CheckpointFolder(job.folder / "saved")
+        folder = checkpoints_in(job.folder / "saved")
         assert [manifest.step for manifest in folder.valid()] == [20, 15]
         names = ["manifest.json", "stage0.safetensors", "stage1.safetensors"]
         assert sorted(file.name for file in folder.path_of(20).iterdir()) == names

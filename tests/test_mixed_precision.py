@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 import rpcmp as library
-from rpcmp.checkpoint.folder import CheckpointFolder, remove
+from rpcmp.checkpoint.folder import remove
 from rpcmp.config import Config
 from rpcmp.errors import JobError, LossScaleError
 from tests.faults import Faults, committed, drive
 from tests.processes import ZOO, JobFolder, Result, rpcmp, runs, with_token
+from tests.runs import checkpoints_in
 from tests.test_verify import CHAINS, GRAPH
 from tests.zoo import zoo
 
@@ -133,8 +134,8 @@ def test_a_run_resumed_after_a_skipped_step_changes_nothing(
     job: JobFolder, undisturbed: tuple[JobFolder, Result]
 ) -> None:
     config = Faults(job).config(SCALED)
-    saved = CheckpointFolder(job.folder / "saved")
-    shutil.copytree(undisturbed[0].folder / "saved", saved.path)
+    shutil.copytree(undisturbed[0].folder / "saved", job.folder / "saved")
+    saved = checkpoints_in(job.folder / "saved")
     for step in (4, 6):
         remove(saved.path_of(step))
     result = drive(config, "--resume", "--set", "model.balance=[2, 1]")

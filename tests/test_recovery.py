@@ -11,9 +11,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from rpcmp.checkpoint.folder import CheckpointFolder
 from tests.faults import HOWS, PHASES, STEP, Faults, committed, drive
 from tests.processes import JobFolder, Result
+from tests.runs import checkpoints_in
 
 ALWAYS = {
     ("SIGKILL", "saving", 0),
@@ -126,7 +126,7 @@ def test_a_fault_that_comes_back_ends_the_run_with_a_checkpoint(job: JobFolder) 
     assert "faults.py" in result.err  # the remote traceback
     assert len([event for event in result.events if event["event"] == "recovered"]) == 1
     assert result.event("checkpoint")["step"] == STEP - 1
-    assert CheckpointFolder(job.folder / "rpcmp-job").valid()[0].step == STEP - 1
+    assert checkpoints_in(job.folder / "rpcmp-job").valid()[0].step == STEP - 1
 
 
 @pytest.mark.long
@@ -136,4 +136,4 @@ def test_restarts_that_lead_nowhere_end_the_run_with_a_checkpoint(job: JobFolder
     assert result.code == 75
     assert "gave up after 1 restarts without a new step" in result.err
     assert "the worker of stage 'stage0'" in result.err
-    assert CheckpointFolder(job.folder / "rpcmp-job").valid()[0].step == STEP - 1
+    assert checkpoints_in(job.folder / "rpcmp-job").valid()[0].step == STEP - 1

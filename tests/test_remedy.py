@@ -6,6 +6,7 @@ import itertools
 import shlex
 import shutil
 import subprocess
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from tests.processes import EXAMPLES, Result, rpcmp, running
 from tests.test_errors import EXAMPLES as ERRORS
 from tests.test_errors import tree
 
+LONG_AGO = datetime.min.replace(tzinfo=UTC)
 CONFIG = 'steps = 1\nloss = "torch.nn:MSELoss"\n[[stages]]\nmodule = "torch.nn:Identity"\n'
 DRIVE = "'my job.toml' --steps 9 --connect a:1,b:2 --certs . --set seed=3"
 RESUMED = f"rpcmp drive {DRIVE} --resume"
@@ -35,7 +37,7 @@ def drive(arguments: str = DRIVE, **known: Any) -> Command:
     words = shlex.split(arguments)
     command = cli.get_command(click.Context(cli), "drive")
     assert command is not None
-    found = failed(command, "drive", words, COMMANDS)
+    found = failed(command, "drive", words, COMMANDS, LONG_AGO)
     return Command(**{**vars(found), "is_there": True, "is_loaded": True, **known})
 
 
@@ -52,7 +54,7 @@ def test_what_is_offered_is_a_command_that_there_is() -> None:
     for error, name in itertools.product(ERRORS, COMMANDS):
         for command in (
             Command(name, ["c.toml"], "c.toml", ["--set", "seed=1", "--connect"], others=COMMANDS),
-            Command(name, ["c.toml"], "c.toml", has_checkpoint=True, checkpoints="x"),
+            Command(name, ["c.toml"], "c.toml", has_checkpoint=True),
             Command(name, [], listen="127.0.0.1:1", certs="certs", others=COMMANDS),
         ):
             words = shlex.split(remedy(error, command) or "")
@@ -70,14 +72,10 @@ def test_what_is_offered_is_a_command_that_there_is() -> None:
     [
         (errors.ConfigError, {}, f"rpcmp explain {ABOUT}"),
         (errors.KeyConfigError, {"is_loaded": False}, "python -m rpcmp.configdoc"),
-        (errors.OtherRunError, {"has_checkpoint": True}, RESUMED),
+        (errors.OtherRunError, {}, RESUMED),
         (errors.FactoryError, {}, f"rpcmp doctor {ABOUT}"),
         (errors.VersionError, {}, f"rpcmp doctor {ABOUT}"),
-        (
-            errors.CheckpointError,
-            {"checkpoints": "kept"},
-            RESUMED.replace("--resume", "--set checkpoint.dir=kept-2"),
-        ),
+        (errors.CheckpointError, {}, RESUMED.replace("--resume", "--fresh")),
         (errors.SecurityError, {}, "rpcmp certs show ."),
         (errors.UnreachableError, {}, f"rpcmp doctor {ABOUT}"),
         (errors.BusyError, {}, f"rpcmp status {ABOUT}"),
@@ -202,7 +200,7 @@ def typed(path: Path, *more: str, name: str = "drive") -> Command:
     """`rpcmp NAME PATH MORE...`, which has failed."""
     command = cli.get_command(click.Context(cli), name)
     assert command is not None
-    return failed(command, name, [str(path), *more], COMMANDS)
+    return failed(command, name, [str(path), *more], COMMANDS, LONG_AGO)
 
 
 def overrides(words: list[str]) -> list[str]:
@@ -232,7 +230,7 @@ def test_who_listens_is_asked_where_and_as_it_answers(
     command = cli.get_command(click.Context(cli), "serve")
     assert command is not None
     words = options.replace("CERTS", str(certs)).split()
-    found = remedy(an(errors.ListenError), failed(command, "serve", words, COMMANDS))
+    found = remedy(an(errors.ListenError), failed(command, "serve", words, COMMANDS, LONG_AGO))
     assert shlex.split(found or "") == shlex.split(
         f"rpcmp health {expected}".replace("CERTS", str(certs))
     )
@@ -242,7 +240,7 @@ def test_a_host_that_is_not_this_machines_has_nobody_to_ask() -> None:
     command = cli.get_command(click.Context(cli), "serve")
     assert command is not None
     words = ["--stage", "1", "--insecure", "--listen", "192.0.2.7:0"]
-    found = remedy(an(errors.ListenError), failed(command, "serve", words, COMMANDS))
+    found = remedy(an(errors.ListenError), failed(command, "serve", words, COMMANDS, LONG_AGO))
     assert found == "rpcmp serve --help"
 
 

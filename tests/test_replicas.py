@@ -16,11 +16,11 @@ import torch
 from torch import nn
 
 import rpcmp as library
-from rpcmp.checkpoint.folder import CheckpointFolder
 from rpcmp.config import Config
 from rpcmp.errors import StageError
 from tests.faults import STEP, Faults, committed, drive
 from tests.processes import ZOO, JobFolder, rpcmp, running
+from tests.runs import checkpoints_in
 from tests.zoo import zoo
 
 MIXED = """
@@ -158,7 +158,7 @@ def test_a_run_of_replicas_is_resumed_with_the_bits_of_one_that_was_not_cut(
     whole = rpcmp("drive", config, *options, "--set", "checkpoint.dir=whole")
     first = rpcmp("drive", config, "--json", "--set", "steps=4")
     assert first.code == 0, first.err
-    manifest = CheckpointFolder(job.folder / "saved").valid()[0]
+    manifest = checkpoints_in(job.folder / "saved").valid()[0]
     assert [part.name for part in manifest.stages] == ["stage0", "stage1"]
     resumed = rpcmp("drive", config, *options, "--resume")
     assert resumed.event("resumed")["step"] == 4
@@ -209,7 +209,7 @@ def test_a_slow_replica_gets_less_and_a_resumed_run_leaves_it_at_that(job: JobFo
         assert result.code == 0, result.err
         fast, slow = result.event("shares")["shares"]["stage0"]
         assert fast > slow
-        kept: Any = CheckpointFolder(job.folder / "saved").valid()[0].config["stages"]
+        kept: Any = checkpoints_in(job.folder / "saved").valid()[0].config["stages"]
         assert kept[0]["shares"] == [fast, slow]
     more = ("--json", "--resume", "--set", "steps=4")
     with servers_of_replicas({}, {}) as addresses:

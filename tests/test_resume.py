@@ -20,6 +20,7 @@ from rpcmp.runfolder.compare import compare
 from rpcmp.runfolder.reader import read
 from tests.faults import committed
 from tests.processes import JobFolder, Result, rpcmp, running, unstamped
+from tests.runs import checkpoints_in
 
 STEPS = 14
 """Of five mini-batches an epoch."""
@@ -52,7 +53,7 @@ def drive(config: Path, *options: str) -> Result:
 
 
 def checkpoints(job: JobFolder) -> CheckpointFolder:
-    return CheckpointFolder(job.folder / "saved")
+    return checkpoints_in(job.folder / "saved")
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +67,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[JobFolder, Result]:
 def left(whole: tuple[JobFolder, Result], job: JobFolder) -> Path:
     """The config of a job that has the checkpoints of the whole run up to step 9."""
     config = job.config(BODY)
-    shutil.copytree(whole[0].folder / "saved", checkpoints(job).path)
+    shutil.copytree(whole[0].folder / "saved", job.folder / "saved")
     for step in (12, STEPS):
         remove(checkpoints(job).path_of(step))
     return config
@@ -160,7 +161,7 @@ def test_a_signal_saves_and_the_run_can_be_resumed(
     assert ended.code == 128 + signal.SIGTERM
     step = ended.event("checkpoint")["step"]
     folder = job.folder / ("saved" if section else "rpcmp-job")
-    assert ended.event("checkpoint")["path"] == str(CheckpointFolder(folder).path_of(step))
+    assert ended.event("checkpoint")["path"] == str(checkpoints_in(folder).path_of(step))
     assert step == ended.event("step")["step"]
     result = drive(config, "--resume")
     assert after(result, 0) == after(whole[1], step)
@@ -171,7 +172,7 @@ def test_resuming_a_run_that_has_ended_does_nothing_new(
     whole: tuple[JobFolder, Result], job: JobFolder
 ) -> None:
     config = job.config(BODY)
-    shutil.copytree(whole[0].folder / "saved", checkpoints(job).path)
+    shutil.copytree(whole[0].folder / "saved", job.folder / "saved")
     result = drive(config, "--resume")
     assert after(result, 0) == ([], committed(whole[1])[1])
 
@@ -239,7 +240,7 @@ def test_a_damaged_checkpoint_is_never_loaded(
     whole: tuple[JobFolder, Result], job: JobFolder
 ) -> None:
     config = job.config(BODY)
-    shutil.copytree(whole[0].folder / "saved", checkpoints(job).path)
+    shutil.copytree(whole[0].folder / "saved", job.folder / "saved")
     _flip_a_bit(checkpoints(job).path_of(STEPS) / "stage1.safetensors")
     with (checkpoints(job).path_of(12) / "stage0.safetensors").open("r+b") as file:
         file.truncate(1000)

@@ -125,7 +125,7 @@ class Slurm:
     @property
     def saved(self) -> list[str]:
         """Steps with a checkpoint, the oldest first."""
-        return sorted(path.parent.name for path in self.folder.glob("saved/*/manifest.json"))
+        return sorted(path.parent.name for path in self.folder.glob("saved/*/*/manifest.json"))
 
     @contextlib.contextmanager
     def running(self, *options: str) -> Iterator[subprocess.Popen[bytes]]:

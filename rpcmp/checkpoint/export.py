@@ -14,9 +14,10 @@ from typing import BinaryIO
 
 from rpcmp.checkpoint import ranges
 from rpcmp.checkpoint.files import check, write_durably
-from rpcmp.checkpoint.folder import MANIFEST, CheckpointFolder, Found, look, step_of
+from rpcmp.checkpoint.folder import MANIFEST, Found, look, step_of
 from rpcmp.checkpoint.manifest import Manifest, StageFile
 from rpcmp.checkpoint.ranges import TensorRange
+from rpcmp.checkpoint.runs import newest_in
 from rpcmp.errors import CheckpointError, ConfigError
 
 MODEL = "model."
@@ -58,8 +59,8 @@ def export(source: Path, target: Path, best: bool = False, tied_once: bool = Fal
     """Write the model of a checkpoint to `target`, all or nothing.
 
     Args:
-        source: a checkpoint folder, of which the newest checkpoint is taken that is whole and whose
-            files are all here; or one step folder.
+        source: a checkpoint folder, or that of one run in it; of the run that wrote last the newest
+            checkpoint is taken that is whole and whose files are all here; or one step folder.
         target: the safetensors file to write.
         best: take the one that is marked as the best, and no other where that is not whole.
         tied_once: write what is tied under its first name alone, and note the others as
@@ -119,10 +120,12 @@ def _candidates(source: Path) -> list[Found]:
     found = look(source)
     if found is None and step_of(source.resolve()) is not None:
         raise CheckpointError(f"{source} has no {MANIFEST}: the checkpoint was never completed")
-    every = [found] if found else CheckpointFolder(source).found()
-    if not every:
+    if found is not None:
+        return [found]
+    run = newest_in(source)
+    if run is None:
         raise CheckpointError(f"{source} holds no checkpoint")
-    return every
+    return run.found
 
 
 def _best(source: Path) -> list[Found]:

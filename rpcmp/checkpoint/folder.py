@@ -1,7 +1,7 @@
-"""The folder that a run's checkpoints lie in: which there are, whose they are, which may go.
+"""The folder of one run's checkpoints: which there are, and which may go.
 
-    <dir>/step-00000120/manifest.json       on the driver's host, written last
-    <dir>/step-00000120/<stage>.safetensors on the stage's host
+    step-00000120/manifest.json       on the driver's host, written last
+    step-00000120/<stage>.safetensors on the stage's host
 
 A step folder without a manifest is no checkpoint: its stages are still writing, or never finished.
 """
@@ -18,12 +18,15 @@ from rpcmp.bounded import MIB, read_bytes
 from rpcmp.checkpoint.files import Where, folder_of, sync, write_durably
 from rpcmp.checkpoint.inside import FOLDER
 from rpcmp.checkpoint.manifest import Manifest, dumps, loads
-from rpcmp.errors import CheckpointError, OtherRunError
+from rpcmp.errors import CheckpointError
 
 MANIFEST = "manifest.json"
 
 MAX_MANIFEST = 16 * MIB
 """Bytes of a manifest: 200,000 layers."""
+
+RUN_NAME = re.compile(r"[0-9]{8}-[0-9]{6}-[0-9a-f]{6}")
+"""What the folder of a run is called in one of several; see rpcmp.checkpoint.runs."""
 
 _NAME = re.compile(r"step-([0-9]{8}|[1-9][0-9]{8,})")
 
@@ -82,34 +85,6 @@ class CheckpointFolder:
             CheckpointError: the folder cannot be read.
         """
         return next((manifest for manifest in self.valid() if manifest.best is not None), None)
-
-    def require_run(self, run: str | None) -> None:
-        """Fail when there are checkpoints of another run, which this one would mix with and prune.
-
-        A damaged manifest does not say whose it is: it is taken for the run's own only beside a
-        valid one of that run.
-
-        Args:
-            run: the run that goes on; None for a new one.
-
-        Raises:
-            OtherRunError: there are some.
-            CheckpointError: one is damaged, or the folder cannot be read.
-        """
-        found = self.found()
-        runs = {one.manifest.run for one in found if one.manifest}
-        for one in found:
-            if (manifest := one.manifest) and manifest.run != run:
-                raise OtherRunError(
-                    f"{self.path} holds checkpoints of another run: job {manifest.job!r}, step "
-                    f"{manifest.step}, written {manifest.written}; go on with --resume, or choose "
-                    "another [checkpoint] dir"
-                )
-        if run not in runs and found:
-            raise CheckpointError(
-                f"{self.path} holds a damaged checkpoint: {found[0].problem}; remove "
-                f"{found[0].path}, or choose another [checkpoint] dir"
-            )
 
     def surplus(self, keep: int) -> list[Path]:
         """Step folders that are not needed besides the newest `keep` valid ones and the best.
@@ -174,7 +149,29 @@ def _step(path: Path) -> int:
     return step_of(path) or 0
 
 
-def remove(step_folder: Where) -> None:
+def remove(folder: Where) -> None:
+    """Remove a step folder, or that of a run with all its step folders.
+
+    Raises:
+        CheckpointError: it is neither, or cannot be removed.
+    """
+    if RUN_NAME.fullmatch(folder.name) is None:
+        _remove_step(folder)
+        return
+    try:
+        with folder_of(folder / name_of(0)) as inside:
+            steps = [name for name in os.listdir(inside) if _NAME.fullmatch(name)]
+        for step in steps:
+            _remove_step(folder / step)
+        with folder_of(folder) as above:
+            os.rmdir(folder.name, dir_fd=above)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise CheckpointError(f"cannot remove {folder}: {error.strerror}") from error
+
+
+def _remove_step(step_folder: Where) -> None:
     """Remove a step folder, or what is left of it; subfolders are not ours and an error.
 
     The manifest goes first, durably: a checkpoint that was half removed does not exist.

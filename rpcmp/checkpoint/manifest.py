@@ -78,6 +78,7 @@ class Manifest(Strict):
         cursor: where in the data.
         driver: the driver's own state.
         best: marks the best checkpoint up to this step; the newest that is marked is the best.
+        is_asked_for: whether the config asked for it; else the run made it because it had to end.
         rng: how random numbers are drawn, for no generator has a state: the run's seed, and which
             version of the rules of rpcmp.seeds.
         versions: of rpcmp, torch and Python.
@@ -94,6 +95,7 @@ class Manifest(Strict):
     cursor: Cursor
     driver: dict[str, JsonValue]
     best: BestMark | None = None
+    is_asked_for: bool = True
     rng: dict[str, JsonValue]
     versions: dict[str, str]
     config: dict[str, JsonValue]

@@ -13,6 +13,7 @@ import os
 import re
 import signal
 import sys
+from datetime import UTC, datetime
 
 import click
 
@@ -80,13 +81,14 @@ def main() -> None:
 def _run() -> int:
     if "_RPCMP_COMPLETE" in os.environ:
         importlib.import_module("rpcmp.cli.completion")  # how our shells are spoken to
+    began = datetime.now(UTC)
     display = Display()
     display.install()
     try:
         return cli.main(prog_name="rpcmp", standalone_mode=False, obj=display) or 0
     except RpcmpError as error:
         display.finish()
-        _show(error, display)
+        _show(error, display, began)
         return exit_code(error)
     except click.ClickException as error:
         said = io.StringIO()
@@ -99,9 +101,9 @@ def _run() -> int:
         display.finish()
 
 
-def _show(error: RpcmpError, display: Display) -> None:
+def _show(error: RpcmpError, display: Display, began: datetime) -> None:
     """Say why the command failed, and what helps: the last of what it logs."""
-    text = f"rpcmp: {error}"
+    text = "\n".join([f"rpcmp: {error}", *getattr(error, "__notes__", [])])
     if isinstance(error, StageError) and error.traceback:
         text = f"{error.traceback.rstrip()}\n{text}"
     if not display.json:
@@ -109,7 +111,7 @@ def _show(error: RpcmpError, display: Display) -> None:
         text = re.sub(r"^(?=try:)", "  ", visible(text), flags=re.MULTILINE)
     _say(Line("ERROR", "rpcmp", text), display)
     with contextlib.suppress(OSError):  # what helps depends on files; the error itself is said
-        if command := _remedy(error):
+        if command := _remedy(error, began):
             _say(Line("INFO", "rpcmp", f"try: {command}"), display)
 
 
@@ -119,7 +121,7 @@ def _say(line: Line, display: Display) -> None:
     echo(said, err=True)
 
 
-def _remedy(error: RpcmpError) -> str:
+def _remedy(error: RpcmpError, began: datetime) -> str:
     """The command that helps next; empty where none does."""
     from rpcmp.cli.failed import failed
     from rpcmp.cli.remedy import remedy
@@ -128,4 +130,4 @@ def _remedy(error: RpcmpError) -> str:
     command = cli.get_command(click.Context(cli), name)
     if command is None:
         return ""
-    return remedy(error, failed(command, name, arguments, COMMANDS)) or ""
+    return remedy(error, failed(command, name, arguments, COMMANDS, began)) or ""

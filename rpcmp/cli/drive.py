@@ -25,6 +25,7 @@ from rpcmp.logs.display import Display
 
 if TYPE_CHECKING:
     from rpcmp.config import Config
+    from rpcmp.job.beginning import Start
     from rpcmp.observers.observer import Observer
 
 
@@ -40,7 +41,15 @@ if TYPE_CHECKING:
 )
 @ui_option
 @metrics_option
-@click.option("--resume", is_flag=True, help="Go on from the newest checkpoint, if there is one.")
+@click.option(
+    "--resume",
+    "start",
+    flag_value="resume",
+    help="Go on from the newest checkpoint, if there is one.",
+)
+@click.option(
+    "--fresh", "start", flag_value="fresh", help="Begin anew beside the checkpoints of other runs."
+)
 @click.option("--json", "as_json", is_flag=True, help="One JSON object a line on standard output.")
 @click.option("-v", "--verbose", is_flag=True, help="Show every step.")
 @click.option("-q", "--quiet", is_flag=True, help="Show only the summary.")
@@ -53,7 +62,7 @@ def drive(
     trace: Path | None,
     ui: str | None,
     metrics: str | None,
-    resume: bool,
+    start: Start | None,
     as_json: bool,
     verbose: bool,
     quiet: bool,
@@ -103,7 +112,7 @@ def drive(
         training = run(
             *(job, report, servers),
             trace=trace,
-            resume=resume,
+            start=start or "either",
             timeline=seconds_between_timelines(found),
             last_steps=None if folder is None else folder / TRACE,
         )

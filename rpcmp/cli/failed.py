@@ -7,6 +7,7 @@ import ipaddress
 import json
 import os
 from collections.abc import Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +21,11 @@ if TYPE_CHECKING:
 
 
 def failed(
-    command: click.Command, name: str, arguments: Sequence[str], others: Sequence[str]
+    command: click.Command,
+    name: str,
+    arguments: Sequence[str],
+    others: Sequence[str],
+    began: datetime,
 ) -> Command:
     """The command that `arguments` follow.
 
@@ -29,13 +34,18 @@ def failed(
         name: what it is called.
         arguments: as they were typed.
         others: all commands that there are.
+        began: when it did.
     """
     with command.make_context(name, list(arguments), resilient_parsing=True) as ctx:
         params = ctx.params
     config = params.get("config")
     known: dict[str, Any] = {"is_loaded": False}
     if config is not None and (job := _loaded(config, params)) is not None:
-        known = _known(job, params.get("certs"))
+        resumed = params.get("start") == "resume"
+        known = {
+            **_known(job, params.get("certs")),
+            "has_checkpoint": _has_checkpoint(job, None if resumed else began),
+        }
     elif params.get("certs"):
         known["certs"] = str(params["certs"])
     return Command(
@@ -76,20 +86,24 @@ def _loaded(config: Path, params: dict[str, Any]) -> Config | None:
 
 
 def _known(job: Config, certs: Path | None) -> dict[str, Any]:
-    from rpcmp.checkpoint.folder import CheckpointFolder
-
-    try:
-        has_checkpoint = any(True for _ in CheckpointFolder(job.checkpoint_folder).valid())
-    except RpcmpError:
-        has_checkpoint = False
     return {
         "is_loaded": True,
-        "has_checkpoint": has_checkpoint,
-        "checkpoints": f"rpcmp-{job.name}" if job.checkpoint is None else job.checkpoint.dir,
         "certs": str(certs or job.certs_folder or ""),
         "max_grad_norm": job.max_grad_norm,
         "learning_rate": _learning_rate(job),
     }
+
+
+def _has_checkpoint(job: Config, since: datetime | None) -> bool:
+    """Whether there is one to go on from that was written since then: an older one is not of the
+    run that has failed, and what --resume would go on from is another."""
+    from rpcmp.checkpoint.runs import newest_in
+
+    try:
+        run = newest_in(job.checkpoint_folder, job.name)
+    except RpcmpError:
+        return False
+    return run is not None and run.newest is not None and not (since and run.is_before(since))
 
 
 def _learning_rate(job: Config) -> float | None:

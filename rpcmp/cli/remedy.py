@@ -11,7 +11,7 @@ Pure. Every class of errors has its own line in DECISIONS, "there is none" among
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rpcmp import errors
 from rpcmp.cli.confidential import shown
@@ -36,8 +36,7 @@ class Command:
         insecure: whether it was to do without certificates.
         is_there: whether there is such a file.
         is_loaded: whether it is a config.
-        has_checkpoint: whether there is one that the job could go on from.
-        checkpoints: the folder of the job's checkpoints, as `checkpoint.dir` has it.
+        has_checkpoint: whether there is one that the run which failed could go on from.
         max_grad_norm: of the config; None: it has none.
         learning_rate: what `optimizer.kwargs.lr` says for all stages; None: it is not there, or
             some have another.
@@ -55,7 +54,6 @@ class Command:
     is_there: bool = True
     is_loaded: bool = True
     has_checkpoint: bool = False
-    checkpoints: str = ""
     max_grad_norm: float | None = None
     learning_rate: float | None = None
     others: Sequence[str] = ()
@@ -110,11 +108,17 @@ def _resume(command: Command) -> Words:
     return _again(command)
 
 
+def _go_on(command: Command) -> Words:
+    """The same command, with what an earlier run has written."""
+    return _resume(replace(command, has_checkpoint=True))
+
+
 def _again(command: Command, *more: str) -> Words:
     words = ["rpcmp", command.name, *command.arguments]
-    resumes = command.has_checkpoint and "--resume" not in words
+    if command.has_checkpoint and "--resume" not in words:
+        words = [*(word for word in words if word != "--fresh"), "--resume"]
     # A bare --connect would take what follows for its addresses.
-    return [*words, *(["--resume"] if resumes else []), *more]
+    return [*words, *more]
 
 
 def _resume_or_look(command: Command) -> Words:
@@ -146,10 +150,10 @@ def _other_range(command: Command) -> Words:
 
 def _afresh(command: Command) -> Words:
     """Leave the checkpoints alone, and begin beside them."""
-    if command.name != "drive" or not command.checkpoints:
+    if command.name != "drive" or not command.is_loaded:
         return _usage(command)
-    words = [word for word in command.arguments if word != "--resume"]
-    return ["rpcmp", command.name, *words, "--set", f"checkpoint.dir={command.checkpoints}-2"]
+    words = [word for word in command.arguments if word not in ("--resume", "--fresh")]
+    return ["rpcmp", command.name, *words, "--fresh"]
 
 
 def _certificate(command: Command) -> Words:
@@ -180,7 +184,7 @@ DECISIONS: dict[type[RpcmpError], Callable[[Command], Words]] = {
     errors.ConfigError: _explain,
     errors.KeyConfigError: _keys,
     errors.ListenError: _who_listens,
-    errors.OtherRunError: _resume,
+    errors.OtherRunError: _go_on,
     errors.FactoryError: _doctor,
     errors.VersionError: _doctor,
     errors.CheckpointError: _afresh,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rpcmp.checkpoint.folder import CheckpointFolder
+from rpcmp.checkpoint.runs import require_none_asked_for
 from rpcmp.config import Config
 from rpcmp.errors import ConfigError
 from rpcmp.job import code
@@ -75,9 +75,9 @@ def _checkpoints(config: Config) -> File:
 
 def _looked_at(config: Config, file: File) -> File:
     """With what a run would say to what is there already."""
-    if config.takes_snapshots:
+    if config.checkpoint is not None:
         try:
-            CheckpointFolder(config.checkpoint_folder).require_run(None)
+            require_none_asked_for(config.checkpoint_folder)
         except ConfigError as error:
             return File(file.what, file.path, str(error), is_in_the_way=True)
     return file

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
+from typing import Literal
 
+from rpcmp.checkpoint.runs import require_none_asked_for
 from rpcmp.config import Config
 from rpcmp.errors import CheckpointError
 from rpcmp.job.begin import Begin, from_memory
@@ -12,6 +15,10 @@ from rpcmp.job.fleet import Fleet
 from rpcmp.job.restore import Holdings, newest_common
 from rpcmp.job.resume import Checkpointed
 from rpcmp.process.channel import Message
+
+Start = Literal["resume", "fresh", "either"]
+"""Whether a run goes on from the newest checkpoint, or begins anew, whatever there is; or begins
+anew unless a config has asked for what is there."""
 
 
 class Beginning:
@@ -22,7 +29,7 @@ class Beginning:
         fleet: its servers.
         checkpoints: of this run.
         report: told of what cannot be used ("warning") and of a run that is resumed ("resumed").
-        resume: whether the first generation goes on from a checkpoint, of whatever run.
+        start: where the first generation begins.
     """
 
     def __init__(
@@ -31,14 +38,14 @@ class Beginning:
         fleet: Fleet,
         checkpoints: Checkpoints,
         report: Callable[[Message], None],
-        resume: bool,
+        start: Start,
     ) -> None:
         self._config = config
         self._fleet = fleet
         self._checkpoints = checkpoints
         self._report = report
         self._on_disk = Checkpointed(config, fleet, report)
-        self._resumes = resume
+        self._start = start
         self._is_first = True
 
     async def choose(self, assignments: list[str], holdings: dict[str, Holdings]) -> Begin:
@@ -46,10 +53,11 @@ class Beginning:
 
         Raises:
             CheckpointError: the run has to be resumed, and no checkpoint can be used.
+            OtherRunError: it may be that it should have been resumed.
         """
         self._checkpoints.note_assignments(assignments)
         if self._is_first:
-            begin = await self._from_disk(assignments, run=None) if self._resumes else Begin()
+            begin = await self._first(assignments)
             self._is_first = False
             return begin
         in_memory = newest_common(self._config.workers, holdings, self._checkpoints.known())
@@ -61,6 +69,21 @@ class Beginning:
                     raise
                 self._report({"event": "warning", "text": str(error)})
         return Begin() if in_memory is None else from_memory(in_memory, self._config, self._fleet)
+
+    async def _first(self, assignments: list[str]) -> Begin:
+        if self._start == "resume":
+            return await self._from_disk(assignments, run=None)
+        if self._start == "either" and self._config.takes_snapshots:
+            if self._config.checkpoint is not None:
+                folder = self._config.checkpoint_folder
+                await asyncio.to_thread(require_none_asked_for, folder)
+            if left := await self._checkpoints.left_behind():
+                text = (
+                    f"an earlier run left a checkpoint in {left[0]}; --resume goes on from it, a "
+                    "run that ends well removes it"
+                )
+                self._report({"event": "warning", "text": text})
+        return Begin()
 
     async def _from_disk(self, assignments: list[str], run: str | None) -> Begin:
         found = await self._on_disk.newest(assignments, run)

@@ -10,16 +10,18 @@ could not write is given up with a warning; the run and the checkpoints before i
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 from rpcmp.checkpoint.folder import CheckpointFolder, remove
 from rpcmp.checkpoint.manifest import Cursor, Manifest, StageFile
 from rpcmp.checkpoint.redaction import redacted
+from rpcmp.checkpoint.runs import RunCheckpoints, left_behind
 from rpcmp.config import Config
 from rpcmp.control.options import versions
 from rpcmp.errors import CheckpointError, RpcmpError
@@ -70,7 +72,7 @@ class Checkpoints:
         self._config = config
         self._fleet = fleet
         self._report = report
-        self._folder = CheckpointFolder(config.checkpoint_folder)
+        self._folder = CheckpointFolder(config.checkpoint_folder / fleet.run_folder)
         self.best = BestCheckpoint(config, self._folder, report)
         self._parts: dict[int, dict[str, pb.Saved]] = {}
         self._progress: dict[int, Message] = {}
@@ -82,6 +84,7 @@ class Checkpoints:
         self.saved = 0
         self._saved_at = time.monotonic()
         self._began: dict[int, float] = {}
+        self._is_leaving = False
         self.remove_elsewhere: Callable[[Path], Awaitable[None]] = _nowhere
 
     def note_assignments(self, assignments: Sequence[str]) -> None:
@@ -151,6 +154,7 @@ class Checkpoints:
         found = newest_common(self._config.workers, holdings, self.known())
         if found is None or found.step <= self.saved:
             return
+        self._is_leaving = True
         self._began[found.step] = time.monotonic()
         firsts = [worker for worker in self._config.workers if worker.replica == 0]
         answers = await asyncio.gather(*(self._save(worker, found) for worker in firsts))
@@ -205,6 +209,7 @@ class Checkpoints:
             cursor=Cursor(epoch=progress["epoch"], batch=progress["batch"]),
             driver=_drivers_own(progress),
             best=mark_of(progress),
+            is_asked_for=self._config.checkpoint is not None and not self._is_leaving,
             rng={"seed": self._config.seed, **RNG},
             versions=self._software,
             config=_told_of(self._config),
@@ -230,6 +235,36 @@ class Checkpoints:
             for folder in await asyncio.to_thread(self._folder.surplus, keep):
                 await asyncio.to_thread(remove, folder)
                 await self.remove_elsewhere(folder)
+        except RpcmpError as error:
+            self._report({"event": "warning", "text": f"old checkpoints stay: {error}"})
+
+    async def left_behind(self) -> list[RunCheckpoints]:
+        """What runs of this job have left because they had to end, the newest first."""
+        config = self._config
+        asks = config.checkpoint is not None
+        return await asyncio.to_thread(left_behind, config.checkpoint_folder, config.name, asks)
+
+    async def remove_left_behind(self, ended_well: bool) -> None:
+        """Remove what runs of this job have left because they had to end.
+
+        Args:
+            ended_well: this run did: remove what it has come further than; else only what is older
+                than `recovery.keep_days`.
+        """
+        if not self._config.takes_snapshots:
+            return
+        oldest = datetime.now(UTC) - timedelta(days=self._config.recovery.keep_days)
+        reached = max(self._progress, default=0) if ended_well else -1
+        try:
+            for run in await self.left_behind():
+                is_old = run.is_before(oldest) and run.folder.path != self._folder.path
+                if is_old or run.last_step <= reached:
+                    for folder in run.to_remove:
+                        await asyncio.to_thread(remove, folder)
+                        await self.remove_elsewhere(folder)
+            if self._config.checkpoint is None:
+                with contextlib.suppress(OSError):  # it is not there, or not empty
+                    self._config.checkpoint_folder.rmdir()
         except RpcmpError as error:
             self._report({"event": "warning", "text": f"old checkpoints stay: {error}"})
 

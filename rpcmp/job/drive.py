@@ -10,6 +10,7 @@ from pathlib import Path
 
 from rpcmp.config import Config
 from rpcmp.errors import InterruptedJobError
+from rpcmp.job.beginning import Start
 from rpcmp.job.fleet import forks_for
 from rpcmp.job.run import Run
 from rpcmp.process.channel import Message
@@ -25,7 +26,7 @@ async def drive(
     evaluate: bool = True,
     save_state: Path | None = None,
     trace: Path | None = None,
-    resume: bool = False,
+    start: Start = "either",
     timeline: float = 0.0,
     last_steps: Path | None = None,
     forks: Forks | None = None,
@@ -45,7 +46,8 @@ async def drive(
         evaluate: evaluate and write the report as well.
         save_state: where to save the final parameters and buffers, as safetensors.
         trace: where to write a trace of the run.
-        resume: go on from the newest checkpoint, where there is one.
+        start: "resume": go on from the newest checkpoint, where there is one; "fresh": begin anew,
+            whatever there is; "either": that too, unless a config has asked for what is there.
         timeline: seconds between two events `timeline`, which say what a step looks like; 0: none.
         last_steps: where to write a trace of the last steps at the end of the run; needs
             `timeline`.
@@ -59,7 +61,7 @@ async def drive(
     """
     own = forks_for(config, connect) if forks is None else contextlib.nullcontext(forks)
     async with own as processes:
-        run = Run(config, connect, report, resume, processes)
+        run = Run(config, connect, report, start, processes)
         files = {"save_state": save_state, "trace": trace, "last_steps": last_steps}
         task = asyncio.ensure_future(run.train(_order(evaluate, timeline, files)))
         with _signals(lambda signum: run.interrupt(signum, task)):

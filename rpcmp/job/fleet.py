@@ -13,6 +13,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Sequence
 
+from rpcmp.checkpoint.runs import new_name
 from rpcmp.config import Config
 from rpcmp.control.client import StageClient
 from rpcmp.errors import ExhaustedError, RpcmpError, UnreachableError
@@ -52,6 +53,7 @@ class Fleet:
         dialer: how they are talked to.
         forks: as given.
         job_id: unique for each run.
+        run_folder: the name of the folder of the run's checkpoints; see rpcmp.checkpoint.runs.
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class Fleet:
         require_one_each(config, self.addresses)
         self.dialer = dialer_of(config, [*self.addresses, *config.recovery.spares])
         self.job_id = uuid.uuid4().hex
+        self.run_folder = new_name(self.job_id)
         self._config = config
         self._report = report
         self._spares = list(config.recovery.spares)

@@ -37,7 +37,7 @@ class Checkpointed:
         self._config = config
         self._fleet = fleet
         self._report = report
-        self._folder = CheckpointFolder(config.checkpoint_folder)
+        self._folder = CheckpointFolder(config.checkpoint_folder / fleet.run_folder)
 
     async def newest(
         self, assignments: Sequence[str], run: str | None

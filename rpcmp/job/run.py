@@ -18,11 +18,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 
 from rpcmp.balance.prediction import Prediction
-from rpcmp.checkpoint.folder import CheckpointFolder
+from rpcmp.checkpoint.runs import newest_in
 from rpcmp.config import Config
 from rpcmp.errors import DrainingError, InterruptedJobError, RpcmpError
 from rpcmp.job.balancing import balanced
-from rpcmp.job.beginning import Beginning
+from rpcmp.job.beginning import Beginning, Start
 from rpcmp.job.checkpoints import Checkpoints
 from rpcmp.job.dialing import warnings
 from rpcmp.job.fleet import Fleet
@@ -45,7 +45,7 @@ class Run:
         config: the job.
         connect: addresses of running stage servers; see Fleet.
         report: told of every event.
-        resume: go on from the newest checkpoint.
+        start: whether to go on from the newest checkpoint.
         forks: where processes come from.
 
     Attributes:
@@ -57,13 +57,13 @@ class Run:
         config: Config,
         connect: Sequence[str] | None,
         report: Callable[[Message], None],
-        resume: bool,
+        start: Start,
         forks: Forks,
     ) -> None:
         self._config, self._connect = config, connect
         self._report = Stamp(report, self._generation_now)
         self._log = EventLog(self._report)
-        self._resume = resume
+        self._start = start
         self._forks = forks
         self._fleet: Fleet | None = None
         self._checkpoints: Checkpoints | None = None
@@ -72,6 +72,7 @@ class Run:
         self._has_begun = False
         self._history = History()
         self._steps_at_fault = 0
+        self._first_fault: RpcmpError | None = None
         self._lost_at: float | None = None
         self._hosts: dict[str, str] = {}
         self._vitals = Vitals()
@@ -92,10 +93,11 @@ class Run:
         Raises:
             RpcmpError: why it did not come to its end.
         """
-        if self._config.takes_snapshots and not self._resume:
-            CheckpointFolder(self._config.checkpoint_folder).require_run(None)
-        given = shares_of_before(self._config) if self._resume else self._config
+        resumes = self._start == "resume"
+        given = shares_of_before(self._config) if resumes else self._config
         fleet = self._fleet = Fleet(given, self._connect, self._report, self._forks)
+        if resumes and (before := newest_in(given.checkpoint_folder, given.name)) is not None:
+            fleet.run_folder = before.name
         self._report(opening(given, fleet.job_id, fleet.addresses))
         telling = asyncio.create_task(self._tell_vitals())
         try:
@@ -114,7 +116,7 @@ class Run:
         if config.balance_replicas:
             self._report({"event": "shares", "shares": config.shares})
         checkpoints = self._checkpoints = Checkpoints(config, fleet, self._report)
-        beginning = Beginning(config, fleet, checkpoints, self._report, self._resume)
+        beginning = Beginning(config, fleet, checkpoints, self._report, self._start)
         await fleet.open()
         while True:
             self._vitals.begin()
@@ -196,6 +198,7 @@ class Run:
             self._log.step = step
         self._has_begun = True
         checkpoints.remove_elsewhere = session.remove
+        await checkpoints.remove_left_behind(ended_well=False)
         session.train({**order, "progress": checkpoints.progress_of(step)})
         self._training = True
         summary: Message = {}
@@ -208,6 +211,8 @@ class Run:
                     await self._handle(event, session, checkpoints)
         finally:
             self._training = False
+        if not (self.signals or summary["is_cut_short"]):
+            await checkpoints.remove_left_behind(ended_well=True)
         await session.deliver()
         await session.wait_for_end()
         if self.signals:
@@ -253,12 +258,14 @@ class Run:
         recovery = self._config.recovery
         if self.step > self._steps_at_fault:
             self._history = replace(self._history, restarts=0)
+            self._first_fault = None
         self._steps_at_fault = self.step
         decision = decide(error, self._history, recovery.max_restarts, self._has_begun)
         self._history = decision.history
         try:
             if self.signals or not recovery.enabled or decision.error is not None:
-                raise decision.error or error
+                raise self._explained(decision.error or error)
+            self._first_fault = self._first_fault or error
             self._lost_at = time.monotonic() if self._lost_at is None else self._lost_at
             self._hosts |= {label: place["host"] for label, place in session.places.items()}
             self._report(
@@ -281,6 +288,13 @@ class Run:
             raise
         await session.close()
         checkpoints.generation += 1
+
+    def _explained(self, error: RpcmpError) -> RpcmpError:
+        """With the fault that it followed: why a recovery failed is not why there had to be one."""
+        first = self._first_fault
+        if first is not None and str(first) not in str(error):
+            error.add_note(f"this followed a fault after step {self.step}: {first}")
+        return error
 
 
 def _compare(prediction: Prediction, step_seconds: Sequence[float]) -> Message:

@@ -113,6 +113,7 @@ class Session:
             config,
             self._identity,
             fleet.addresses,
+            fleet.run_folder,
             fleet.dialer,
             self._failure,
             self._note,

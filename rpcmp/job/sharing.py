@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rpcmp import inflight
-from rpcmp.checkpoint.folder import CheckpointFolder
+from rpcmp.checkpoint.runs import newest_in
 from rpcmp.config import Config
 from rpcmp.errors import ConfigError
 from rpcmp.job.segments import Segments
@@ -62,8 +62,8 @@ def shares_of_before(config: Config) -> Config:
     """
     if not config.balance_replicas:
         return config
-    manifests = CheckpointFolder(config.checkpoint_folder).valid()
-    before: Any = manifests[0].config.get("stages") if manifests else None
+    run = newest_in(config.checkpoint_folder, config.name)
+    before: Any = run.newest.config.get("stages") if run and run.newest else None
     found = {
         index: then["shares"]
         for index, (now, then) in enumerate(zip(config.stages, before or (), strict=False))

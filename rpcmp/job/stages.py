@@ -52,6 +52,7 @@ class Stages:
         config: the job.
         identity: which generation of which run.
         addresses: of the servers, one a worker.
+        run_folder: the name of the folder of the run's checkpoints.
         dialer: how they are talked to.
         failure: told what goes wrong at a stage.
         report: told when a server is being stopped ("draining") and when one has saved ("saved").
@@ -64,6 +65,7 @@ class Stages:
         config: Config,
         identity: Identity,
         addresses: Sequence[str],
+        run_folder: str,
         dialer: Dialer,
         failure: FirstFailure,
         report: Callable[[Message], None],
@@ -73,6 +75,7 @@ class Stages:
         self._config = config
         self._identity: dict[str, Any] = vars(identity)
         self._addresses = list(addresses)
+        self._run_folder = run_folder
         self._failure = failure
         self._report = report
         self._vitals = vitals
@@ -318,6 +321,7 @@ class Stages:
                 code=code,
                 heartbeat_timeout=self._config.recovery.heartbeat_timeout,
                 checkpoint_folder=str(self._config.checkpoint_folder),
+                checkpoint_run=self._run_folder,
                 group=[
                     pb.GroupStage(name=member.stage, replicas=member.num_replicas)
                     for member in self._workers

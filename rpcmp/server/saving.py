@@ -37,7 +37,7 @@ class Disk:
         """Write a snapshot into the checkpoint of its step, and unpin it; what became of it.
 
         Args:
-            folder: of all checkpoints, or why there is none.
+            folder: of the run's checkpoints, or why there is none.
         """
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._thread, _save, slots, snapshot, stage_name, folder)

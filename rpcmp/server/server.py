@@ -198,7 +198,7 @@ class StageServer:
         if self._forgetting is not None:
             self._forgetting.cancel()
         await self._release(self.claim)
-        await self.vault.open(request.job_id, folder)
+        await self.vault.open(request.job_id, folder, request.checkpoint_run)
         await self.vault.pause()
         claim = self.claim = Claim(
             request,

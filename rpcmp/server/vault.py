@@ -67,22 +67,28 @@ class Vault:
         self._last_acknowledged = 0
         self.freed: Callable[[], None] = _nobody
         self._folder: Kept = NO_FOLDER
+        self._target: Kept = NO_FOLDER
         self._saves_mirror = False
         self._disk = Disk()
         self._saves: set[asyncio.Task[None]] = set()
         self._being_saved: set[int] = set()
         self._changed = asyncio.Condition()
 
-    async def open(self, job_id: str, folder: Kept) -> None:
+    async def open(self, job_id: str, folder: Kept, run: str = "") -> None:
         """Hold snapshots of this job from now on, and none of any other.
 
         Args:
             folder: of its checkpoints; what messages name has to be in there.
+            run: name of the folder in it for new ones; empty: itself.
+
+        Raises:
+            CheckpointError: `run` leads elsewhere.
         """
+        target = folder if isinstance(folder, str) or not run else folder / run
         if job_id != self.job_id:
             await self.clear()
             self.job_id = job_id
-        self._folder = folder
+        self._folder, self._target = folder, target
 
     @property
     def keeps_nothing(self) -> str:
@@ -111,7 +117,7 @@ class Vault:
             await self.mirror.close()
         self.mirror = None
         self.job_id = self.stage_name = ""
-        self._folder = NO_FOLDER
+        self._folder = self._target = NO_FOLDER
         self.slots.clear()
         await self.notify()
 
@@ -247,7 +253,7 @@ class Vault:
             task.add_done_callback(self._saves.discard)
 
     async def _save(self, held: Held, done: Callable[[pb.Saved], Awaitable[None]]) -> None:
-        saved = await self._disk.save(held.slots, held.snapshot, self.stage_name, self._folder)
+        saved = await self._disk.save(held.slots, held.snapshot, self.stage_name, self._target)
         self._being_saved.discard(held.snapshot.step)
         self.freed()
         await done(saved)
@@ -260,13 +266,13 @@ class Vault:
         """
         held = self._require(stage_name, step)
         held.slots.pin(held.snapshot.slot)
-        return await self._disk.save(held.slots, held.snapshot, stage_name, self._folder)
+        return await self._disk.save(held.slots, held.snapshot, stage_name, self._target)
 
     async def _arrived(self, mirror: Mirror, snapshot: Snapshot) -> None:
         """A neighbour's snapshot is here; it goes to the disk where its own does."""
         if snapshot.is_pinned and self._saves_mirror:
             name = mirror.stage_name
-            saved = await self._disk.save(mirror.slots, snapshot, name, self._folder)
+            saved = await self._disk.save(mirror.slots, snapshot, name, self._target)
             if saved.error:
                 log.warning("%s; stage %r has it on its own disk", saved.error, mirror.stage_name)
         mirror.slots.unpin(snapshot)

@@ -557,7 +557,7 @@ class SnapshotsServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Remove(self, request, context):
-        """Removes a checkpoint from this host's disk.
+        """Removes a checkpoint, or all of a run, from this host's disk.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

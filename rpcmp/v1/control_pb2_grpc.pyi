@@ -220,7 +220,7 @@ class SnapshotsStub:
     Put: _grpc.StreamUnaryMultiCallable[_control_pb2.PutRequest, _control_pb2.PutResponse]
     """Writes a checkpoint's file that the caller has to this host's disk: which, then its bytes."""
     Remove: _grpc.UnaryUnaryMultiCallable[_control_pb2.RemoveRequest, _control_pb2.RemoveResponse]
-    """Removes a checkpoint from this host's disk."""
+    """Removes a checkpoint, or all of a run, from this host's disk."""
 
 @_typing.type_check_only
 class SnapshotsAsyncStub(SnapshotsStub):
@@ -245,7 +245,7 @@ class SnapshotsAsyncStub(SnapshotsStub):
     Put: _aio.StreamUnaryMultiCallable[_control_pb2.PutRequest, _control_pb2.PutResponse]  # type: ignore[assignment]
     """Writes a checkpoint's file that the caller has to this host's disk: which, then its bytes."""
     Remove: _aio.UnaryUnaryMultiCallable[_control_pb2.RemoveRequest, _control_pb2.RemoveResponse]  # type: ignore[assignment]
-    """Removes a checkpoint from this host's disk."""
+    """Removes a checkpoint, or all of a run, from this host's disk."""
 
 class SnapshotsServicer(metaclass=_abc_1.ABCMeta):
     """A stage's snapshots: what it was right after its last optimizer steps, held by its own server and
@@ -303,7 +303,7 @@ class SnapshotsServicer(metaclass=_abc_1.ABCMeta):
         request: _control_pb2.RemoveRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_control_pb2.RemoveResponse, _abc.Awaitable[_control_pb2.RemoveResponse]]:
-        """Removes a checkpoint from this host's disk."""
+        """Removes a checkpoint, or all of a run, from this host's disk."""
 
 def add_SnapshotsServicer_to_server(servicer: SnapshotsServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
 

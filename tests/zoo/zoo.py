@@ -8,11 +8,12 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import Dataset, TensorDataset
 
 Layers = list[tuple[str, Callable[[], nn.Module]]]
 FEATURES = 8
@@ -23,6 +24,34 @@ def regression(samples: int = 50) -> TensorDataset:
     generator = torch.Generator().manual_seed(7)
     inputs = torch.randn(samples, FEATURES, generator=generator)
     return TensorDataset(inputs, inputs.sum(dim=1, keepdim=True).sin())
+
+
+class Unreadable(Dataset[tuple[Tensor, ...]]):
+    """`regression` with one sample of which nothing can be made, until somebody mends it.
+
+    Args:
+        at: its number; -1: it has been mended.
+    """
+
+    def __init__(self, at: int = 37) -> None:
+        self._at, self._samples = at, regression()
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, ...]:
+        if index == self._at:
+            raise ValueError(f"sample {index} is no picture")
+        found: tuple[Tensor, ...] = self._samples[index]
+        return found
+
+
+def lost(marker: str) -> Unreadable:
+    """The same, on a disk that is lost once it has been opened: `marker` says that it was."""
+    if Path(marker).exists():
+        raise OSError("the disk is gone")
+    Path(marker).touch()
+    return Unreadable()
 
 
 def tokens(samples: int = 40, length: int = 6, vocabulary: int = 11) -> TensorDataset:
