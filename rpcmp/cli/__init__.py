@@ -18,7 +18,7 @@ from datetime import UTC, datetime
 import click
 
 import rpcmp
-from rpcmp.cli.terminal import echo
+from rpcmp.cli.terminal import echo, forgive
 from rpcmp.errors import RpcmpError, StageError, exit_code
 from rpcmp.logs.display import Display
 from rpcmp.logs.entry import as_json, entry_of
@@ -44,6 +44,10 @@ COMMANDS = (
     "verify",
 )
 """Each is a function in a module of its name."""
+
+
+RUNS = (["drive"], ["serve"], ["verify"], ["tune"], ["bench"])
+"""Commands that do more than to show something: what they show may be lost."""
 
 
 class Commands(click.Group):
@@ -82,10 +86,12 @@ def _run() -> int:
     if "_RPCMP_COMPLETE" in os.environ:
         importlib.import_module("rpcmp.cli.completion")  # how our shells are spoken to
     began = datetime.now(UTC)
+    is_lost = forgive(is_a_run=sys.argv[1:2] in RUNS)
     display = Display()
     display.install()
     try:
-        return cli.main(prog_name="rpcmp", standalone_mode=False, obj=display) or 0
+        code = cli.main(prog_name="rpcmp", standalone_mode=False, obj=display) or 0
+        return code or int(is_lost())
     except RpcmpError as error:
         display.finish()
         _show(error, display, began)

@@ -20,7 +20,7 @@ def aside(show: Report) -> Iterator[Report]:
     carries its tensors, must not wait for that.
 
     Raises:
-        OSError: the output cannot be written, at the next event.
+        Exception: what `show` has raised, at the next event.
     """
     events: SimpleQueue[Message | None] = SimpleQueue()
     errors: list[Exception] = []

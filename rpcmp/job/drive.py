@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -15,8 +14,7 @@ from rpcmp.job.fleet import forks_for
 from rpcmp.job.run import Run
 from rpcmp.process.channel import Message
 from rpcmp.process.forking import Forks
-
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+from rpcmp.process.signals import ending_signals, wishes
 
 
 async def drive(
@@ -33,7 +31,8 @@ async def drive(
 ) -> Message:
     """Train `config` to its end, whatever is lost on the way.
 
-    The first SIGINT or SIGTERM lets the running step finish, the second ends the job at once.
+    The first SIGINT, SIGTERM or SIGHUP lets the running step finish, another SIGINT or SIGTERM ends
+    the job at once.
 
     Args:
         config: the job.
@@ -70,7 +69,7 @@ async def drive(
             except asyncio.CancelledError:
                 if not run.signals:
                     raise
-                if len(run.signals) == 1 and run.saves_on(
+                if wishes(run.signals) == 1 and run.saves_on(
                     run.signals[0]
                 ):  # between two generations: there is no step to end
                     await run.leave()
@@ -87,12 +86,13 @@ def _order(evaluate: bool, timeline: float, files: Mapping[str, Path | None]) ->
 
 @contextlib.contextmanager
 def _signals(handler: Callable[[int], None]) -> Iterator[None]:
-    """Handle SIGINT and SIGTERM with `handler` within the block."""
+    """Handle the signals that end a run with `handler` within the block."""
     loop = asyncio.get_running_loop()
-    for signum in SIGNALS:
+    handled = ending_signals()
+    for signum in handled:
         loop.add_signal_handler(signum, handler, signum)
     try:
         yield
     finally:
-        for signum in SIGNALS:
+        for signum in handled:
             loop.remove_signal_handler(signum)

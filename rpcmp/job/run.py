@@ -36,6 +36,7 @@ from rpcmp.job.vitals import VITALS_SECONDS, Vitals
 from rpcmp.members import DRIVER
 from rpcmp.process.channel import Message
 from rpcmp.process.forking import Forks
+from rpcmp.process.signals import wishes
 
 
 class Run:
@@ -139,15 +140,18 @@ class Run:
 
     def interrupt(self, signum: int, task: asyncio.Future[Message]) -> None:
         """The first signal while training ends the run after its step, any other at once."""
+        before = wishes(self.signals)
         self.signals.append(signum)
-        if len(self.signals) == 1 and self._session is not None and self._training:
+        if wishes(self.signals) == before:
+            return
+        if not before and self._session is not None and self._training:
             self._session.send({"op": "finish_step", "save": self.saves_on(signum)})
         else:
             task.cancel()
 
     def saves_on(self, signum: int) -> bool:
         """Whether a signal saves: a Ctrl-C only where the config asks for checkpoints."""
-        return signum == signal.SIGTERM or self._config.checkpoint is not None
+        return signum != signal.SIGINT or self._config.checkpoint is not None
 
     async def leave(self) -> None:
         """End at once, with a checkpoint of what the servers hold."""

@@ -32,6 +32,7 @@ from rpcmp.process import confinement, network
 from rpcmp.process.channel import die_with_parent
 from rpcmp.process.confinement import Reach
 from rpcmp.process.interpreter import kill_group
+from rpcmp.process.signals import ENDING
 
 MAX_BYTES = 64 * 1024
 MAX_FDS = 64
@@ -193,7 +194,7 @@ def main() -> NoReturn:
     shared = [int(each) for each in namespaces.split(",") if each]
     for each in (int(fd), *shared):
         os.set_inheritable(each, False)
-    for signum in (signal.SIGINT, signal.SIGTERM):
+    for signum in ENDING:
         signal.signal(signum, signal.SIG_IGN)
     # Takes a process that has one thread.
     network.current = network.share(shared) if shared else network.open_private()

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from rpcmp.logs import capture
 from rpcmp.logs.sender import Sender
 from rpcmp.process.activity import Activity
+from rpcmp.process.signals import ENDING
 
 Message = dict[str, Any]
 
@@ -98,7 +99,7 @@ def begin_child() -> Bond:
     fd, parent_pid, stacks, memory, line, held, *fds = map(int, sys.argv[1:])
     for each in (fd, stacks, memory, line, held):
         os.set_inheritable(each, False)
-    for signum in (signal.SIGINT, signal.SIGTERM):
+    for signum in ENDING:
         signal.signal(signum, signal.SIG_IGN)
     die_with_parent(parent_pid, signal.SIGKILL)
     faulthandler.enable(stacks)  # where it was when it crashed

@@ -8,6 +8,7 @@ import logging
 import signal
 from collections.abc import Callable
 
+from rpcmp.process.signals import ending_signals, wishes
 from rpcmp.server.notify import keep_alive, notify
 from rpcmp.server.server import DRAIN_SECONDS, StageServer
 from rpcmp.wire.security import INSECURE, WARN_SECONDS, Security
@@ -17,9 +18,10 @@ log = logging.getLogger(__name__)
 
 
 async def serve(server: StageServer, host: str, port: int, announce: Callable[[int], None]) -> int:
-    """Serve until SIGTERM, SIGINT or a Drain call.
+    """Serve until SIGTERM, SIGINT, SIGHUP or a Drain call.
 
-    The first of them lets a running job end after its current step; a second ends it at once.
+    The first of them lets a running job end after its current step; another SIGTERM or SIGINT ends
+    it at once.
 
     Args:
         server: not started yet.
@@ -27,7 +29,8 @@ async def serve(server: StageServer, host: str, port: int, announce: Callable[[i
         announce: told the port once the server is ready.
 
     Returns:
-        The exit code: 0 for a server that was drained, by SIGTERM or a call; 130 after SIGINT.
+        The exit code: 0 for a server that was drained, by SIGTERM, SIGHUP or a call; 130 after
+        SIGINT.
 
     Raises:
         ConfigError: the port cannot be had.
@@ -35,9 +38,17 @@ async def serve(server: StageServer, host: str, port: int, announce: Callable[[i
     warning = asyncio.create_task(_warn(server.security))
     watching = asyncio.create_task(watch(server.security, lambda text: log.warning("%s", text)))
     received: asyncio.Queue[signal.Signals] = asyncio.Queue()
+    signals: list[int] = []
+
+    def note(signum: signal.Signals) -> None:
+        before = wishes(signals)
+        signals.append(signum)
+        if wishes(signals) > before:
+            received.put_nowait(signum)
+
     loop = asyncio.get_running_loop()
-    for signum in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(signum, received.put_nowait, signum)
+    for signum in ending_signals():
+        loop.add_signal_handler(signum, note, signum)
     announce(await server.start(host, port))
     notify("READY=1")
     alive = asyncio.create_task(keep_alive())

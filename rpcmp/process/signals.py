@@ -1,0 +1,31 @@
+"""The signals that end a run or a server in good order: after its step, and with what it has saved.
+
+A supervisor hears them and decides; its children, which a terminal may send the same, ignore them.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Sequence
+
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""A Ctrl-C, a `kill`, and a terminal that is gone, such as that of a dropped ssh session."""
+
+
+def ending_signals() -> list[signal.Signals]:
+    """Those that this process should handle: `nohup` has it ignore SIGHUP, and so it stays."""
+    return [each for each in ENDING if signal.getsignal(each) is not signal.SIG_IGN]
+
+
+def wishes(received: Sequence[int]) -> int:
+    """How often somebody has wished for the end; a second time means: at once.
+
+    A terminal that is gone says so more than once, by its shell and by the kernel, and a session's
+    manager sends SIGTERM as well: all that is one wish, and nobody's hurry.
+    """
+    found = 0
+    for index, signum in enumerate(received):
+        only_hung_up = {*received[:index]} == {signal.SIGHUP}
+        is_echo = signum == signal.SIGHUP or (signum == signal.SIGTERM and only_hung_up)
+        found += not (index and is_echo)
+    return found
