@@ -172,8 +172,10 @@ class Config(Strict):
     @property
     def num_full_microbatches(self) -> int:
         """Micro-batches of a step; there is none without a sample."""
-        most = self.num_microbatches
-        return most if self.data is None else min(most, self.data.batch_size)
+        most, section = self.num_microbatches, self.data
+        if section is None:
+            return most
+        return min(most, section.batch_size // (section.min_microbatch or 1))
 
     @property
     def num_stages(self) -> int:
@@ -265,7 +267,7 @@ class Config(Strict):
         for index in range(self.num_stages):
             given += [self.optimizer_of(index), self.scheduler_of(index)]
         if self.data is not None:
-            given += [self.data.train, self.data.test]
+            given += [self.data.train, self.data.test, self.data.sampler, self.data.collate]
         names = [factory.callable for factory in given if factory is not None]
         names += [stage.module for stage in self.stages if stage.module is not None]
         if self.model is not None:

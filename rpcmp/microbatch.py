@@ -1,33 +1,57 @@
 """How a mini-batch is cut into micro-batches.
 
     50 samples, 7 micro-batches:  8 7 7 7 7 7 7        2 samples, 4 micro-batches:  1 1
+                                                       of 2 samples at least:       2
 
-Sizes differ by at most one sample and are never zero, so no stage gets a straggler and fewer
-samples than micro-batches just means fewer micro-batches. The losses are weighted by samples: with
-a mean loss the gradients add up to those of the whole mini-batch.
+Sizes differ by at most one sample and are never less than what the model needs, so no stage gets a
+straggler and fewer samples than that just means fewer micro-batches. The losses are weighted by
+samples: with a mean loss the gradients add up to those of the whole mini-batch.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch import nn
 
 from rpcmp import tree
 from rpcmp.errors import ConfigError
 
+NEEDS_TWO = (
+    *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
+    *(nn.LazyBatchNorm1d, nn.LazyBatchNorm2d, nn.LazyBatchNorm3d),
+)
+"""Layers that a single sample tells nothing of: torch refuses "more than 1 value per channel"."""
 
-def sizes(num_samples: int, num_microbatches: int) -> list[int]:
+
+def sizes(num_samples: int, num_microbatches: int, smallest: int = 1) -> list[int]:
     """Samples in each micro-batch, the larger ones first.
+
+    Args:
+        num_samples: of the mini-batch.
+        num_microbatches: the most that there may be.
+        smallest: samples that each has at least, unless the mini-batch has fewer.
 
     Raises:
         ConfigError: there is no sample at all.
     """
     if num_samples < 1:
         raise ConfigError("a mini-batch has no samples; is the dataset empty?")
-    count = min(num_samples, num_microbatches)
+    count = max(1, min(num_samples // smallest, num_microbatches))
     base, larger = divmod(num_samples, count)
     return [base + 1] * larger + [base] * (count - larger)
+
+
+def smallest_for(modules: Iterable[nn.Module]) -> int:
+    """How many samples a micro-batch needs that these are trained with.
+
+    Args:
+        modules: in training mode, where they did not refuse that.
+    """
+    every = (part for module in modules for part in module.modules())
+    return 2 if any(isinstance(part, NEEDS_TWO) and part.training for part in every) else 1
 
 
 def num_samples(batch: Any) -> int:
@@ -51,9 +75,9 @@ def num_samples(batch: Any) -> int:
     return next(iter(found))
 
 
-def split(batch: Any, num_microbatches: int) -> list[Any]:
-    """`batch` cut along the first dimension of its tensors."""
-    count = len(sizes(num_samples(batch), num_microbatches))
+def split(batch: Any, num_microbatches: int, smallest: int = 1) -> list[Any]:
+    """`batch` cut along the first dimension of its tensors; see `sizes`."""
+    count = len(sizes(num_samples(batch), num_microbatches, smallest))
     return [cut(batch, count, microbatch) for microbatch in range(count)]
 
 

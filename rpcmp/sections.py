@@ -144,13 +144,28 @@ class StageConfig(Strict):
 
 
 class DataConfig(Strict):
-    """Where samples come from: map-style datasets of (input, target) pairs."""
+    """Where samples come from: map-style datasets, and how they become mini-batches."""
 
     train: FactoryOrName = Field(description="the training dataset")
     test: FactoryOrName | None = Field(default=None, description="the evaluation dataset")
     batch_size: Positive = Field(default=32, description="samples a mini-batch (optimizer step)")
     shuffle: bool = Field(default=True, description="a new seeded order in every epoch")
     drop_last: bool = Field(default=False, description="leave out an incomplete mini-batch")
+    sampler: FactoryOrName | None = Field(
+        default=None,
+        description="called with the training dataset; returns a torch sampler, the indices of an "
+        "epoch's samples in order, instead of `shuffle`; what it draws is seeded by the epoch",
+    )
+    collate: FactoryOrName | None = Field(
+        default=None,
+        description="function of a list of samples that makes a mini-batch of them, such as one "
+        "that pads; torch's default_collate when omitted",
+    )
+    min_microbatch: Positive | None = Field(
+        default=None,
+        description="samples that a micro-batch has at least: fewer micro-batches are made where "
+        "there are not enough; 2 where a stage trains batch normalization, else 1, when omitted",
+    )
     num_workers: int = Field(
         default=0, ge=0, description="processes that load samples; at a stage one at least"
     )
@@ -166,6 +181,14 @@ class DataConfig(Strict):
         "the driver's host, and on a stage's if its server was started with `--data` of them; "
         "relative to the config's",
     )
+
+    @model_validator(mode="after")
+    def _check_sizes(self) -> Self:
+        if (least := self.min_microbatch or 1) > self.batch_size:
+            raise ValueError(
+                f"min_microbatch = {least} is more than batch_size = {self.batch_size}"
+            )
+        return self
 
     @property
     def factories(self) -> dict[str, Factory]:

@@ -76,7 +76,8 @@ def _data(config: Config, at: str) -> dict[str, Factory | None]:
     data = config.data
     if data is None or data.at != at:
         return {}
-    return {"data.train": data.train, "data.test": data.test}
+    own = {"data.sampler": data.sampler, "data.collate": data.collate}
+    return {"data.train": data.train, "data.test": data.test, **own}
 
 
 def _names(factories: Mapping[str, Factory | None]) -> dict[str, str]:

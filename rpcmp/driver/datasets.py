@@ -10,7 +10,7 @@ from typing import Protocol
 from rpcmp import data
 from rpcmp.config import Config
 from rpcmp.data import Order
-from rpcmp.driver.draws import AHEAD, Announcer, Draws
+from rpcmp.driver.draws import AHEAD, Announcer, Draws, SampledThere
 from rpcmp.driver.group import Group
 from rpcmp.driver.rounds import Batch
 from rpcmp.errors import ConfigError
@@ -22,6 +22,10 @@ class MiniBatches(Protocol):
 
     def __len__(self) -> int:
         """Of one epoch."""
+
+    @property
+    def fewest(self) -> int:
+        """Samples of the smallest mini-batch, the last of an epoch."""
 
     def epoch(self, epoch: int, first: int = 0) -> Iterator[Batch]:
         """Each mini-batch of `epoch`, counted from 1, from the one whose index is `first` on."""
@@ -65,7 +69,8 @@ class Datasets:
         for name, samples in sizes.items():
             training = name == "train"
             data.require_enough(samples, f"data.{name}", section, training)
-            orders[name] = Order(range(samples), section, seed, training)
+            sampler = SampledThere(group.order) if training and section.sampler else None
+            orders[name] = Order(range(samples), section, seed, training, sampler)
         total = total_steps(config, len(orders["train"]))
         train = Draws("train", orders["train"], announcer, total)
         test = Draws("test", orders["test"], announcer) if "test" in orders else None

@@ -14,6 +14,8 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
+import torch
+
 from rpcmp.data import Key, Order
 from rpcmp.work import Drawn
 
@@ -33,6 +35,28 @@ class Announcer(NamedTuple):
     tell: Callable[[Sequence[Drawn]], None]
     num_ahead: int
     numbers: Iterator[int]
+
+
+class SampledThere:
+    """The order of samples by the config's own sampler, which is where the samples are.
+
+    Args:
+        ask: gives the indices of an epoch's samples, int64; counted from 0.
+    """
+
+    def __init__(self, ask: Callable[[int], torch.Tensor]) -> None:
+        self._ask = ask
+        self._indices: list[int] = ask(0).tolist()
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+    def set_epoch(self, epoch: int) -> None:
+        """See rpcmp.data.Epochs."""
+        self._indices = self._ask(epoch).tolist()
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._indices)
 
 
 class Draws:
@@ -56,6 +80,11 @@ class Draws:
 
     def __len__(self) -> int:
         return len(self._order)
+
+    @property
+    def fewest(self) -> int:
+        """Samples of the smallest mini-batch, the last of an epoch."""
+        return self._order.fewest
 
     def close(self) -> None:
         """There is nothing to end: the stages load."""

@@ -55,6 +55,41 @@ class Group:
         )
         self._unsummed = 0
         self._unite()
+        section = config.data
+        if section is None or section.min_microbatch is None:
+            needed: dict[str, int] = self._workers.on_firsts(Stage.smallest_microbatch)
+            self._rounds.smallest = max(needed.values())
+
+    def require_enough(self, samples: int) -> None:
+        """Check that the smallest mini-batch of an epoch makes a micro-batch to train with.
+
+        Raises:
+            ConfigError: it does not.
+        """
+        least = self._rounds.smallest
+        if samples >= least:
+            return
+        section = self._config.require_data("training")
+        why = "" if section.min_microbatch else ": a stage trains batch normalization"
+        each = samples == section.batch_size
+        raise ConfigError(
+            f"{'each' if each else 'the last'} mini-batch of an epoch has {samples} "
+            f"sample{'s' * (samples > 1)}, and a micro-batch needs {least}{why}; "
+            f"{'' if each else 'set data.drop_last = true, or '}change data.batch_size, or set "
+            f"data.min_microbatch = {samples} where that is enough"
+        )
+
+    def fewer_microbatches(self) -> str:
+        """That a whole mini-batch makes fewer micro-batches than the config says; else empty."""
+        config, section = self._config, self._config.require_data("training")
+        least, wanted = self._rounds.smallest, config.num_full_microbatches
+        count = len(microbatch.sizes(section.batch_size, wanted, least))
+        if count == wanted:
+            return ""
+        return (
+            f"{section.batch_size} samples make {count} micro-batches of at least {least}, and not "
+            f"{wanted}: a stage trains batch normalization; see data.min_microbatch"
+        )
 
     def reschedule(self, config: Config) -> None:
         """Go on under another setting, one that the plan foresaw; between two rounds.
@@ -171,7 +206,7 @@ class Group:
         found: list[Evaluated] = self._rounds.finish(started)
         if own is not None and own.names:
             parts = (
-                microbatch.split(batch.targets, self._config.num_microbatches)
+                microbatch.split(batch.targets, len(started.works))
                 if isinstance(batch, Loaded)
                 else [answer.targets for answer in found]
             )
@@ -232,6 +267,21 @@ class Group:
         asked = [(each.label, self._workers.on(each, Stage.holding)) for each in self._readers]
         pairs = zip(self._readers, transport.results(asked), strict=True)
         return {each.label: holding for each, holding in pairs if holding is not None}
+
+    def order(self, epoch: int) -> torch.Tensor:
+        """The indices of an epoch's samples by the config's sampler, from a stage that loads them.
+
+        Args:
+            epoch: counted from 0.
+
+        Raises:
+            ConfigError: the sampler cannot be used.
+        """
+        reader = self._readers[0]
+        found: torch.Tensor = transport.result(
+            self._workers.on(reader, Stage.order, epoch), reader.label
+        )
+        return found
 
     def announce(self, drawn: Sequence[Drawn]) -> None:
         """Tell these stages which mini-batches they will be asked for, so that they load them."""

@@ -54,6 +54,9 @@ class Rounds:
         config: the job.
         source: what this process serves to the stages.
         workers: of all stages.
+
+    Attributes:
+        smallest: samples that a micro-batch needs that is trained with.
     """
 
     def __init__(self, config: Config, source: Source, workers: Workers) -> None:
@@ -63,6 +66,7 @@ class Rounds:
         self._sink = config.graph().sink
         self._turns = {stage: config.turns_of(stage) for stage in config.stage_names}
         self._last = 0
+        self.smallest = (config.data and config.data.min_microbatch) or 1
         self._conducted: dict[int, int] = {}
         self._step = 0
         self._accumulated = 0
@@ -175,9 +179,10 @@ class Rounds:
         save: bool = False,
     ) -> list[Work]:
         """The micro-batches of a new round, whose slices the stages can ask for from now on."""
-        count = self._config.num_microbatches
         samples = batch.num_samples
-        sizes = microbatch.sizes(samples, count)
+        smallest = self.smallest if mode is Mode.TRAIN else 1
+        sizes = microbatch.sizes(samples, self._config.num_microbatches, smallest)
+        count = len(sizes)
         self._last += 1
         if isinstance(batch, Loaded):
             targets = None if batch.targets is None else microbatch.split(batch.targets, count)

@@ -106,6 +106,10 @@ class Training:
         self._ended = 0.0
         self._segment: list[float] = []
         self._endless = self._steps.after(self.progress.step)
+        if self._steps.total >= len(datasets.train):  # it gets to the end of an epoch
+            group.require_enough(datasets.train.fewest)
+        if fewer := group.fewer_microbatches():
+            report({"event": "warning", "text": fewer})
 
     def total_steps(self) -> int:
         """Optimizer steps of the whole run."""

@@ -2,8 +2,8 @@
 
 Imports none of the data plane, so an error there cannot hide here. The rules:
 
-- a mini-batch is cut by `torch.tensor_split` into slices of their own storage; each slice's loss
-  counts its share of the samples;
+- a mini-batch is cut by `torch.tensor_split` into slices of their own storage, no more than have
+  `data.min_microbatch` samples; each slice's loss counts its share of the samples;
 - before each layer the generators are seeded by (seed, "train", step, micro-batch, layer);
 - every (reader, input) gets a clone of its own, whose gradient is contiguous; what passes between
   the layers of a stage, forwards or as a gradient, is contiguous and aligned to 64 bytes;
@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from rpcmp import factory, layers, optimizers, seeds, sums
+from rpcmp import factory, layers, microbatch, optimizers, seeds, sums
 from rpcmp.config import Config
 from rpcmp.data import Batches
 from rpcmp.graph import Reference
@@ -50,6 +50,7 @@ class UnsplitModel:
         self._modules: dict[str, dict[str, nn.Module]] = {}
         self._optimizers: dict[str, torch.optim.Optimizer] = {}
         self._schedulers: list[Any] = []
+        self._smallest = 1
         for index, stage in enumerate(config.stage_names):
             self._modules[stage] = layers.build(config, index, layer_names[stage])
             self._add_optimizer(index, stage)
@@ -70,6 +71,7 @@ class UnsplitModel:
         for modules in self._modules.values():
             for module in modules.values():
                 module.train()
+        self._smallest = self._smallest_microbatch()
         step = 0
         for epoch in range(1, 2 + (steps - 1) // len(batches)):
             losses, total = 0, 0.0  # added one by one: `sum` rounds otherwise since Python 3.12
@@ -165,12 +167,21 @@ class UnsplitModel:
         return read[0]
 
     def _slices(self, batch: Any) -> list[Any]:
-        count = min(_first(batch).shape[0], self._config.num_microbatches)
+        samples = _first(batch).shape[0]
+        count = max(1, min(samples // self._smallest, self._config.num_microbatches))
 
         def piece(index: int, tensor: Tensor) -> Tensor:
             return torch.tensor_split(tensor, count)[index].clone()
 
         return [_map(functools.partial(piece, index), batch) for index in range(count)]
+
+    def _smallest_microbatch(self) -> int:
+        """Samples that a slice has at least, where a mini-batch has as many."""
+        section = self._config.data
+        if section is not None and section.min_microbatch is not None:
+            return section.min_microbatch
+        every = (module for modules in self._modules.values() for module in modules.values())
+        return microbatch.smallest_for(every)
 
     def _sums_samples(self) -> bool:
         keywords = getattr(self._loss, "keywords", {})

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch import Tensor
 from torch.futures import Future
 
 from rpcmp import microbatch, transport
@@ -64,6 +65,16 @@ class Feed:
             ConfigError: one cannot be built here.
         """
         self.holding = self._loaders.holding()
+
+    def order(self, epoch: int) -> Future[Any]:
+        """The indices of an epoch's samples, or a Raised."""
+        answer: Future[Any] = Future()
+
+        def done(found: Tensor | RpcmpError) -> None:
+            answer.set_result(Raised(to_wire(found)) if isinstance(found, RpcmpError) else found)
+
+        self._loaders.order(epoch, done)
+        return answer
 
     def expect(self, drawn: Sequence[Drawn]) -> None:
         """Load these mini-batches, one after the other."""

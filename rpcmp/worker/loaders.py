@@ -17,6 +17,8 @@ from multiprocessing import get_context
 from multiprocessing.context import ForkProcess
 from typing import Any, NamedTuple
 
+import torch
+
 from rpcmp.config import Config
 from rpcmp.errors import RpcmpError, WorkerDiedError, from_wire
 from rpcmp.handoff import Handoff
@@ -88,21 +90,39 @@ class Loaders:
         """Load a mini-batch as soon as a process is idle, and call `done` from another thread."""
         self._threads.submit(lambda: done(self._attempt(drawn)))
 
+    def order(self, epoch: int, done: Callable[[torch.Tensor | RpcmpError], None]) -> None:
+        """Draw the order of an epoch, and call `done` from another thread."""
+
+        def attempt() -> torch.Tensor | RpcmpError:
+            try:
+                answer = self._ask([epoch])
+                found: torch.Tensor = answer["indices"]
+            except RpcmpError as error:
+                return error
+            return found
+
+        self._threads.submit(lambda: done(attempt()))
+
     def _attempt(self, drawn: Drawn) -> Parts | RpcmpError:
-        loader = self._idle.get()
         try:
-            return loading.unpacked(self._references, self._ask(loader, drawn))
+            answer = self._ask([drawn.dataset, *drawn.place, drawn.samples])
+            return loading.unpacked(self._references, answer)
         except RpcmpError as error:
             return error
-        finally:
-            self._idle.put(loader)
 
-    def _ask(self, loader: _Loader, drawn: Drawn) -> Any:
+    def _ask(self, what: list[Any]) -> Any:
+        """The answer of the next process that is idle."""
+        loader = self._idle.get()
         try:
-            loader.handoff.send([drawn.dataset, *drawn.place, drawn.samples])
+            loader.handoff.send(what)
+            answer = self._receive(loader)
         except OSError:
             raise self._died(loader) from None
-        return self._receive(loader)
+        finally:
+            self._idle.put(loader)
+        if "error" in answer:
+            raise from_wire(answer["error"])
+        return answer
 
     def _receive(self, loader: _Loader) -> Any:
         try:

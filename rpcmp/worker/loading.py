@@ -8,6 +8,7 @@ the user's own named tuples, and this process is as trustworthy as the worker th
 
 from __future__ import annotations
 
+import functools
 import os
 import pickle
 import platform
@@ -21,8 +22,8 @@ from setproctitle import setproctitle
 
 from rpcmp import data, tree
 from rpcmp.config import Config
-from rpcmp.data import Samples
-from rpcmp.errors import ConfigError, RpcmpError, StageError, from_wire, one_line, to_wire
+from rpcmp.data import Collate, OwnSampler, Samples
+from rpcmp.errors import ConfigError, RpcmpError, StageError, one_line, to_wire
 from rpcmp.factory import explain
 from rpcmp.graph import SOURCES, Reference
 from rpcmp.handoff import Handoff
@@ -51,7 +52,8 @@ def serve(handoff: Handoff, parent_pid: int, config: Config, stage: str) -> NoRe
     while True:
         try:
             _send(handoff, answer, stage)
-            answer = loading.load(*handoff.receive())
+            asked = handoff.receive()
+            answer = loading.order(*asked) if len(asked) == 1 else loading.load(*asked)
         except (OSError, EOFError):
             os._exit(0)
 
@@ -66,13 +68,7 @@ def _send(handoff: Handoff, answer: Message, stage: str) -> None:
 
 
 def unpacked(references: Sequence[Reference], answer: Message) -> Parts:
-    """What a process has answered.
-
-    Raises:
-        RpcmpError: what it failed with.
-    """
-    if "error" in answer:
-        raise from_wire(answer["error"])
+    """What a process has answered that has loaded a mini-batch."""
     leaves = iter(answer["leaves"])
     trees = pickle.loads(bytes.fromhex(answer["trees"]))
     parts = tree.map_leaves(lambda _: next(leaves), trees)
@@ -88,17 +84,32 @@ class _Loading:
 
     def build(self) -> Message:
         """How many samples each dataset has."""
-        data_config, sizes = self._config.data, {}
-        factories = {} if data_config is None else data_config.factories
+        section, sizes = self._config.require_data("loading samples at a stage"), {}
         try:
-            for name, source in factories.items():
+            for name, source in section.factories.items():
                 dataset = data.create(source, f"data.{name}", self._config.seed)
-                self._samples[name] = Samples(dataset, self._config.seed)
+                self._samples[name] = Samples(dataset, self._config.seed, Collate(section.collate))
                 sizes[name] = len(self._samples[name])
         except Exception as error:
-            text = str(error) if isinstance(error, RpcmpError) else explain(error)
-            return {"error": to_wire(ConfigError(f"on {platform.node()}: {text}"))}
+            return _mistake(error)
         return {"sizes": sizes}
+
+    def order(self, epoch: int) -> Message:
+        """The order of an epoch's samples, by the config's own sampler."""
+        try:
+            self._sampler.set_epoch(epoch)
+            return {"indices": torch.tensor(self._sampler.indices(), dtype=torch.int64)}
+        except Exception as error:
+            return _mistake(error)
+
+    @functools.cached_property
+    def _sampler(self) -> OwnSampler:
+        """Made when it is asked for: only one process of a job is."""
+        section = self._config.require_data("sampling")
+        found = data.sampler_of(self._samples["train"].dataset, section, self._config.seed)
+        if found is None:
+            raise ConfigError("the job has no data.sampler")
+        return found
 
     def load(self, dataset: str, epoch: int, index: int, samples: list[int]) -> Message:
         """What the stage reads of one mini-batch."""
@@ -112,6 +123,11 @@ class _Loading:
             return _failure(self._stage, error)
         trees = tree.map_leaves(lambda _: None, parts)
         return {"trees": pickle.dumps(trees).hex(), "leaves": list(tree.leaves(parts))}
+
+
+def _mistake(error: Exception) -> Message:
+    text = str(error) if isinstance(error, RpcmpError) else explain(error)
+    return {"error": to_wire(ConfigError(f"on {platform.node()}: {text}"))}
 
 
 def _failure(stage: str, error: BaseException) -> Message:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rpcmp import devices, factory, layers, metrics, seeds, tree
+from rpcmp import devices, factory, layers, metrics, microbatch, seeds, tree
 from rpcmp.errors import ConfigError, FactoryError
 from rpcmp.examination import code
 from rpcmp.kinds import Factory
@@ -152,6 +152,11 @@ class StageModel:
             and (whole := self._prefixes[layer] + name) not in self.foreign
         }
 
+    def smallest_microbatch(self) -> int:
+        """How many samples this stage needs in each micro-batch that it is trained with."""
+        self._set_mode(training=True)
+        return microbatch.smallest_for(self._modules.values())
+
     def signature(self) -> dict[str, str]:
         """What each parameter and buffer is, and what computes with them, in words; and the host.
 
@@ -206,7 +211,9 @@ def _modules_of_data(assignment: Assignment) -> set[str]:
         return set()
     if not config.graph().parts(assignment.stage_name):
         return set()
-    return {source.callable.partition(":")[0] for source in config.data.factories.values()}
+    own = (config.data.sampler, config.data.collate)
+    sources = [*config.data.factories.values(), *(each for each in own if each is not None)]
+    return {source.callable.partition(":")[0] for source in sources}
 
 
 def _seam(tensor: Tensor) -> Tensor:

@@ -227,6 +227,10 @@ class Stage:
         """What workers must agree on: what their tensors are, and the code."""
         return self.model.signature()
 
+    def smallest_microbatch(self) -> Future[Any]:
+        """How many samples it needs in each micro-batch that it is trained with."""
+        return self._compute.future(self.model.smallest_microbatch)
+
     def keep(self, version: int) -> Future[Any]:
         """Keep what this stage is now, as `version`."""
         return self._compute.future(lambda: self._guard_saving(lambda s: s.take(version)))
@@ -253,6 +257,12 @@ class Stage:
     def holding(self) -> Holding | None:
         """What this stage has built to load samples from, where it does so itself."""
         return None if self._feed is None else self._feed.holding
+
+    def order(self, epoch: int) -> Future[Any]:
+        """The indices of an epoch's samples, int64, by the config's sampler; counted from 0."""
+        if self._feed is None:
+            raise RuntimeError("this stage loads no samples")
+        return self._feed.order(epoch)
 
     def expect(self, drawn: Sequence[Drawn]) -> None:
         """Load mini-batches that this stage will be asked for, where it does so itself."""
