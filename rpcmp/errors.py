@@ -20,6 +20,7 @@
     │   ├── WorkerDiedError                 a worker or driver process is gone
     │   ├── WorkerHungError                 one is stopped, stuck or cut off
     │   ├── NonFiniteLossError              the loss became NaN or infinite
+    │   ├── SavingError                     checkpoints that the config wants cannot be written
     │   ├── LossScaleError                  no gradient of a scaled loss is ever finite
     │   ├── MismatchError                   `verify`, `bench` or a run's replicas differ
     │   └── UnfitError                      a peer of `rpcmp bench` cannot run the case
@@ -222,6 +223,10 @@ class WorkerHungError(JobError):
             "seconds": seconds,
             "stacks": stacks,
         }
+
+
+class SavingError(JobError):
+    """Checkpoints that the config wants cannot be written, so that the run would be lost."""
 
 
 class NonFiniteLossError(JobError):

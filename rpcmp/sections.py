@@ -293,6 +293,12 @@ class CheckpointConfig(Strict):
         "own host, and on its neighbour's",
     )
 
+    on_error: Literal["fail", "warn"] = Field(
+        default="fail",
+        description='where checkpoints cannot be written: "fail": the run ends after three in a '
+        'row, and where the last one is missing at its end; "warn": it goes on, and says so',
+    )
+
     @property
     def best_direction(self) -> Mode:
         """Whether less or more of the metric `best` is better."""

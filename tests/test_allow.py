@@ -353,6 +353,17 @@ def test_a_job_does_not_choose_where_checkpoints_lie(
         ControlStub(channel).Stop(pb.StopRequest(job_id=job.job_id, generation=1), timeout=120)
 
 
+def test_a_host_that_cannot_keep_checkpoints_refuses_the_job(guarded: tuple[Server, Path]) -> None:
+    server, base = guarded
+    (base / "saved").mkdir(exist_ok=True)
+    (base / "saved" / "full").write_text("a file in the way")
+    job = prepared(server, f"{base}/saved/full/kept")
+    said = r"checkpoints cannot be written to .*/full/kept on"
+    with grpc.insecure_channel(server.address) as channel, pytest.raises(grpc.RpcError, match=said):
+        ControlStub(channel).Prepare(job, timeout=120)
+    (base / "saved" / "full").unlink()
+
+
 def test_a_job_reads_and_writes_no_file_outside_of_its_folder(
     guarded: tuple[Server, Path],
 ) -> None:

@@ -50,6 +50,7 @@ EXAMPLES: list[RpcmpError] = [
             errors.JobError,
             errors.WorkerDiedError,
             errors.MismatchError,
+            errors.SavingError,
             errors.UnfitError,
         )
     ),

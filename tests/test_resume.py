@@ -283,16 +283,52 @@ def test_a_disk_that_fills_up_costs_checkpoints_and_nothing_else(
     whole: tuple[JobFolder, Result], job: JobFolder
 ) -> None:
     config = job.config(BODY)
-    with small_disk(checkpoints(job).path, "100k"):
-        result = drive(config, "--set", "checkpoint.keep=50", "--set", "checkpoint.every_steps=1")
+    more = ("--set", "checkpoint.keep=50", "--set", "checkpoint.every_steps=1")
+    with small_disk(job.folder / "saved", "100k"):
+        result = drive(config, *more, "--set", "checkpoint.on_error=warn")
         assert committed(result) == committed(whole[1])
         warnings = [event["text"] for event in result.events if event["event"] == "warning"]
         assert any("No space left on device" in text for text in warnings)
         good = checkpoints(job).valid()
         assert good
         assert good[0].step < STEPS
-        resumed = drive(config, "--resume", "--set", "checkpoint.every_steps=100")
+        seldom = ("--set", "checkpoint.every_steps=100", "--set", "checkpoint.on_error=warn")
+        resumed = drive(config, "--resume", *seldom)
         assert after(resumed, 0) == after(whole[1], good[0].step)
+
+
+def test_a_folder_that_cannot_be_written_is_found_before_the_first_step(job: JobFolder) -> None:
+    (job.folder / "saved").write_text("a file in the way")
+    refused = drive(job.config(BODY))
+    assert refused.code == 2
+    assert f"cannot be written to {job.folder / 'saved'} on " in refused.err
+    assert not [event for event in refused.events if event["event"] in ("generation", "step")]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("checkpoint.every_steps=1", "checkpoint.keep=50"), "(3 in a row; the newest is of step "),
+        (
+            ("checkpoint.every_steps=100", "model.kwargs.blocks=200"),
+            "(the last one; there is none)",
+        ),
+    ],
+)
+def test_a_run_whose_checkpoints_are_lost_does_not_end_well(
+    job: JobFolder, options: tuple[str, ...], said: str
+) -> None:
+    config = job.config(BODY.replace("[model]", "[model]\nkwargs = { blocks = 3 }"))
+    with small_disk(job.folder / "saved", "100k"):
+        more = [part for option in options for part in ("--set", option)]
+        balance = "[2, 199]" if "blocks=200" in options[-1] else "[2, 2]"
+        result = drive(config, *more, "--set", f"model.balance={balance}")
+    assert result.code == 1
+    assert said in result.err
+    assert "No space left on device" in result.err
+    assert 'checkpoint.on_error = "warn"' in result.err
+    told = [event["event"] for event in result.events]
+    assert ("summary" in told) == ("the last one" in said)
 
 
 @pytest.mark.long
@@ -301,7 +337,7 @@ def test_a_folder_that_vanishes_is_made_again(
 ) -> None:
     config = job.config(BODY)
     with running("drive", config, "--json", "--set", "checkpoint.every_steps=1") as run:
-        run.wait_for_line('"checkpoint"')
+        run.wait_for_line('"event": "checkpoint"')
         shutil.rmtree(checkpoints(job).path, ignore_errors=True)
         result = run.wait()
     assert committed(result) == committed(whole[1])

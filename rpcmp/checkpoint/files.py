@@ -13,6 +13,7 @@ import fcntl
 import hashlib
 import mmap
 import os
+import platform
 import secrets
 import stat
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import Literal
 
 from rpcmp.checkpoint.inside import FOLDER, Inside, make_folder
+from rpcmp.errors import ConfigError
 
 Where = Path | Inside
 """A file that this user names, or one that a message does."""
@@ -45,6 +47,24 @@ class Written:
 
     sha256: str
     size: int
+
+
+def require_place(folder: Where) -> None:
+    """Check that checkpoints can be written to a folder, which is made where it is missing.
+
+    Raises:
+        ConfigError: they cannot.
+    """
+    probe = folder / f".rpcmp-{secrets.token_hex(8)}"
+    try:
+        write_durably(probe, [bytes(ALIGNMENT)])
+        with folder_of(probe) as inside:
+            os.unlink(probe.name, dir_fd=inside)
+    except OSError as error:
+        raise ConfigError(
+            f"checkpoints cannot be written to {folder} on {platform.node()}: "
+            f"{error.strerror or error}; set checkpoint.dir to a folder that every host can write"
+        ) from error
 
 
 def write_durably(

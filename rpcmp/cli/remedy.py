@@ -199,6 +199,7 @@ DECISIONS: dict[type[RpcmpError], Callable[[Command], Words]] = {
     errors.StageError: _resume_or_explain,
     errors.WorkerDiedError: _resume_or_look,
     errors.WorkerHungError: _resume_or_look,
+    errors.SavingError: _resume_or_look,
     errors.NonFiniteLossError: _tame,
     errors.LossScaleError: _other_range,
     errors.MismatchError: _verify,

@@ -24,7 +24,7 @@ from rpcmp.checkpoint.redaction import redacted
 from rpcmp.checkpoint.runs import RunCheckpoints, left_behind
 from rpcmp.config import Config
 from rpcmp.control.options import versions
-from rpcmp.errors import CheckpointError, RpcmpError
+from rpcmp.errors import CheckpointError, RpcmpError, SavingError
 from rpcmp.job.best import BestCheckpoint, mark_of
 from rpcmp.job.fleet import Fleet
 from rpcmp.job.restore import InMemory, newest_common
@@ -46,6 +46,9 @@ DRIVERS_OWN = {
     "scaler",
 }
 """What of a progress event is the driver's state: rpcmp.driver.progress.Progress."""
+
+MOST_FAILED = 3
+"""Checkpoints in a row that may fail before the run does."""
 
 RNG = {"derivation": 1}
 """No generator has a state: all numbers are drawn from the seed by the rules of `rpcmp.seeds`."""
@@ -85,6 +88,7 @@ class Checkpoints:
         self._saved_at = time.monotonic()
         self._began: dict[int, float] = {}
         self._is_leaving = False
+        self._failed: list[str] = []
         self.remove_elsewhere: Callable[[Path], Awaitable[None]] = _nowhere
 
     def note_assignments(self, assignments: Sequence[str]) -> None:
@@ -176,9 +180,10 @@ class Checkpoints:
             manifest = self._manifest(progress, parts)
             await asyncio.to_thread(self._folder.commit, manifest)
         except RpcmpError as error:
-            text = f"no checkpoint of step {step}: {error}; the run goes on"
-            self._report({"event": "warning", "text": text})
+            self._failed.append(f"no checkpoint of step {step}: {error}")
+            self._report({"event": "warning", "text": f"{self._failed[-1]}; the run goes on"})
             return step
+        self._failed.clear()
         self.saved, self._saved_at = step, time.monotonic()
         self._report(
             {
@@ -227,6 +232,26 @@ class Checkpoints:
                 for stage in self._config.stage_names
             ],
         )
+
+    def require_saved(self, has_ended: bool) -> None:
+        """Fail where what was trained would be lost, unless the config says that it may be.
+
+        Args:
+            has_ended: this was the last one.
+
+        Raises:
+            SavingError: too many in a row could not be written, or the last one.
+        """
+        section = self._config.checkpoint
+        if section is None or section.on_error == "warn" or not self._failed:
+            return
+        if has_ended or len(self._failed) >= MOST_FAILED:
+            how = "the last one" if has_ended else f"{len(self._failed)} in a row"
+            kept = f"the newest is of step {self.saved}" if self.saved else "there is none"
+            raise SavingError(
+                f"checkpoints cannot be written ({how}; {kept}): {self._failed[-1]}; make room, or "
+                'set checkpoint.on_error = "warn" to go on without'
+            )
 
     async def remove_surplus(self) -> None:
         """Remove the checkpoints that are not kept any more."""

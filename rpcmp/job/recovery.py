@@ -18,6 +18,7 @@ from rpcmp.errors import (
     LossScaleError,
     NonFiniteLossError,
     RpcmpError,
+    SavingError,
     StageError,
     UnavailableError,
     WorkerDiedError,
@@ -88,7 +89,7 @@ def is_recoverable(error: RpcmpError, has_begun: bool) -> bool:
     Before the first group was formed only what is plainly lost is tried again: a server that is
     not there, or a model that cannot be built, is for the user to mend.
     """
-    if isinstance(error, ConfigError | ExhaustedError | InterruptedJobError):
+    if isinstance(error, ConfigError | ExhaustedError | InterruptedJobError | SavingError):
         return False
     if isinstance(error, WorkerDiedError | WorkerHungError):
         return True

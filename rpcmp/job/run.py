@@ -18,9 +18,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 
 from rpcmp.balance.prediction import Prediction
+from rpcmp.checkpoint.files import require_place
 from rpcmp.checkpoint.runs import newest_in
 from rpcmp.config import Config
-from rpcmp.errors import DrainingError, InterruptedJobError, RpcmpError
+from rpcmp.errors import DrainingError, InterruptedJobError, RpcmpError, SavingError
 from rpcmp.job.balancing import balanced
 from rpcmp.job.beginning import Beginning, Start
 from rpcmp.job.checkpoints import Checkpoints
@@ -118,6 +119,8 @@ class Run:
             self._report({"event": "shares", "shares": config.shares})
         checkpoints = self._checkpoints = Checkpoints(config, fleet, self._report)
         beginning = Beginning(config, fleet, checkpoints, self._report, self._start)
+        if config.checkpoint is not None:
+            await asyncio.to_thread(require_place, config.checkpoint_folder)
         await fleet.open()
         while True:
             self._vitals.begin()
@@ -213,6 +216,7 @@ class Run:
                     summary = event if best is None else {**event, "best": best}
                 else:
                     await self._handle(event, session, checkpoints)
+                    checkpoints.require_saved(has_ended=False)
         finally:
             self._training = False
         if not (self.signals or summary["is_cut_short"]):
@@ -222,6 +226,11 @@ class Run:
         if self.signals:
             self._report(summary)
             raise InterruptedJobError(self.signals[0], self.step)
+        try:
+            checkpoints.require_saved(has_ended=True)
+        except SavingError:
+            self._report(summary)  # it was trained all the same
+            raise
         if session.draining and summary["is_cut_short"]:
             raise DrainingError(
                 f"the server of stage {session.draining!r} is being stopped; the job has paused "

@@ -10,7 +10,8 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 
 from rpcmp import scratch
-from rpcmp.checkpoint.inside import beneath
+from rpcmp.checkpoint.files import require_place
+from rpcmp.checkpoint.inside import Inside, beneath
 from rpcmp.control.options import differences, machine, versions
 from rpcmp.errors import BusyError, CheckpointError, ConfigError, DrainingError, VersionError
 from rpcmp.examination.facts import Order
@@ -195,6 +196,8 @@ class StageServer:
         self._check(request)
         group = Group.of(request)
         folder = self._folder_of(request)
+        if isinstance(folder, Inside) and not request.may_keep_nothing and request.generation == 1:
+            await asyncio.to_thread(require_place, folder)
         if self._forgetting is not None:
             self._forgetting.cancel()
         await self._release(self.claim)
