@@ -53,7 +53,12 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     for index in range(2):
         authority.issue(certs, f"stage{index}", role.stage(index), [HOST], days=90)
     with contextlib.ExitStack() as started:
-        stages = [started.enter_context(serving(index, f"{HOST}:0", certs)) for index in range(2)]
+        # The second as the README has it, for Prometheus on another machine.
+        more = [(), ("--metrics", "0.0.0.0:0")]
+        stages = [
+            started.enter_context(serving(index, f"{HOST}:0", certs, options=options))
+            for index, options in enumerate(more)
+        ]
         command = ("serve", "--spare", "--listen", f"{HOST}:0", "--certs", certs / "spare")
         spare = started.enter_context(running(*command))
         yield Cluster(certs, stages, spare.wait_for_line(r"SERVING on (\S+)")[1])
@@ -96,6 +101,8 @@ def test_servers_with_certificates_and_the_ways_between_them(
     result, found = doctor(config, *cluster.options)
     assert (result.code, result.err) == (0, "")
     assert not (job.folder / "kept").exists()
+    doors = {one["where"]: one["text"] for one in found if one["check"] == "listeners"}
+    assert "alone, its figures at port" in doors["stage1"]
     papers = {one["where"]: one for one in found if one["check"] == "certificate"}
     assert papers["stage1"]["text"].startswith(f"stage 1 at {HOST}, until ")
     assert papers[f"spare {cluster.spare}"]["text"].startswith("spare at")

@@ -215,6 +215,13 @@ def test_where_the_driver_cannot_write_nobody_can_see_what_it_has_written() -> N
 def test_more_listeners_than_there_should_be() -> None:
     stage = having(listens=["0.0.0.0:4711", "10.0.0.1:50051"])
     assert judged(stage, "listeners")[0] is Status.FAILED
+    figures = having(listens=["0.0.0.0:9465", "10.0.0.1:50051"], metrics_port=9465)
+    assert judged(figures, "listeners") == (
+        Status.OK,
+        "10.0.0.1:50051 alone, its figures at port 9465; the worker's are in a network of its own",
+    )
+    stage = having(listens=["0.0.0.0:9465", "0.0.0.0:4711", "10.0.0.1:50051"], metrics_port=9465)
+    assert judged(stage, "listeners")[1].startswith("0.0.0.0:4711, 10.0.0.1:50051: more than")
     stage = having(exposed="no network namespace can be made")
     assert judged(stage, "listeners")[0] is Status.WARNING
 
@@ -236,7 +243,7 @@ def test_refusals(error: RpcmpError, check: str, code: int) -> None:
 
 
 def test_what_is_away_does_not_hide_what_is_wrong() -> None:
-    stages = [seen(None, None, UnreachableError("gone")), replace(having(listens=["a", "b"]))]
+    stages = [seen(None, None, UnreachableError("gone")), replace(having(listens=["a:1", "b:1"]))]
     assert exit_code(diagnose(config(), driver(), stages, [], [], NOW)) == 1
 
 

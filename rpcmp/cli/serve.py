@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 import click
 
@@ -201,6 +202,7 @@ def served(server: StageServer, metrics: str | None, security: Security) -> Iter
     found = ServerMetrics(server)
     with serving(found.store, metrics, security) as url:
         echo(f"metrics at {url}", err=True)
+        server.metrics_port = urlsplit(url).port or 0
         looking = asyncio.ensure_future(found.run())
         try:
             yield

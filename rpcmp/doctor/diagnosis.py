@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 
-from rpcmp import sizes
+from rpcmp import addresses, sizes
 from rpcmp.config import Config
 from rpcmp.control.options import NEEDED_EQUAL, is_same_release
 from rpcmp.doctor.finding import Finding, Status
@@ -188,14 +188,16 @@ def _folder(config: Config, where: str, found: Folder, driver: HostFacts | None)
 
 def _listeners(seen: Seen, facts: HostFacts) -> Iterator[Finding]:
     allowed = 1 if seen.address else 0
-    if len(facts.listens) > allowed:
-        text = f"{', '.join(facts.listens)}: more than the one port that it should have"
+    own = [one for one in facts.listens if addresses.parse(one)[1] != facts.metrics_port]
+    if len(own) > allowed:
+        text = f"{', '.join(own)}: more than the one port that it should have"
         yield Finding(seen.name, "listeners", Status.FAILED, text)
     elif facts.exposed:
         text = f"other users of its host can reach its worker: {facts.exposed}"
         yield Finding(seen.name, "listeners", Status.WARNING, text)
     elif seen.address:
-        text = f"{''.join(facts.listens)} alone; the worker's are in a network of its own"
+        figures = f", its figures at port {facts.metrics_port}" if facts.metrics_port else ""
+        text = f"{''.join(own)} alone{figures}; the worker's are in a network of its own"
         yield Finding(seen.name, "listeners", Status.OK, text)
 
 

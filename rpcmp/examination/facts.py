@@ -77,6 +77,7 @@ class HostFacts(Strict):
         processors: that this user may use.
         certificate: None where it has none.
         listens: HOST:PORT of every TCP socket at which the supervisor listens.
+        metrics_port: where the supervisor was told to have its figures; 0: nowhere.
         network: equal for workers that reach each other by loopback.
         exposed: why other users of the host could reach a worker there; empty: they cannot.
         confinement: what confines the job's code there; empty: it is not confined.
@@ -94,6 +95,7 @@ class HostFacts(Strict):
     processors: int
     certificate: Paper | None
     listens: list[str]
+    metrics_port: int = 0
     network: str
     exposed: str
     confinement: str = ""

@@ -67,6 +67,7 @@ class StageServer:
         claim: the job that it works for.
         vault: the snapshots that it holds.
         drain_requested: set as soon as it has to stop.
+        metrics_port: where its figures are to be had; 0: nowhere.
         security, works_for: as given.
         dialer: how it talks to others.
     """
@@ -88,6 +89,7 @@ class StageServer:
         self.stage_index = stage_index
         self.replica = replica
         self.draining = False
+        self.metrics_port = 0
         self.claim: Claim | None = None
         self.security = security or Security()
         self.dialer = Dialer(self.security)
@@ -165,7 +167,7 @@ class StageServer:
                     self._checkpoints,
                     reach,
                 )
-        return found.model_dump_json()
+        return found.model_copy(update={"metrics_port": self.metrics_port}).model_dump_json()
 
     @contextlib.asynccontextmanager
     async def _looked_at(self, job: pb.PrepareRequest) -> AsyncIterator[None]:
