@@ -113,6 +113,10 @@ class Batches:
             self._loader = self._empty
             gc.collect()
 
+    def first(self) -> Loaded:
+        """The first mini-batch of the first epoch."""
+        return next(self.epoch(1))
+
     def epoch(self, epoch: int, first: int = 0) -> Iterator[Loaded]:
         """Each mini-batch of `epoch`, counted from 1.
 

@@ -146,12 +146,12 @@ dir = "kept"
 
 
 def test_who_cannot_be_trusted(job: JobFolder, cluster: Cluster, tmp_path: Path) -> None:
-    """Stage 1's certificate has expired; in stage 0's place is stage 1's server."""
+    """Stage 1's certificate has expired meanwhile; in stage 0's place is stage 1's server."""
     old = tmp_path / "old"
     shutil.copytree(cluster.certs, old)
     begin = datetime.now(UTC) - timedelta(days=5)
-    authority.issue(old, "stage1", role.stage(1), [HOST], days=1, begin=begin)
     with serving(1, f"{HOST}:0", old) as expired:
+        authority.issue(old, "stage1", role.stage(1), [HOST], days=1, begin=begin)
         where = ("--connect", f"{cluster.stages[1].address},{expired.address}")
         result, found = doctor(job.config(MODEL), *where, "--certs", cluster.certs / "driver")
     assert result.code == 1

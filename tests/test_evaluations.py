@@ -100,16 +100,16 @@ def test_faults_in_an_evaluation_and_after_the_best_step_change_nothing(
     faults = Faults(job).fail_at(1, BEST + 1, "forward", "SIGKILL")
     worker, driver = job.folder / "struck-worker", job.folder / "struck-driver"
     planted = (
-        *("--set", f"metrics.error.kwargs.marker={worker}"),  # in the first evaluation
+        *("--set", f"metrics.error.kwargs.marker={worker}"),  # in the rehearsal
         *("--set", f"metrics.fit.kwargs.marker={driver}"),
-        *("--set", "metrics.fit.kwargs.strikes_in=4"),  # of the second driver process
+        *("--set", "metrics.fit.kwargs.strikes_in=5"),  # of the second driver process
     )
     result = drive(config(faults), *FAST, *planted)
     assert committed(result) == committed(undisturbed[1])
     assert decided(result) == decided(undisturbed[1])
     assert (worker.exists(), driver.exists(), len(faults.struck)) == (True, True, 1)
     found = [event["step"] for event in result.events if event["event"] == "fault"]
-    assert found == [2, BEST, BEST]
+    assert found == [0, BEST, BEST]
     folder = checkpoints_in(job.folder / "saved")
     assert [manifest.step for manifest in folder.valid()] == [LAST, BEST]
 
@@ -166,7 +166,7 @@ def test_a_run_that_has_stopped_stays_so_unless_it_gets_more_patience(job: JobFo
 
 
 @pytest.mark.usefixtures("own_forks")
-def test_a_key_that_a_metric_does_not_have_ends_the_run_at_its_first_evaluation(
+def test_a_key_that_a_metric_does_not_have_ends_the_run_before_its_first_step(
     job: JobFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And the module of a metric with a state is needed by the driver alone."""
@@ -188,4 +188,30 @@ def test_a_key_that_a_metric_does_not_have_ends_the_run_at_its_first_evaluation(
     assert result.code == 2
     found = "early_stopping.metric = 'fit.mse': an evaluation gives loss, fit.r2, fit.samples"
     assert found in result.err
-    assert [event["step"] for event in result.events if event["event"] == "step"] == [1, 2]
+    assert [event for event in result.events if event["event"] == "step"] == []
+
+
+@pytest.mark.parametrize("at", ["driver", "stage"])
+@pytest.mark.parametrize(
+    ("metric", "said"),
+    [
+        ("torch.nn.functional:cosine_similarity", "metrics.wrong"),
+        ("torch.nn.functional:nll_loss", "nll_loss"),
+    ],
+)
+def test_a_metric_that_fails_does_so_before_the_first_step(
+    job: JobFolder, at: str, metric: str, said: str
+) -> None:
+    path = config(Faults(job))
+    result = drive(path, "--set", f"metrics.wrong={metric}", "--set", f"data.at={at}")
+    assert result.code == 2
+    assert not [e for e in result.events if e["event"] in ("step", "fault")]
+    assert "tried on the first mini-batch of data.test before the first step" in result.err
+    assert said in result.err
+
+
+def test_what_fails_in_the_first_step_is_not_tried_again(job: JobFolder) -> None:
+    path = config(Faults(job))
+    result = drive(path, "--set", "loss=torch.nn:NLLLoss")
+    assert result.code in (1, 2)
+    assert not [event for event in result.events if event["event"] in ("step", "fault")]

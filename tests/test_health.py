@@ -8,10 +8,12 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
 
+from rpcmp.wire import authority, role
 from tests.lan import cli, issue, serving
 from tests.processes import JobFolder, Result, Server, connect, poll_for, rpcmp, running, status
 
@@ -79,6 +81,29 @@ def test_somebody_who_says_nothing(certs: Path, options: list[str]) -> None:
     assert f"{address} does not answer within 0.5 s" in found.err
 
 
+@pytest.mark.parametrize("options", [["--insecure"], []])
+def test_a_server_that_wants_tls_says_so(
+    job: JobFolder, server: Server, options: list[str]
+) -> None:
+    found = rpcmp("health", server.address, *options)
+    assert found.code == 2
+    assert f"{server.address} wants TLS, and is spoken to in the open: give --certs" in found.err
+    config = job.config('[model]\nlayers = "zoo:mlp"\nbalance = [4]')
+    for command in ("drive", "status"):
+        found = rpcmp(command, config, "--connect", server.address, *options)
+        assert "wants TLS, and is spoken to in the open: give --certs" in found.err + found.out
+
+
+def test_no_server_begins_with_a_certificate_that_nobody_accepts(tmp_path: Path) -> None:
+    cli(tmp_path, "init")
+    for days, said in ((-5, "has expired on"), (5, "is valid from")):
+        begin = datetime.now(UTC) + timedelta(days=days)
+        authority.issue(tmp_path, "stage0", role.stage(0), [HERE], days=1, begin=begin)
+        refused = rpcmp("serve", "--stage", "0", "--certs", tmp_path / "stage0")
+        assert (refused.code, refused.out) == (2, "")
+        assert said in refused.err
+
+
 @pytest.mark.parametrize("who", ["stage0", "stage1", "driver"])
 def test_all_certificates_of_the_job_may_ask(certs: Path, server: Server, who: str) -> None:
     found = ask(server, certs / who, "--server-name", NAME)
@@ -110,12 +135,6 @@ def test_a_certificate_that_the_server_does_not_trust_is_refused(
     found = ask(server, tmp_path / "driver", "--server-name", NAME)
     assert found.code == 2
     assert f"{server.address} refuses us" in found.err
-
-
-def test_a_server_that_wants_a_certificate_is_not_asked_without(server: Server) -> None:
-    found = rpcmp("health", server.address)
-    assert found.code == 75
-    assert "does not answer as a stage server does" in found.err
 
 
 def test_a_server_without_certificates_is_not_asked_with_one(

@@ -65,6 +65,13 @@ def test_nothing_is_overwritten(tmp_path: Path) -> None:
     assert (tmp_path / "mine.toml").read_text() == "mine"
 
 
+def test_a_name_may_be_any_that_python_takes(tmp_path: Path) -> None:
+    assert create("größe", tmp_path) == [tmp_path / "größe.py", tmp_path / "größe.toml"]
+    assert 'layers = "größe:layers"' in (tmp_path / "größe.toml").read_text()
+    config = configfile.load(tmp_path / "größe.toml", ["epochs=1"])
+    assert config.name == "gr--e"  # what files and hosts are called by is plain
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [

@@ -93,6 +93,14 @@ def test_another_try_is_made_where_it_may_go_better(
             assert decision == Decision(error, 0.0, History())
 
 
+@pytest.mark.parametrize("error", [raised(), NonFiniteLossError(float("nan"), 1, 0)])
+def test_what_fails_in_the_first_step_is_for_the_user_to_mend(error: RpcmpError) -> None:
+    decision = decide(error, History(), MAX_RESTARTS, has_begun=True, has_stepped=False)
+    assert decision.error is error
+    died = WorkerDiedError("gone")
+    assert decide(died, History(), MAX_RESTARTS, True, has_stepped=False).error is None
+
+
 def test_what_a_final_error_finds_is_not_changed_by_it() -> None:
     history = History(3, frozenset({("loss", 1, 1)}))
     error = ConfigError("wrong")

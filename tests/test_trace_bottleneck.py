@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 
 from rpcmp.trace.bottleneck import bottleneck
+from rpcmp.trace.causes import Via
 from rpcmp.trace.idle import Loss
 from rpcmp.trace.path import critical_path
 from rpcmp.trace.shares import measure
@@ -37,7 +38,7 @@ def _cells(ns: int) -> int:
 
 def test_the_path_follows_what_was_waited_for() -> None:
     assert path(drawn(SLOW_LAST)) == "0F 1F 1F 1B 1B 1F 1F 1F 1B 1B 0B"
-    assert path(drawn(SLOW_LINKS)) == "0F 1n 1F 1n 1B 1F 1n 1B 0n 0B 0n 0O"
+    assert path(drawn(SLOW_LINKS)) == "0F 1n 1F 1o 1B 1F 1o 1B 0n 0B 0n 0O"
     assert path(drawn(DIAMOND, DIAMOND_PRODUCERS)) == "aF cF cF cF dF dB cB cB cB aB"
 
 
@@ -49,7 +50,7 @@ def test_the_path_goes_through_the_driver() -> None:
     trace = drawn(FROZEN_FIRST)
     assert path(trace) == "0F 1F 1B 0n 0F 1F 1B"
     legs = list(critical_path(trace, window(trace)))
-    assert [leg.via_driver for leg in legs if leg.what is Loss.NETWORK] == [True]
+    assert [leg.via for leg in legs if leg.what is Loss.NETWORK] == [Via.DRIVER]
 
 
 @settings(deadline=None, derandomize=True)
@@ -78,8 +79,11 @@ def test_a_slow_stage_is_named_and_relieved() -> None:
 @pytest.mark.parametrize(
     ("picture", "said"),
     [
-        ("a F0 ~ ~ ~ B0 O", "waiting for the driver at a, 50% of a step. Load data"),
-        ("a F0 B0 O ~ ~ F0 B0 O\nb F0 B0 O . . F0 B0 O", "waiting for the driver at a, 25%"),
+        ("a F0 ~ ~ ~ B0 O", "overhead at a, 50% of a step. Fewer, larger"),
+        (
+            "a F0 B0 O ~ ~ F0 B0 O\nb F0 B0 O . . F0 B0 O",
+            "waiting for the driver at a, 25% of a step. Give the driver",
+        ),
         ("a F0 . . . ~ ~ ~ B0\nb . ~ F0 B0 . . . .", "waiting for network at a, 38%"),
         ("a F0 .\nb . F0", "bubble at a, 50% of a step. More micro-batches"),
         ("a F0 - - B0 O\nb F0 B0 - - O", "overhead at a, 40% of a step. Fewer, larger"),

@@ -72,8 +72,9 @@ def _cell(ns: int) -> int:
 
 SLOW_LINKS = """\
 stage0  F0 F1 .  .  .  ~  B0 .  ~  B1 ~  O  ~  F0 -  F1 .  .  ~  B0 .  ~  B1 ~  O
-stage1  .  ~  F0 ~  B0 F1 ~  B1 .  .  ~  O  .  .  ~  F0 ~  B0 F1 ~  B1 .  .  ~  O"""
-"""1F1B, one millisecond between any two processes; the first F1 of step 2 begins late."""
+stage1  .  ~  F0 -  B0 F1 -  B1 .  .  ~  O  .  .  ~  F0 -  B0 F1 -  B1 .  .  ~  O"""
+"""1F1B, one millisecond between two processes, and for the sink to make a gradient of its loss; the
+first F1 of step 2 begins late, and no stage steps before all gradients are known."""
 
 ZERO_BUBBLE = """\
 stage0  F0 F1 .  B0 W0 B1 W1 O  F0 F1 .  B0 W0 B1 W1 O

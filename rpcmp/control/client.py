@@ -57,6 +57,7 @@ class StageClient:
     ) -> None:
         self.name = name
         self.address = address
+        self._dialer = dialer
         # With certificates the tunnel has the TLS; without, it looks whose the server is.
         is_open = dialer.security.insecure
         self._tunnel = None if is_open else Tunnel(dialer, address, stage_index)
@@ -80,6 +81,8 @@ class StageClient:
                 described = self._stub.Describe(request, wait_for_ready=True)
                 return await self._unless_refused(described)
         except TimeoutError as error:
+            if (wants_tls := await self._dialer.misunderstanding(self.address)) is not None:
+                raise self._place(wants_tls) from error
             raise UnreachableError(
                 f"stage {self.name!r} at {self.address} does not answer within "
                 f"{seconds:.0f} s; is `rpcmp serve` running there?"

@@ -47,7 +47,8 @@ async def probe(address: str, dialer: Dialer, seconds: float) -> str:
             f"{address} does not answer within {seconds:g} s; is `rpcmp serve` running there?"
         ) from error
     except grpc.aio.AioRpcError as error:
-        raise _reason(error, tunnel, address) from error
+        wants_tls = await dialer.misunderstanding(address)
+        raise (wants_tls or _reason(error, tunnel, address)) from error
     finally:
         await tunnel.close()
     return str(HealthCheckResponse.ServingStatus.Name(answer.status))

@@ -27,6 +27,9 @@ class MiniBatches(Protocol):
     def fewest(self) -> int:
         """Samples of the smallest mini-batch, the last of an epoch."""
 
+    def first(self) -> Batch:
+        """The first mini-batch of the first epoch, to try something out with."""
+
     def epoch(self, epoch: int, first: int = 0) -> Iterator[Batch]:
         """Each mini-batch of `epoch`, counted from 1, from the one whose index is `first` on."""
 

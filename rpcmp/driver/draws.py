@@ -89,6 +89,13 @@ class Draws:
     def close(self) -> None:
         """There is nothing to end: the stages load."""
 
+    def first(self) -> Drawn:
+        """The first mini-batch of the first epoch; no other is loaded for it."""
+        self._announced.clear()
+        (drawn,) = itertools.islice(self._draw(1, 0), 1)
+        self._announcer.tell([drawn])
+        return drawn
+
     def epoch(self, epoch: int, first: int = 0) -> Iterator[Drawn]:
         """Each mini-batch of `epoch`, counted from 1, from the one whose index is `first` on."""
         if not self._announced or self._announced[0].place != (epoch, first):

@@ -7,13 +7,14 @@ every run of a config is evaluated after the same steps.
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 
 from rpcmp.config import Config
 from rpcmp.driver.datasets import MiniBatches
 from rpcmp.driver.evaluation import Evaluation, mean
 from rpcmp.driver.group import Group
 from rpcmp.driver.metrics import Metrics
-from rpcmp.errors import ConfigError
+from rpcmp.errors import ConfigError, JobError, StageError, WorkerDiedError, WorkerHungError
 from rpcmp.process.activity import Activity
 
 
@@ -54,6 +55,28 @@ class Evaluator:
             return True
         return ends_epoch and epochs > 0 and epoch % epochs == 0
 
+    def rehearse(self) -> None:
+        """Evaluate one mini-batch before the first step: a metric that fails would cost an epoch.
+
+        Raises:
+            ConfigError: the user's code raised, or a metric by which something is decided is not
+                among the results.
+        """
+        if self._test is None or not (self._config.metrics or self._config.watched):
+            return
+        self._activity.begin("evaluation", 0, 0)
+        self._metrics.reset()
+        try:
+            self._values([self._group.evaluate(self._test.first(), 0, self._metrics)])
+        except (WorkerDiedError, WorkerHungError):
+            raise
+        except JobError as error:
+            where = f"\n{error.traceback.rstrip()}" if isinstance(error, StageError) else ""
+            raise ConfigError(
+                "an evaluation fails, tried on the first mini-batch of data.test before the first "
+                f"step: {error}{where}"
+            ) from error
+
     def run(self, step: int, epoch: int) -> dict[str, float] | None:
         """The loss and all metrics of the whole dataset, by name; None where it was stopped.
 
@@ -71,6 +94,9 @@ class Evaluator:
                 return None
             self._activity.begin("evaluation", step, index)
             parts.append(self._group.evaluate(batch, step, self._metrics))
+        return self._values(parts)
+
+    def _values(self, parts: Sequence[Evaluation]) -> dict[str, float]:
         total = mean(parts)
         values = {"loss": total.loss, **total.metrics, **self._metrics.compute()}
         for key, metric in self._config.watched.items():

@@ -121,6 +121,8 @@ class Training:
         Args:
             evaluate: evaluate after epochs and at the end, and write the report.
         """
+        if evaluate and self.progress.step == 0:
+            self._evaluator.rehearse()
         self._follow_again(evaluate)
         is_stopped = self._stop.is_set() and self.progress.step > 0  # in that evaluation
         if self._over(evaluate) is None and not is_stopped:

@@ -59,7 +59,13 @@ class Decision:
     history: History
 
 
-def decide(error: RpcmpError, history: History, max_restarts: int, has_begun: bool) -> Decision:
+def decide(
+    error: RpcmpError,
+    history: History,
+    max_restarts: int,
+    has_begun: bool,
+    has_stepped: bool = True,
+) -> Decision:
     """What to do after `error`.
 
     Args:
@@ -67,8 +73,9 @@ def decide(error: RpcmpError, history: History, max_restarts: int, has_begun: bo
         history: so far.
         max_restarts: how often to try without a new step in between.
         has_begun: whether any group of this run has ever been formed.
+        has_stepped: whether it has done a step.
     """
-    if not is_recoverable(error, has_begun):
+    if not is_recoverable(error, has_begun, has_stepped):
         return Decision(error, 0.0, history)
     found = place(error)
     if found in history.raised:
@@ -83,11 +90,12 @@ def decide(error: RpcmpError, history: History, max_restarts: int, has_begun: bo
     return Decision(None, pause, History(history.restarts + 1, raised))
 
 
-def is_recoverable(error: RpcmpError, has_begun: bool) -> bool:
+def is_recoverable(error: RpcmpError, has_begun: bool, has_stepped: bool = True) -> bool:
     """Whether another try may go better.
 
     Before the first group was formed only what is plainly lost is tried again: a server that is
-    not there, or a model that cannot be built, is for the user to mend.
+    not there, or a model that cannot be built, is for the user to mend; and so is what their code
+    raises before it has done a single step.
     """
     if isinstance(error, ConfigError | ExhaustedError | InterruptedJobError | SavingError):
         return False
@@ -96,7 +104,9 @@ def is_recoverable(error: RpcmpError, has_begun: bool) -> bool:
     if isinstance(error, UnavailableError):
         return has_begun
     if isinstance(error, StageError):
-        return has_begun or error.phase != "build"
+        return has_stepped if has_begun else error.phase != "build"
+    if isinstance(error, NonFiniteLossError):
+        return has_stepped or not has_begun
     return isinstance(error, JobError)
 
 

@@ -273,7 +273,9 @@ class Run:
             self._history = replace(self._history, restarts=0)
             self._first_fault = None
         self._steps_at_fault = self.step
-        decision = decide(error, self._history, recovery.max_restarts, self._has_begun)
+        decision = decide(
+            error, self._history, recovery.max_restarts, self._has_begun, self.step > 0
+        )
         self._history = decision.history
         try:
             if self.signals or not recovery.enabled or decision.error is not None:

@@ -54,7 +54,7 @@ def create(name: str, folder: Path, like: str | None = None) -> list[Path]:
 
 
 def _require_name(name: str) -> None:
-    if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name) or keyword.iskeyword(name):
+    if not name.isidentifier() or keyword.iskeyword(name):
         raise ConfigError(
             f"{name!r} cannot be a Python module's name: use letters, digits and '_', such as "
             "my_model"

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from rpcmp.trace.causes import Via
 from rpcmp.trace.idle import Loss
 from rpcmp.trace.path import critical_path
 from rpcmp.trace.shares import Shares
@@ -29,7 +30,8 @@ ADVICE = {
     "bubble": "More micro-batches, or a schedule with fewer bubbles, fill it.",
     "waiting for network": "Let more micro-batches be in flight, send fewer bytes, or use a "
     "faster link.",
-    "waiting for the driver": "Load data faster, or give the driver a core of its own.",
+    "waiting for the driver": "Give the driver a core of its own, or a faster link; load data "
+    "faster where a step's line says that it waits for data.",
     "overhead": "Fewer, larger micro-batches have less of it; so has a host with idle cores.",
 }
 """What to try, by loss."""
@@ -93,6 +95,6 @@ def _waits(trace: Trace, window: Window) -> dict[tuple[str, str], float]:
         if leg.what is Loss.OVERHEAD:
             waits_ns["overhead", leg.stage] += leg.ns
         elif leg.what is Loss.NETWORK:
-            sender = "the driver" if leg.via_driver else "network"
+            sender = "the driver" if leg.via is Via.DRIVER else "network"
             waits_ns[f"waiting for {sender}", leg.stage] += leg.ns
     return {key: ns / (window.end_ns - window.begin_ns) for key, ns in waits_ns.items()}

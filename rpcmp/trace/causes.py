@@ -1,10 +1,11 @@
 """What each span had to wait for.
 
     F3   the forwards F3 of what the stage reads; without such, the driver, who sends the batch
-    B3   the input gradients B3 of the stage's readers; at the sink its own F3: the loss goes to
-         the driver and comes back as a gradient
+    B3   the input gradients B3 of the stage's readers; at the sink its own F3: the conductor beside
+         it turns the loss into a gradient
     W3   its own B3
-    O    the driver, who has seen the last backward of the step
+    O    its own last backward; or the driver, who has seen that of all stages, where no stage steps
+         before the norm of all gradients is known
 
 Where micro-batches share a message, they wait for the last one of the sender's bundle.
 
@@ -17,6 +18,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from enum import StrEnum
 from typing import NamedTuple
 
 from rpcmp.trace.spans import Kind, Span, Trace, Track
@@ -25,18 +27,26 @@ _BEFORE = {Kind.BACKWARD: Kind.FORWARD, Kind.WEIGHT: Kind.BACKWARD}
 """What the stage itself has done just before, for the same micro-batch."""
 
 
+class Via(StrEnum):
+    """How what a span needs comes to it: from the same stage, from another one, or the driver."""
+
+    OWN = "own"
+    LINK = "link"
+    DRIVER = "driver"
+
+
 class Cause(NamedTuple):
     """The span that another one waited for.
 
     Attributes:
         stage: whose.
         span: which; its end is when what it made was sent.
-        via_driver: whether the driver stands between the two.
+        via: how that came to who waited.
     """
 
     stage: str
     span: Span
-    via_driver: bool
+    via: Via
 
 
 class Causes:
@@ -53,6 +63,7 @@ class Causes:
             for producer in read:
                 readers[producer].append(reader)
         self._neighbours = {Kind.FORWARD: trace.producers, Kind.BACKWARD: readers}
+        self._held = _held(trace)
         backwards = list(_last_backwards(trace))
         self._learned = {
             Kind.OPTIMIZER: sorted(backwards, key=_end_ns),
@@ -63,7 +74,7 @@ class Causes:
         """The spans at other stages whose outputs or gradients `span` of `stage` needed."""
         neighbours: Sequence[str] = self._neighbours.get(span.kind, {}).get(stage, ())
         found = [(name, self._spans.get(name, {}).get(span[:3])) for name in neighbours]
-        return [Cause(name, sender, False) for name, sender in found if sender is not None]
+        return [Cause(name, sender, Via.LINK) for name, sender in found if sender is not None]
 
     def latest(self, stage: str, span: Span) -> Cause | None:
         """The last of all that `span` of `stage` needed; None where the trace cannot tell."""
@@ -71,10 +82,34 @@ class Causes:
             return max(senders, key=_end_ns)
         if span.kind in _BEFORE:
             own = self._spans[stage].get((_BEFORE[span.kind], *span[1:3]))
-            return Cause(stage, own, True) if own else None
+            return Cause(stage, own, Via.OWN) if own else None
+        if span.kind is Kind.OPTIMIZER and span.step not in self._held:
+            return self._own_last(stage, span)
         learned = self._learned[span.kind]
         number = bisect_right(learned, span.ready_ns, key=_end_ns)
         return learned[number - 1] if number else None
+
+    def _own_last(self, stage: str, span: Span) -> Cause | None:
+        """What the stage itself has done last in the step that `span` ends."""
+        own = [
+            Cause(stage, each, Via.OWN)
+            for each in self._spans[stage].values()
+            if each.step == span.step and each.kind in (Kind.BACKWARD, Kind.WEIGHT)
+        ]
+        return max(own, key=_end_ns, default=None)
+
+
+def _held(trace: Trace) -> set[int]:
+    """The steps in which no stage has stepped before the last backward of all had come back."""
+    last: dict[int, int] = defaultdict(int)
+    for cause in _all(trace, Kind.BACKWARD):
+        last[cause.span.step] = max(last[cause.span.step], cause.span.end_ns)
+    early = {
+        cause.span.step
+        for cause in _all(trace, Kind.OPTIMIZER)
+        if cause.span.ready_ns < last[cause.span.step]
+    }
+    return {*last} - early if len(trace.tracks) > 1 else set()
 
 
 def _sent(track: Track) -> dict[tuple[Kind, int, int], Span]:
@@ -92,7 +127,9 @@ def _end_ns(cause: Cause) -> int:
 
 def _all(trace: Trace, kind: Kind) -> Iterator[Cause]:
     for track in trace.tracks:
-        yield from (Cause(track.stage, span, True) for span in track.spans if span.kind is kind)
+        yield from (
+            Cause(track.stage, span, Via.DRIVER) for span in track.spans if span.kind is kind
+        )
 
 
 def _last_backwards(trace: Trace) -> Iterator[Cause]:

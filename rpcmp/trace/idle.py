@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from enum import StrEnum
 from typing import NamedTuple
 
-from rpcmp.trace.causes import Cause, Causes
+from rpcmp.trace.causes import Cause, Causes, Via
 from rpcmp.trace.spans import Span, Track
 
 
@@ -56,6 +56,8 @@ def gap(free_ns: int, span: Span, cause: Cause | None) -> Iterator[Idle]:
     """The parts of the time from `free_ns` to `span`, whose cause, if unknown, is long done."""
     ready_ns = max(span.ready_ns, free_ns)
     sent_ns = free_ns if cause is None else min(max(cause.span.end_ns, free_ns), ready_ns)
+    if cause is not None and cause.via is Via.OWN:
+        ready_ns = sent_ns  # nothing travels
     times = (free_ns, sent_ns, ready_ns, span.start_ns)
     for loss, start_ns, end_ns in zip(Loss, times, times[1:], strict=False):
         if start_ns < end_ns:

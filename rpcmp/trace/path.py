@@ -15,7 +15,7 @@ from bisect import bisect_left
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from rpcmp.trace.causes import Cause, Causes
+from rpcmp.trace.causes import Cause, Causes, Via
 from rpcmp.trace.idle import Loss, gap
 from rpcmp.trace.spans import Kind, Span, Trace
 from rpcmp.trace.window import Window
@@ -27,13 +27,13 @@ class Leg(NamedTuple):
     Attributes:
         stage: where.
         what: computing, or waiting for the network or for the thread.
-        via_driver: whether what it waits for came through the driver.
+        via: how what it waits for came to it.
         ns: how long, inside the window.
     """
 
     stage: str
     what: Kind | Loss
-    via_driver: bool
+    via: Via
     ns: int
 
 
@@ -49,17 +49,17 @@ def critical_path(trace: Trace, window: Window) -> Iterator[Leg]:
         if at is None or left.end_ns <= left.begin_ns:
             return
         stage, span, _ = at
-        yield Leg(stage, span.kind, False, left.overlap_ns(span.start_ns, span.end_ns))
+        yield Leg(stage, span.kind, Via.OWN, left.overlap_ns(span.start_ns, span.end_ns))
         left = _until(left, span.start_ns)
         before, cause = _before(spans[stage], span), causes.latest(stage, span)
         free_ns = window.begin_ns if before is None else before.end_ns
-        at = before and Cause(stage, before, False)
+        at = before and Cause(stage, before, Via.OWN)
         for loss, start_ns, end_ns in reversed(list(gap(free_ns, span, cause))):
             if loss is Loss.BUBBLE:
                 at = cause
                 break
-            via_driver = cause is not None and cause.via_driver
-            yield Leg(stage, loss, via_driver, left.overlap_ns(start_ns, end_ns))
+            via = Via.LINK if cause is None else cause.via
+            yield Leg(stage, loss, via, left.overlap_ns(start_ns, end_ns))
             left = _until(left, start_ns)
 
 
@@ -70,7 +70,7 @@ def _until(window: Window, end_ns: int) -> Window:
 def _last(trace: Trace, window: Window) -> Cause | None:
     """The span in `window` that ends last; of equals, the first stage's."""
     inside = (
-        Cause(track.stage, span, False)
+        Cause(track.stage, span, Via.OWN)
         for track in trace.tracks
         for span in track.spans
         if span.end_ns <= window.end_ns

@@ -10,6 +10,7 @@ import ssl
 from rpcmp.addresses import parse
 from rpcmp.errors import SecurityError, UnreachableError
 from rpcmp.process.links import keep_alive
+from rpcmp.wire.credentials import GRPC
 from rpcmp.wire.end import End, refusal
 from rpcmp.wire.localpeer import require_own_server
 from rpcmp.wire.security import Security
@@ -17,6 +18,9 @@ from rpcmp.wire.session import Session
 
 OPEN_SECONDS = 6.0
 """How long a host may take to answer, handshake included."""
+
+HINT_SECONDS = 2.0
+"""How long to find out why it did not."""
 
 
 class Dialer:
@@ -58,6 +62,25 @@ class Dialer:
             raise UnreachableError(f"{address} hung up during the handshake") from error
         except OSError as error:
             raise UnreachableError(f"{address} cannot be reached: {_reason(error)}") from error
+
+    async def misunderstanding(self, address: str) -> SecurityError | None:
+        """Why a server that was spoken to in the open does not answer: it wants TLS. None: else."""
+        if self.security.credentials is not None:
+            return None
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # nothing is said to it
+        context.set_alpn_protocols([GRPC])
+        host, port = parse(address)
+        try:
+            async with asyncio.timeout(HINT_SECONDS):
+                _, writer = await asyncio.open_connection(host, port, ssl=context)
+        except (OSError, TimeoutError, EOFError):
+            return None
+        writer.close()
+        return SecurityError(
+            f"{address} wants TLS, and is spoken to in the open: give --certs, a folder with a "
+            "certificate of its authority"
+        )
 
     async def _open(self, address: str, protocol: str, stage_index: int | None) -> End:
         host, port = parse(address)

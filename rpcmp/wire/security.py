@@ -9,6 +9,7 @@ from __future__ import annotations
 import ipaddress
 import weakref
 from collections.abc import Iterable
+from datetime import UTC, datetime
 from pathlib import Path
 
 from rpcmp.addresses import parse
@@ -107,12 +108,36 @@ class Security:
                     "network"
                 )
 
-    def require_may_serve(self, stage_index: int | None) -> None:
-        """Refuse to be a stage that our certificate is not for.
+    def require_valid(self) -> None:
+        """Refuse to begin with a certificate that nobody would accept.
 
         Raises:
-            SecurityError: it is for another stage, or for the driver.
+            SecurityError: it has expired, or is not valid yet.
         """
+        if self.credentials is None:
+            return
+        from rpcmp.wire.certificate import Certificate  # only who has one needs its libraries
+
+        found, now = Certificate.load(self.credentials.folder), datetime.now(UTC)
+        if now > found.not_after:
+            raise SecurityError(
+                f"{found.path} has expired on {found.not_after:%Y-%m-%d}, so that nobody would "
+                "talk to us: renew it where its authority is, by `rpcmp certs renew DIR`, and copy "
+                "it here"
+            )
+        if now < found.not_before:
+            raise SecurityError(
+                f"{found.path} is valid from {found.not_before:%Y-%m-%d %H:%M} UTC on, and here it "
+                f"is {now:%Y-%m-%d %H:%M}: set one of the two clocks"
+            )
+
+    def require_may_serve(self, stage_index: int | None) -> None:
+        """Refuse to be a stage that our certificate is not for, or is not any more.
+
+        Raises:
+            SecurityError: it is for another stage, or for the driver; it has expired.
+        """
+        self.require_valid()
         role = self.role
         if role is None:
             return
