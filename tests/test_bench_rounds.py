@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import math
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -29,7 +30,8 @@ TINY = ["model.kwargs.times_ms={forward = 1.0, input_gradient = 1.0, weight_grad
 
 
 class Pretender:
-    """Writes down what it is asked for; its n-th segment takes `seconds` x n a step."""
+    """Writes down what it is asked for; its n-th segment takes `seconds` x n a step, where both
+    segments of the warm-up are the first."""
 
     def __init__(
         self, name: str, log: list[str], seconds: float = 1.0, drift: float = 0.0, why: str = ""
@@ -47,7 +49,7 @@ class Pretender:
 
     async def run(self, steps: int) -> Segment:
         self._log.append(f"run {self.name}")
-        self._segments += 1
+        self._segments += self._segments != 1 or self._steps > 1
         first, self._steps = self._steps + 1, self._steps + steps
         losses = [1 / step + self._drift for step in range(first, self._steps + 1)]
         return Segment(self._seconds * self._segments, losses)
@@ -64,11 +66,11 @@ class Broken(Pretender):
 
 
 def compare(*contestants: Contestant, pairs: int = 3) -> rounds.Rounds:
-    return asyncio.run(rounds.compare(contestants, pairs, 2, lambda text: None))
+    return asyncio.run(rounds.compare(contestants, pairs, 2, lambda what, left: None))
 
 
 def measure(case: Case, *contestants: Contestant) -> Result:
-    run = benchmark(case, contestants, 3, 2, fill_then_no_bubble, lambda text: None)
+    run = benchmark(case, contestants, 3, 2, fill_then_no_bubble, lambda what, left: None)
     return asyncio.run(run)
 
 
@@ -76,7 +78,7 @@ def test_every_round_runs_everybody_once_and_begins_with_another() -> None:
     log: list[str] = []
     done = compare(Pretender("a", log), Pretender("b", log), Pretender("c", log))
     turns = "".join(line.removeprefix("run ") for line in log if line.startswith("run "))
-    assert [turns[i : i + 3] for i in range(0, 12, 3)] == ["abc", "bca", "cab", "abc"]
+    assert [turns[i : i + 3] for i in range(0, 15, 3)] == ["abc", "abc", "bca", "cab", "abc"]
     assert [one.seconds for one in done.series] == [[2.0, 3.0, 4.0]] * 3  # without the warm-up
     assert [len(one.losses) for one in done.series] == [rounds.WARMUP_STEPS + 3 * 2] * 3
     assert log[-3:] == ["close c", "close b", "close a"]
@@ -192,6 +194,45 @@ def test_peers_are_chosen_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [one.name for one in lineup.contestants(case, [])] == ["rpcmp"]
     with pytest.raises(ConfigError, match="no contestant 'horovod'; there are rpcmp, torch-1f1b"):
         lineup.contestants(case, ["horovod"])
+
+
+@pytest.mark.parametrize(
+    ("fastest", "whole", "budget", "found"),
+    [
+        (0.5, 9.0, math.inf, 5),  # not ever fewer, where there is time
+        (0.001, 0.02, math.inf, 2000),
+        (0.001, 0.02, 50.0, 2000),
+        (0.001, 0.1, 50.0, 500),
+        (1.0, 30.0, 50.0, 1),
+        (1.0, 300.0, 50.0, 1),
+    ],
+)
+def test_a_round_is_as_long_as_the_budget_allows(
+    fastest: float, whole: float, budget: float, found: int
+) -> None:
+    assert rounds._steps(fastest, whole, budget) == found
+
+
+def test_rounds_that_are_stopped_show_what_there_is() -> None:
+    log: list[str] = []
+
+    async def run() -> rounds.Rounds:
+        stop = asyncio.Event()
+
+        class Stopping(Pretender):
+            async def run(self, steps: int) -> Segment:
+                if log.count("run b") == 5:
+                    stop.set()
+                    await asyncio.Event().wait()
+                return await super().run(steps)
+
+        both = [Pretender("a", log), Stopping("b", log)]
+        return await rounds.compare(both, 9, 2, lambda what, left: None, stop=stop)
+
+    done = asyncio.run(run())
+    assert [len(one.seconds) for one in done.series] == [3, 3]
+    assert rounds.loss_difference(done.series) is None
+    assert log[-2:] == ["close b", "close a"]
 
 
 @pytest.mark.long

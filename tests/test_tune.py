@@ -5,6 +5,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
+import os
+import re
+import signal
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
@@ -14,15 +18,16 @@ import pytest
 from click.testing import CliRunner
 
 from rpcmp import configfile
+from rpcmp.bench.rounds import StoppedError
 from rpcmp.cli import cli
 from rpcmp.config import Config
 from rpcmp.errors import ConfigError
 from rpcmp.setting import Setting
 from rpcmp.tune import curve, report
 from rpcmp.tune.grid import Axes, Grid, grid
-from rpcmp.tune.runner import Measured, plain
+from rpcmp.tune.runner import SETTLE_STEPS, Measured, plain
 from rpcmp.tune.sweep import Tuned, tune
-from tests.processes import JobFolder, rpcmp
+from tests.processes import JobFolder, Running, poll_for, rpcmp, running
 
 CHAIN = {
     "model": {"layers": "zoo:mlp", "num_stages": 2},
@@ -143,21 +148,33 @@ def test_what_is_measured_is_train_steps_on_full_mini_batches() -> None:
 
 
 class Pretender:
-    """A runner whose steps take what `seconds` says of a setting and of the number of the run."""
+    """A runner whose steps take what `seconds` says of a setting, and of how often it was run."""
 
     def __init__(self, seconds: Callable[[Setting, int], float]) -> None:
         self._seconds = seconds
         self.runs: list[tuple[Setting, int]] = []
+        self.now = 0.0
+        self.stop: asyncio.Event | None = None
+        self.stops_at = 0
 
     async def run(self, setting: Setting, steps: int) -> Measured:
         self.runs.append((setting, steps))
-        step = self._seconds(setting, len(self.runs))
+        if self.stop is not None and len(self.runs) == self.stops_at:
+            self.stop.set()
+            await asyncio.Event().wait()  # what is under way is ended
+        step = self._seconds(setting, sum(one == setting for one, _ in self.runs))
+        self.now += step * (SETTLE_STEPS + steps)
         return Measured(step, step / 2)
+
+    @property
+    def order(self) -> list[str]:
+        """The settings of all runs, such as "12": 1f1b with two micro-batches."""
+        return [f"{s.schedule[0]}{s.num_microbatches}" for s, _ in self.runs]
 
 
 def fewer_is_faster(setting: Setting, run: int) -> float:
     """A tenth of a second a micro-batch; zero-bubble now a little more, now a little less."""
-    noise = 1.02 if run % 2 else 0.99
+    noise = 0.99 if run % 2 else 1.02
     return setting.num_microbatches / 10 * (noise if setting.schedule == "zero-bubble" else 1.0)
 
 
@@ -170,28 +187,107 @@ def measure(
     seconds: Callable[[Setting, int], float],
     rounds: int = 5,
     axes: Axes | None = None,
+    steps: int | None = 3,
+    budget: float = math.inf,
+    stops_at: int = 0,
     **changed: Any,
 ) -> tuple[Tuned, Pretender]:
     """Tune the chain."""
     runner, job = Pretender(seconds), config(**changed)
     swept = grid(job, axes or Axes([2, 4], ["1f1b", "zero-bubble"], [None]))
-    return asyncio.run(tune(job, swept, runner, rounds, 3, lambda _: None)), runner
+    told: list[float] = []
+
+    async def run() -> Tuned:
+        runner.stop, runner.stops_at = asyncio.Event(), stops_at
+        return await tune(
+            *(job, swept, runner, rounds, steps, lambda what, left: told.append(left)),
+            budget=budget,
+            stop=runner.stop,
+            clock=lambda: runner.now,
+        )
+
+    tuned = asyncio.run(run())
+    assert all(0 <= left <= budget for left in told)
+    assert len(told) == len(runner.runs)
+    return tuned, runner
 
 
 def test_rounds_interleave_and_begin_elsewhere_and_the_choice_is_measured_again() -> None:
     tuned, runner = measure(fewer_is_faster)
-    order = [f"{s.schedule[0]}{s.num_microbatches}" for s, _ in runner.runs]
+    order = runner.order
     assert order[:4] == ["12", "14", "z2", "z4"]  # the warm-up
-    assert order[4:24] == [
-        *("12", "14", "z2", "z4"),
-        *("14", "z2", "z4", "12"),
-        *("z2", "z4", "12", "14"),
-        *("z4", "12", "14", "z2"),
-        *("12", "14", "z2", "z4"),
+    assert order[4:20] == [
+        *("12", "14", "z2", "z4"),  # of which the last is dropped
+        *("14", "z2", "12"),
+        *("z2", "12", "14"),
+        *("12", "14", "z2"),
+        *("14", "z2", "12"),
     ]
-    assert order[24:] == ["12", "14", "14", "12"] * 2 + ["12", "14"]
-    assert [steps for _, steps in runner.runs] == [1] * 4 + [3] * 30
-    assert [len(one.measured) for one in tuned.series] == [5] * 4
+    assert order[20:] == ["12", "14", "14", "12"] * 2 + ["12", "14"]
+    assert [steps for _, steps in runner.runs] == [1] * 4 + [3] * 26
+    assert [len(one.measured) for one in tuned.series] == [5, 5, 5, 1]
+
+
+def test_what_cannot_win_is_dropped_but_never_the_configs_own() -> None:
+    axes = Axes([1, 2, 4, 8], ["1f1b", "zero-bubble"], [None])
+    tuned, _ = measure(fewer_is_faster, axes=axes, num_microbatches=8)
+    rounds = {f"{s.setting.schedule[0]}{s.setting.num_microbatches}": s for s in tuned.series}
+    assert {name: len(one.measured) for name, one in rounds.items()} == {
+        "11": 5,
+        "12": 5,
+        "14": 1,
+        "18": 5,
+        "z1": 5,
+        "z2": 2,
+        "z4": 1,
+        "z8": 1,
+    }
+    remarks = [str(cell) for cell in list(report.table(tuned).columns)[-1].cells]
+    assert remarks.count("dropped") == 4
+    assert {one["rounds"] for one in report.as_json(tuned)["settings"]} == {1, 2, 5}
+
+
+def test_what_is_as_good_as_the_best_is_not_dropped() -> None:
+    tuned, _ = measure(noisy, axes=Axes([1, 2, 4, 8], ["1f1b", "zero-bubble"], [None]))
+    assert {len(one.measured) for one in tuned.series} == {5}
+
+
+@pytest.mark.parametrize("budget", [1.0, 10.0, 30.0, 60.0, 600.0])
+def test_a_sweep_keeps_to_its_budget_and_chooses_well(budget: float) -> None:
+    """24 settings, whose steps take 1 to 128 ms."""
+    many = Axes(None, ["gpipe", "1f1b", "zero-bubble"], [None])
+    data = {"train": "zoo:regression", "batch_size": 256}
+    scale = 0.01
+    tuned, runner = measure(
+        lambda s, run: scale * fewer_is_faster(s, run),
+        *(5, many, None, budget),
+        data=data,
+    )
+    warm_up = sum(2 * scale * fewer_is_faster(setting, 0) for setting, _ in runner.runs[:24])
+    longest = 2 * scale * 12.8 * 1.02
+    assert runner.now <= max(budget, 2 * warm_up) + longest
+    assert tuned.best.setting.num_microbatches == 1
+    if budget >= 30:
+        assert tuned.recommended.num_microbatches == 1
+        assert tuned.steps == (5 if budget >= 600 else tuned.steps)
+
+
+def test_a_sweep_that_is_stopped_shows_what_there_is() -> None:
+    tuned, _ = measure(fewer_is_faster, stops_at=11)  # in the second round
+    assert tuned.is_cut_short
+    assert tuned.best.setting == Setting(num_microbatches=2, schedule="zero-bubble")
+    assert (tuned.confirmed, tuned.recommended) == (None, tuned.own.setting)
+    said = list(report.lines(tuned))
+    assert said[0] == "stopped: this is what there was until then"
+    assert said[-1].startswith("not measured once more: leave your config as it is")
+    report.table(tuned)
+    json.dumps(report.as_json(tuned))
+    again, _ = measure(fewer_is_faster, stops_at=26)  # in the confirmation
+    assert again.is_cut_short
+    with pytest.raises(StoppedError):
+        measure(fewer_is_faster, stops_at=3)  # in the warm-up
+    with pytest.raises(StoppedError):
+        measure(fewer_is_faster, stops_at=6)  # before the config's own was measured
 
 
 def test_a_setting_that_is_faster_again_is_recommended() -> None:
@@ -205,7 +301,7 @@ def test_a_setting_that_is_faster_again_is_recommended() -> None:
 
 
 def test_a_difference_within_noise_changes_nothing() -> None:
-    tuned, _ = measure(lambda s, run: noisy(s, run) - (s.schedule != "1f1b") * 1e-3 * (run < 25))
+    tuned, _ = measure(lambda s, run: noisy(s, run) - (s.schedule != "1f1b") * 1e-3 * (run < 7))
     assert tuned.best.setting.schedule == "zero-bubble"
     assert (tuned.is_faster, tuned.recommended) == (False, tuned.own.setting)
     assert list(report.lines(tuned))[-1].endswith("leave your config as it is")
@@ -214,12 +310,14 @@ def test_a_difference_within_noise_changes_nothing() -> None:
 def test_too_few_rounds_recommend_nothing() -> None:
     tuned, _ = measure(fewer_is_faster, rounds=4)
     assert tuned.recommended == tuned.own.setting
-    assert list(report.lines(tuned))[-1].endswith("(more --rounds could tell)")
+    assert list(report.lines(tuned))[-1].endswith(
+        "(more --rounds, or a larger --budget, could tell)"
+    )
 
 
 def test_the_configs_own_setting_may_be_the_best() -> None:
     tuned, runner = measure(fewer_is_faster, num_microbatches=2)
-    assert (tuned.best, tuned.confirmed, len(runner.runs)) == (tuned.own, None, 24)
+    assert (tuned.best, tuned.confirmed, len(runner.runs)) == (tuned.own, None, 20)
     assert list(report.lines(tuned)) == ["best: 2 micro-batches, 1f1b, as your config has it"]
 
 
@@ -241,8 +339,8 @@ def test_the_table_marks_the_best_and_yours_and_what_is_as_good() -> None:
         str(c.header): list(c.cells) for c in report.table(measure(fewer_is_faster)[0]).columns
     }
     assert columns["micro-batches"] == ["2", "4", "2", "4"]
-    assert columns["samples/s"] == ["80", "40", "78", "40"]
-    assert columns[""] == ["best", "yours", "within noise", ""]
+    assert columns["samples/s"] == ["80", "40", "78", "39"]
+    assert columns[""] == ["best", "yours", "within noise", "dropped"]
 
 
 def test_json_has_all_that_the_table_has() -> None:
@@ -252,7 +350,7 @@ def test_json_has_all_that_the_table_has() -> None:
     assert found["recommended"] == found["best"]
     assert found["own"] == {"num_microbatches": 4, **own}
     slower = [one["is_slower_than_best"] for one in found["settings"]]
-    assert slower == [False, True, False, True]
+    assert slower == [False, True, False, False]  # the last was dropped, and nobody knows
     first = found["settings"][0]
     assert first["samples_per_s"] == pytest.approx(16 / first["step_s"])
     assert first["spread"]["median"] == first["step_s"] == 2 * first["busiest_stage_s"]
@@ -308,3 +406,48 @@ def test_it_measures_a_real_job(job: JobFolder, tmp_path: Path) -> None:
     assert all(0 < one["busiest_stage_s"] < one["step_s"] for one in found["settings"])
     assert found["recommended"] == found["own"]  # one round tells nothing
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def said(run: Running, pattern: str) -> None:
+    """Wait until it has said so on standard error."""
+    poll_for(lambda: re.search(pattern, "".join(run.err)), f"a line like {pattern!r}")
+
+
+def left_in(folder: Path) -> list[str]:
+    """What is there, besides the cache that torch makes for a user when it is imported."""
+    names = [path.name for path in folder.iterdir()]
+    return [name for name in names if not name.startswith("torchinductor_")]
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_a_sweep_of_a_real_job_that_is_stopped_leaves_nothing_behind(
+    job: JobFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, signum: signal.Signals
+) -> None:
+    (scratch := tmp_path / "tmp").mkdir()
+    monkeypatch.setenv("TMPDIR", str(scratch))
+    path = job.config('[model]\nlayers = "zoo:mlp"\nnum_stages = 2')
+    with running("tune", path, "--budget", "600", "--rounds", "1000", "--json") as sweep:
+        said(sweep, r"job: starting, to measure \d+ settings, 10 min left")
+        said(sweep, r"round [2-9]\d* of 1000.* left")
+        os.kill(sweep.pid, signum)
+        ended = sweep.wait()
+    assert ended.code == 128 + signum
+    found = json.loads(ended.out)
+    assert found["is_cut_short"]
+    assert found["recommended"] == found["own"]
+    assert left_in(scratch) == []
+
+
+def test_a_benchmark_that_is_stopped_shows_what_there_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (scratch := tmp_path / "tmp").mkdir()
+    monkeypatch.setenv("TMPDIR", str(scratch))
+    few = ("--peers", "torch-1f1b", "--pairs", "1000", "--steps", "1", "--budget", "600")
+    with running("bench", "overhead", *few, "--json") as run:
+        said(run, r"overhead: starting rpcmp \(1 of 2\), 10 min left")
+        said(run, r"round [2-9]\d* of 1000.* left")
+        os.kill(run.pid, signal.SIGTERM)
+        ended = run.wait()
+    assert ended.code == 128 + signal.SIGTERM
+    assert left_in(scratch) == []

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from rpcmp.bench import rounds
@@ -42,6 +44,8 @@ async def benchmark(
     steps: int | None,
     bound: Bound,
     progress: Progress,
+    budget: float = math.inf,
+    stop: asyncio.Event | None = None,
 ) -> Result:
     """Measure a case.
 
@@ -50,15 +54,19 @@ async def benchmark(
         pairs, steps: see `rounds.compare`.
         bound: the schedule's ideal step.
         progress: told what happens.
+        budget, stop: see `rounds.compare`.
 
     Raises:
+        StoppedError: somebody stopped it before there was anything.
         MismatchError: losses differ in a frozen case.
         UnfitError: ours cannot run it.
         RpcmpError: a contestant failed.
     """
     notes = list(case.notes)
-    bound_s = await _bound(case, bound, notes, progress)
-    done = await rounds.compare(contestants, pairs, steps, progress)
+    bound_s = await rounds.unless(
+        stop, _bound(case, bound, notes, lambda what: progress(what, budget))
+    )
+    done = await rounds.compare(contestants, pairs, steps, progress, budget, stop)
     notes += [f"without {name}: {why}" for name, why in done.unfit.items()]
     own_name = contestants[0].name
     if own_name in done.unfit:
@@ -68,10 +76,12 @@ async def benchmark(
     elif difference := rounds.loss_difference(done.series):
         notes.append(f"losses differ (does the model draw random numbers?): {difference}")
     ours, *peers = done.series
-    return Result(case, pairs, done.steps, bound_s, ours, peers, notes)
+    return Result(case, len(ours.seconds), done.steps, bound_s, ours, peers, notes)
 
 
-async def _bound(case: Case, bound: Bound, notes: list[str], progress: Progress) -> float | None:
+async def _bound(
+    case: Case, bound: Bound, notes: list[str], progress: Callable[[str], None]
+) -> float | None:
     progress("stage times")
     try:
         return bound(await stage_times(case), case.config.num_microbatches)

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import click
 
 from rpcmp.cli import completing
+from rpcmp.cli.options import budget_option
 from rpcmp.cli.terminal import echo
+
+if TYPE_CHECKING:
+    from rpcmp.bench.benchmark import Result
+    from rpcmp.bench.cases import Case
+    from rpcmp.bench.contestant import Contestant
 
 WIDTH = 140
 """Characters that a row of the table may take."""
@@ -28,6 +35,7 @@ WIDTH = 140
     show_default="as many as take 2 s, at least 5",
     help="Steps a round.",
 )
+@budget_option
 @click.option("--peers", metavar="NAME,...", help="Compare with these only.")
 @click.option(
     "--set",
@@ -44,6 +52,7 @@ def bench(
     microbatches: int | None,
     pairs: int,
     steps: int | None,
+    budget: float,
     peers: str | None,
     overrides: tuple[str, ...],
     as_json: bool,
@@ -53,16 +62,14 @@ def bench(
     CASE is sleep, overhead, transformer, activations, or your own config.toml. Trains the same job
     with rpcmp, with torch.distributed.pipelining and in one process, each in turn, and says how
     long a step takes, how the times compare, and how short a step could be at best. Nine pairs are
-    the fewest whose 95 % interval leaves out the extremes. All contestants stay in memory; keep the
-    machine quiet.
+    the fewest whose 95 % interval leaves out the extremes; a Ctrl-C shows what there is so far. All
+    contestants stay in memory; keep the machine quiet.
 
     \b
     Example:
       rpcmp bench sleep --stages 8 --microbatches 16 --json
     """
     from rpcmp.bench import cases, lineup, report
-    from rpcmp.bench.benchmark import benchmark
-    from rpcmp.bench.bound import fill_then_no_bubble
     from rpcmp.cli.console import Console
 
     chosen = None if peers is None else [name.strip() for name in peers.split(",") if name.strip()]
@@ -70,17 +77,37 @@ def bench(
     prepared = [(case, lineup.contestants(case, chosen)) for case in loaded]
     console = Console()
     for case, contestants in prepared:
-        run = benchmark(case, contestants, pairs, steps, fill_then_no_bubble, _progress(case.name))
-        result = asyncio.run(run)
-        if as_json:
+        result, code = asyncio.run(_measure(case, contestants, pairs, steps, budget))
+        if result is None:
+            echo(f"{case.name}: stopped before anything was measured", err=True)
+        elif as_json:
             echo(json.dumps(report.as_json(result)))
-            continue
-        # Never narrower than the table: a terminal wraps lines more legibly than rich does cells.
-        console.width = max(console.width, WIDTH)
-        console.print(report.table(result))
-        for line in report.lines(result):
-            echo(line)
+        else:
+            # Never narrower than the table: a terminal wraps lines more legibly than rich cells.
+            console.width = max(console.width, WIDTH)
+            console.print(report.table(result))
+            for line in report.lines(result):
+                echo(line)
+        if code:
+            raise click.exceptions.Exit(code)
 
 
-def _progress(name: str) -> Callable[[str], None]:
-    return lambda what: echo(f"{name}: {what}", err=True)
+async def _measure(
+    case: Case, contestants: Sequence[Contestant], pairs: int, steps: int | None, budget: float
+) -> tuple[Result | None, int]:
+    """What was found, if anything, and the exit code."""
+    from rpcmp.bench.benchmark import benchmark
+    from rpcmp.bench.bound import fill_then_no_bubble
+    from rpcmp.bench.rounds import StoppedError
+    from rpcmp.cli.measuring import measuring
+
+    with measuring(case.name) as now:
+        try:
+            result = await benchmark(
+                *(case, contestants, pairs, steps, fill_then_no_bubble, now.tell),
+                budget=budget,
+                stop=now.stop,
+            )
+        except StoppedError:
+            return None, now.exit_code
+    return result, now.exit_code

@@ -149,3 +149,13 @@ def require_writable(path: Path) -> None:
         raise ConfigError(f"cannot write {path}: {error.strerror}") from error
     if not existed:
         path.unlink()
+
+
+budget_option = click.option(
+    "--budget",
+    metavar="SECONDS",
+    type=click.FloatRange(min=0, min_open=True),
+    default=60.0,
+    show_default=True,
+    help="How long to measure.",
+)

@@ -10,7 +10,13 @@ from typing import TYPE_CHECKING
 import click
 
 from rpcmp import configfile
-from rpcmp.cli.options import addresses_of, config_argument, connect_option, require_writable
+from rpcmp.cli.options import (
+    addresses_of,
+    budget_option,
+    config_argument,
+    connect_option,
+    require_writable,
+)
 from rpcmp.cli.terminal import echo
 from rpcmp.errors import ConfigError
 
@@ -43,8 +49,12 @@ DEFAULT = "default"
 @click.option("--microbatches-per-message", metavar="N,...", help="Numbers. [default: CONFIG's]")
 @click.option("--rounds", type=click.IntRange(min=1), default=5, show_default=True)
 @click.option(
-    "--steps", type=click.IntRange(min=1), default=5, show_default=True, help="Steps a round."
+    "--steps",
+    type=click.IntRange(min=1),
+    show_default="5, or as many as the budget allows",
+    help="Steps a round.",
 )
+@budget_option
 @click.option(
     "--png",
     metavar="FILE",
@@ -61,14 +71,16 @@ def tune(
     max_in_flight: str | None,
     microbatches_per_message: str | None,
     rounds: int,
-    steps: int,
+    steps: int | None,
+    budget: float,
     png: Path | None,
     as_json: bool,
 ) -> None:
     """Find the setting under which CONFIG trains fastest.
 
-    Measures every combination and CONFIG's own in interleaved rounds on one group of workers, and
-    then the best one against CONFIG's own again. Five rounds are the fewest that can tell two
+    Measures every combination and CONFIG's own in interleaved rounds on one group of workers, drops
+    in each round those that cannot win, and then measures the best one against CONFIG's own again.
+    A Ctrl-C shows what there is so far. Five rounds are the fewest that can tell two
     settings apart; keep the machine quiet. "busiest stage" is how long that one computes in a step,
     which is what a step would take without any bubble.
 
@@ -95,30 +107,45 @@ def tune(
     if png is not None:
         require_matplotlib()
         require_writable(png)
-    tuned = asyncio.run(_tune(job, swept, addresses_of(connect, job), rounds, steps))
+    where = addresses_of(connect, job)
+    tuned, code = asyncio.run(_tune(job, swept, where, rounds, steps, budget))
+    if tuned is None:
+        echo(f"{job.name}: stopped before anything was measured", err=True)
+        raise click.exceptions.Exit(code)
     _show(tuned, as_json)
     if png is not None:
         from rpcmp.tune.curve import write_png
 
         write_png(tuned, png)
+    if code:
+        raise click.exceptions.Exit(code)
 
 
 async def _tune(
-    config: Config, swept: Grid, connect: list[str] | None, rounds: int, steps: int
-) -> Tuned:
+    config: Config,
+    swept: Grid,
+    connect: list[str] | None,
+    rounds: int,
+    steps: int | None,
+    budget: float,
+) -> tuple[Tuned | None, int]:
+    """What was found, if anything, and the exit code."""
+    from rpcmp.bench.rounds import StoppedError, unless
+    from rpcmp.cli.measuring import measuring
     from rpcmp.tune.runner import GroupRunner
     from rpcmp.tune.sweep import tune as run
 
-    def progress(what: str) -> None:
-        echo(f"{config.name}: {what}", err=True)
-
-    runner = GroupRunner(config, swept.settings, connect)
-    try:
-        progress(f"starting, to measure {len(swept.settings)} settings")
-        await runner.start()
-        return await run(config, swept, runner, rounds, steps, progress)
-    finally:
-        await runner.close()
+    runner, tuned = GroupRunner(config, swept.settings, connect), None
+    with measuring(config.name) as now:
+        try:
+            now.tell(f"starting, to measure {len(swept.settings)} settings", budget)
+            await unless(now.stop, runner.start())
+            tuned = await run(config, swept, runner, rounds, steps, now.tell, budget, now.stop)
+        except StoppedError:
+            pass
+        finally:
+            await runner.close()
+    return tuned, now.exit_code
 
 
 def _show(tuned: Tuned, as_json: bool) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from rpcmp.config import Config
@@ -14,7 +14,7 @@ from rpcmp.job.fleet import forks_for
 from rpcmp.job.run import Run
 from rpcmp.process.channel import Message
 from rpcmp.process.forking import Forks
-from rpcmp.process.signals import ending_signals, wishes
+from rpcmp.process.signals import handled_by, wishes
 
 
 async def drive(
@@ -63,7 +63,7 @@ async def drive(
         run = Run(config, connect, report, start, processes)
         files = {"save_state": save_state, "trace": trace, "last_steps": last_steps}
         task = asyncio.ensure_future(run.train(_order(evaluate, timeline, files)))
-        with _signals(lambda signum: run.interrupt(signum, task)):
+        with handled_by(lambda signum: run.interrupt(signum, task)):
             try:
                 return await task
             except asyncio.CancelledError:
@@ -82,17 +82,3 @@ def _order(evaluate: bool, timeline: float, files: Mapping[str, Path | None]) ->
     """What the driver's process is told; paths as seen from this process."""
     paths = {key: str(path.absolute()) if path else "" for key, path in files.items()}
     return {"op": "train", "evaluate": evaluate, "timeline": timeline, **paths}
-
-
-@contextlib.contextmanager
-def _signals(handler: Callable[[int], None]) -> Iterator[None]:
-    """Handle the signals that end a run with `handler` within the block."""
-    loop = asyncio.get_running_loop()
-    handled = ending_signals()
-    for signum in handled:
-        loop.add_signal_handler(signum, handler, signum)
-    try:
-        yield
-    finally:
-        for signum in handled:
-            loop.remove_signal_handler(signum)

@@ -5,8 +5,10 @@ A supervisor hears them and decides; its children, which a terminal may send the
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """A Ctrl-C, a `kill`, and a terminal that is gone, such as that of a dropped ssh session."""
@@ -15,6 +17,19 @@ ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 def ending_signals() -> list[signal.Signals]:
     """Those that this process should handle: `nohup` has it ignore SIGHUP, and so it stays."""
     return [each for each in ENDING if signal.getsignal(each) is not signal.SIG_IGN]
+
+
+@contextlib.contextmanager
+def handled_by(handler: Callable[[int], None]) -> Iterator[None]:
+    """Handle the signals that end something with `handler` within the block, in an event loop."""
+    loop, handled = asyncio.get_running_loop(), ending_signals()
+    for signum in handled:
+        loop.add_signal_handler(signum, handler, signum)
+    try:
+        yield
+    finally:
+        for signum in handled:
+            loop.remove_signal_handler(signum)
 
 
 def wishes(received: Sequence[int]) -> int:

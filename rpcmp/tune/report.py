@@ -33,6 +33,7 @@ def as_json(tuned: Tuned) -> dict[str, Any]:
         "is_faster": tuned.is_faster,
         "recommended": tuned.recommended.model_dump(),
         "left_out": tuned.left_out,
+        "is_cut_short": tuned.is_cut_short,
     }
 
 
@@ -40,7 +41,8 @@ def table(tuned: Tuned) -> Table:
     """A row a setting."""
     title = (
         f"{tuned.config.name}: {tuned.config.num_stages} stages, "
-        f"{tuned.rounds} interleaved rounds of {tuned.steps} steps"
+        f"{tuned.rounds} interleaved round{'s' * (tuned.rounds > 1)} of {tuned.steps} "
+        f"step{'s' * (tuned.steps > 1)}"
     )
     shown = Table(title=title, title_justify="left", box=None, header_style="bold")
     for head in COLUMNS:
@@ -55,6 +57,8 @@ def table(tuned: Tuned) -> Table:
 def lines(tuned: Tuned) -> Iterator[str]:
     """What stands below the table: what was left out, the verdict, and the lines to paste."""
     yield from tuned.left_out
+    if tuned.is_cut_short:
+        yield "stopped: this is what there was until then"
     best, own = tuned.best.setting, tuned.own.setting
     if best == own:
         yield f"best: {own}, as your config has it"
@@ -63,7 +67,8 @@ def lines(tuned: Tuned) -> Iterator[str]:
     if tuned.confirmed is not None:
         yield f"its step / that of your {own}: {_ratio(tuned.confirmed)}, measured after the choice"
     if not tuned.is_faster:
-        yield f"the difference is within noise: leave your config as it is{_hint(tuned)}"
+        known = "the difference is within noise" if tuned.confirmed else "not measured once more"
+        yield f"{known}: leave your config as it is{_hint(tuned)}"
         return
     yield from paste(own, best)
 
@@ -83,6 +88,7 @@ def paste(own: Setting, best: Setting) -> Iterator[str]:
 def _object(tuned: Tuned, one: Series) -> dict[str, Any]:
     return {
         **one.setting.model_dump(),
+        "rounds": len(one.measured),
         "step_s": one.median_s,
         "spread": asdict(spread(one.seconds)),
         "samples_per_s": _samples_per_s(tuned, one),
@@ -113,6 +119,8 @@ def _remark(tuned: Tuned, one: Series) -> str:
     said = ["yours"] if one is tuned.own else []
     if one is tuned.best:
         said.append("best")
+    elif len(one.measured) < tuned.rounds:
+        said.append("dropped")
     elif not is_more(tuned.against_best(one)):
         said.append("within noise")
     return ", ".join(said)
@@ -132,5 +140,6 @@ def _interval(ratio: Estimate) -> str:
 
 
 def _hint(tuned: Tuned) -> str:
-    confidence = tuned.confirmed.confidence if tuned.confirmed else 1.0
-    return " (more --rounds could tell)" if confidence < LEAST_CONFIDENCE else ""
+    if tuned.confirmed is not None and tuned.confirmed.confidence >= LEAST_CONFIDENCE:
+        return ""
+    return " (more --rounds, or a larger --budget, could tell)"

@@ -138,7 +138,7 @@ def _compare(contestants: Sequence[Contestant], options: argparse.Namespace) -> 
     return done.series
 
 
-def _progress(what: str) -> None:
+def _progress(what: str, left: float) -> None:
     print(what, file=sys.stderr)
 
 
