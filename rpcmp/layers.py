@@ -93,7 +93,8 @@ def build(config: Config, stage_index: int, names: Iterable[str]) -> dict[str, n
 def _with_weights(config: Config, modules: dict[str, nn.Module]) -> dict[str, nn.Module]:
     if config.init is not None:
         prefixed = {name: (config.prefix_of(name), module) for name, module in modules.items()}
-        weights.load(config.init, prefixed, config.tied_to)
+        owns = all(stage.prefix is None for stage in config.stages)
+        weights.load(config.init, prefixed, config.tied_to, owns)
     return modules
 
 

@@ -14,6 +14,9 @@ from torch import Tensor, nn
 
 from rpcmp.errors import ConfigError
 
+NAMED = 5
+"""Tensors that a message names."""
+
 
 def require_known(path: str, prefixes: Iterable[str], names: Collection[str] | None) -> None:
     """Check that every tensor of the file belongs to one of the model's layers.
@@ -33,11 +36,14 @@ def require_known(path: str, prefixes: Iterable[str], names: Collection[str] | N
         name for name in every if not (name.startswith(begins) if names is None else name in names)
     ]
     if unknown:
-        raise ConfigError(f"init = {path!r} has tensors of no layer: {', '.join(unknown[:5])}")
+        raise ConfigError(f"init = {path!r} has tensors of no layer: {', '.join(unknown[:NAMED])}")
 
 
 def load(
-    path: str, modules: Mapping[str, tuple[str, nn.Module]], tied_to: Mapping[str, str]
+    path: str,
+    modules: Mapping[str, tuple[str, nn.Module]],
+    tied_to: Mapping[str, str],
+    owns_prefixes: bool,
 ) -> None:
     """Give these layers their tensors from the file.
 
@@ -45,9 +51,11 @@ def load(
         path: of the file.
         modules: by the layers' names, with what the names of their tensors begin with.
         tied_to: for parameters that the file need not have the names of those that they are.
+        owns_prefixes: whether nobody else's names begin as a layer's do, so that a name which it
+            does not have is a mistake.
 
     Raises:
-        ConfigError: one is missing or of another shape, or the file cannot be read.
+        ConfigError: one is missing, unknown or of another shape, or the file cannot be read.
     """
     with _open(path) as file:
         names = set(file.keys())
@@ -55,6 +63,9 @@ def load(
             try:
                 own = {name: prefix + name for name in module.state_dict()}
                 module.load_state_dict(_own(file, names, own, tied_to))
+                found = {name for name in names if name.startswith(prefix)} if owns_prefixes else ()
+                if unknown := sorted({*found} - {*own.values()} - {*tied_to}):
+                    raise RuntimeError(f"has no {', '.join(unknown[:NAMED])}")
             except RuntimeError as error:
                 raise ConfigError(f"init = {path!r}: layer {layer!r}: {error}") from error
 

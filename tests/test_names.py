@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 import rpcmp as library
-from rpcmp import plan
+from rpcmp import plan, weights
 from rpcmp.config import Config
 from rpcmp.configfile import parse
 from rpcmp.errors import ConfigError
@@ -118,3 +120,14 @@ def test_what_cannot_be_built_here_is_told_apart_by_its_prefix() -> None:
     assert place.stage == "b"
     with pytest.raises(ConfigError, match="may lie in 'a' or 'c', whose modules cannot be built"):
         plan.assign(parse({**given, "tied": [["weight", "b.other"]]}))
+
+
+def test_a_host_that_alone_has_the_weights_finds_names_that_nobody_has(tmp_path: Path) -> None:
+    path = str(tmp_path / "weights")
+    layer = nn.Linear(1, 1)
+    named = {f"a.{name}": value for name, value in layer.state_dict().items()}
+    save_file({**named, "a.wieght": torch.ones(1)}, path)
+    with pytest.raises(ConfigError, match=r"layer 'a': has no a.wieght"):
+        weights.load(path, {"a": ("a.", layer)}, {}, owns_prefixes=True)
+    weights.load(path, {"a": ("a.", layer)}, {}, owns_prefixes=False)
+    weights.load(path, {"a": ("a.", layer)}, {"a.wieght": "a.weight"}, owns_prefixes=True)
