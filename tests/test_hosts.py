@@ -221,7 +221,7 @@ def test_a_driver_that_was_killed_leaves_idle_servers_and_can_be_resumed(
     saves = ("--set", "checkpoint.dir=saved", "--set", "checkpoint.every_steps=2")
     with server(0) as first, server(1) as second:
         with driving(config, [first, second], *saves) as run:
-            run.wait_for_line('"checkpoint"')
+            run.wait_for_line('"event": "checkpoint"')
             run.process.send_signal(signal.SIGKILL)
             run.wait()
         where = ("--connect", connect([first, second]))
@@ -311,3 +311,35 @@ def test_machines_may_share_a_disk(
         assert not [event for event in first.events if event["event"] == "warning"]
         result = rpcmp("drive", config, "--resume", "--json", *saves, *where)
     assert committed(result) == (undisturbed[0][20:], undisturbed[1])
+
+
+def test_what_a_failed_run_has_left_is_removed_on_every_machine(
+    job: JobFolder, elsewhere: tuple[str, ...]
+) -> None:
+    config = job.config("""
+        steps = 10
+        [model]
+        layers = "zoo:mlp"
+        balance = [2, 2]
+        [checkpoint]
+        dir = "saved"
+        every_steps = 1000
+        [data]
+        train = { callable = "zoo:Unreadable", kwargs = { at = 37 } }
+        batch_size = 10
+        shuffle = false
+    """)
+    disk = job.folder / "saved"
+    with server(0) as here, server(1, under=elsewhere) as there:
+        of_there = Path(f"/proc/{there.pid}/root{disk}")
+        where = ("--connect", connect([here, there]), "--json")
+        assert rpcmp("drive", config, *where).code == 1
+        left = {path.name for path in disk.iterdir()}
+        assert len(left) == 1
+        assert {path.name for path in of_there.iterdir()} == left
+        mended = rpcmp("drive", config, *where, "--set", "data.train.kwargs.at=-1")
+        assert mended.code == 0, mended.err
+        for one in (disk, of_there):
+            (kept,) = one.iterdir()
+            assert kept.name not in left
+            assert [path.name for path in kept.iterdir()] == ["step-00000010"]
