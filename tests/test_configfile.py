@@ -11,7 +11,7 @@ import pytest
 from rpcmp import configfile
 from rpcmp.config import Config
 from rpcmp.errors import ConfigError
-from rpcmp.kinds import Factory
+from rpcmp.kinds import Factory, OptimizerFactory
 
 EXAMPLES = sorted((Path(configfile.__file__).parent / "examples").glob("*.toml"))
 
@@ -95,12 +95,14 @@ def changed(path: Path, overrides: Sequence[str]) -> dict[str, object]:
         (
             "optimizer.kwargs.betas=[0.8, 0.9]",
             "optimizer",
-            Factory(callable="torch.optim:AdamW", kwargs={"lr": 1e-3, "betas": [0.8, 0.9]}),
+            OptimizerFactory(
+                callable="torch.optim:AdamW", kwargs={"lr": 1e-3, "betas": [0.8, 0.9]}
+            ),
         ),
         (
             'optimizer={callable="m:o", kwargs={lr=1}}',
             "optimizer",
-            Factory(callable="m:o", kwargs={"lr": 1}),
+            OptimizerFactory(callable="m:o", kwargs={"lr": 1}),
         ),
         ("metrics.accuracy=m:a", "metrics", {"accuracy": Factory(callable="m:a")}),
     ],

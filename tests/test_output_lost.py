@@ -18,6 +18,9 @@ from tests.processes import JobFolder, poll_for, rpcmp, running
 from tests.runs import checkpoints_in
 
 RPCMP = [sys.executable, "-m", "rpcmp"]
+HEARS = ["env", "--default-signal=HUP"]
+"""Before a command: these tests may have been started under nohup themselves."""
+
 INT, TERM, HUP = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
 LONG = "steps = 100000\nnum_microbatches = 1\n[model]\nlayers = 'zoo:mlp'\nbalance = [2, 2]\n"
 SHORT = LONG.replace("100000", "5")
@@ -78,7 +81,11 @@ def on_a_terminal(
     """A process whose terminal it is, and the other end of that, to be closed."""
     ours, theirs = pty.openpty()
     process = subprocess.Popen(
-        ["setsid", "--ctty", *command], stdin=theirs, stdout=theirs, stderr=theirs, cwd=folder
+        [*HEARS, "setsid", "--ctty", *command],
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        cwd=folder,
     )
     os.close(theirs)
     try:
@@ -134,7 +141,8 @@ def test_a_run_that_was_told_to_outlive_its_terminal_does(job: JobFolder, under:
 
 
 def test_a_server_whose_terminal_is_gone_drains(job: JobFolder) -> None:
-    with running("serve", "--stage", "0", "--listen", "127.0.0.1:0") as server:
+    serve = ("serve", "--stage", "0", "--listen", "127.0.0.1:0")
+    with running(*serve, under=tuple(HEARS)) as server:
         server.wait_for_line("SERVING on")
         os.kill(server.pid, signal.SIGHUP)
         assert server.wait().code == 0

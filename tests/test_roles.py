@@ -101,7 +101,7 @@ def job(certs: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
         with running("drive", config, "--json", *where) as run:
             run.wait_for_line('"event": "checkpoint"')
             seen = asyncio.run(ask(certs / "driver", first.address, lambda one: one.connect()))
-            file = next((folder.folder / "checkpoints").glob("*/*.safetensors"))
+            file = next((folder.folder / "checkpoints").glob("*/*/*.safetensors"))
             yield Job(certs, servers, seen.holdings_of, file)
             assert run.process.poll() is None
             assert not [event for event in run.result().events if event["event"] == "fault"]

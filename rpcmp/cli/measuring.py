@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from typing import NamedTuple
 
+import click
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
 from rich.text import Text
 
@@ -44,6 +45,9 @@ def measuring(name: str) -> Iterator[Measuring]:
     """Show how long a measurement will take, and hear of a Ctrl-C; in an event loop.
 
     The first signal sets `stop`, the second cancels the task that is here.
+
+    Raises:
+        Exit: there was a second.
     """
     task, stop = asyncio.current_task(), asyncio.Event()
     signals: list[int] = []
@@ -56,7 +60,12 @@ def measuring(name: str) -> Iterator[Measuring]:
 
     console = Console(stderr=True)
     with _bar(console, name) if console.is_terminal else _lines(name) as tell, handled_by(heard):
-        yield Measuring(tell, stop, signals)
+        try:
+            yield Measuring(tell, stop, signals)
+        except asyncio.CancelledError:
+            if wishes(signals) < 2:
+                raise
+            raise click.exceptions.Exit(128 + signals[-1]) from None
 
 
 @contextlib.contextmanager

@@ -15,8 +15,13 @@ ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def ending_signals() -> list[signal.Signals]:
-    """Those that this process should handle: `nohup` has it ignore SIGHUP, and so it stays."""
-    return [each for each in ENDING if signal.getsignal(each) is not signal.SIG_IGN]
+    """Those that this process should handle: `nohup` has it ignore SIGHUP, and so it stays.
+
+    A shell has what it starts in the background ignore SIGINT, which only a Ctrl-C at another's
+    terminal was meant by: whoever sends one to this process means it.
+    """
+    keeps_on = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return [each for each in ENDING if each is not signal.SIGHUP or not keeps_on]
 
 
 @contextlib.contextmanager
