@@ -44,14 +44,21 @@ def sizes(num_samples: int, num_microbatches: int, smallest: int = 1) -> list[in
     return [base + 1] * larger + [base] * (count - larger)
 
 
-def smallest_for(modules: Iterable[nn.Module]) -> int:
+FAILS_ON_ONE = (nn.BatchNorm1d, nn.LazyBatchNorm1d)
+"""Those of them whose samples are mostly a value per channel: of one, torch makes an error."""
+
+
+def smallest_for(
+    modules: Iterable[nn.Module], kinds: tuple[type[nn.Module], ...] = NEEDS_TWO
+) -> int:
     """How many samples a micro-batch needs that these are trained with.
 
     Args:
         modules: in training mode, where they did not refuse that.
+        kinds: of layers that need two.
     """
     every = (part for module in modules for part in module.modules())
-    return 2 if any(isinstance(part, NEEDS_TWO) and part.training for part in every) else 1
+    return 2 if any(isinstance(part, kinds) and part.training for part in every) else 1
 
 
 def num_samples(batch: Any) -> int:

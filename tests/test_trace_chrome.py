@@ -104,7 +104,7 @@ def test_a_stage_shows_what_it_computes_why_it_idles_and_what_is_under_way_to_it
     assert slices == [
         (1, 1, "F0", "forward", 0),
         (1, 1, "B0", "backward", 5000),
-        (1, 1, "network", "idle", 1000),
+        (1, 1, "overhead", "idle", 1000),
         (2, 2, "F0", "forward", 3000),
         (2, 2, "bubble", "idle", 0),
         (2, 2, "network", "idle", 1000),

@@ -49,6 +49,12 @@ class Stages:
         self.scaler = None
         self._done = 0
 
+    def require_enough(self, samples: int) -> None:
+        """One sample is enough for them."""
+
+    def fewer_microbatches(self) -> str:
+        return ""
+
     def start_step(
         self,
         batch: Batch,
@@ -371,7 +377,8 @@ def test_a_run_ends_when_evaluations_do_not_get_better() -> None:
     reported: list[Message] = []
     stages = Stages(config, LOSSES)
     _training(config, stages, reported.append, threading.Event()).run(evaluate=True)
-    assert evaluations(stages.log) == [2, 4, 6, 8]  # the last is not evaluated twice
+    # A rehearsal first; the last is not evaluated twice.
+    assert evaluations(stages.log) == [0, 2, 4, 6, 8]
     (told,) = [event for event in reported if event["event"] == "early_stop"]
     assert (told["step"], told["best_step"], told["best"], told["waited"]) == (8, 4, 0.4, 2)
     assert "start9" not in stages.log
@@ -412,7 +419,7 @@ def test_the_best_step_is_saved_and_waited_for() -> None:
     stages, training = _saving(config, losses)
     saved = [entry for entry in stages.log if "save" in entry or entry.startswith("evaluate")]
     assert saved == [
-        *("evaluate2", "evaluate2", "save2", "evaluate4", "evaluate4"),
+        *("evaluate0", "evaluate2", "evaluate2", "save2", "evaluate4", "evaluate4"),
         *("start5+save", "evaluate6", "evaluate6", "evaluate8", "evaluate8", "save8"),
         *("start10+save", "evaluate10", "evaluate10"),
     ]

@@ -9,8 +9,9 @@ import math
 import os
 import re
 import signal
+import tempfile
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -413,6 +414,14 @@ def said(run: Running, pattern: str) -> None:
     poll_for(lambda: re.search(pattern, "".join(run.err)), f"a line like {pattern!r}")
 
 
+@pytest.fixture
+def scratch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A temporary folder of their own; its path is short, as those of sockets have to be."""
+    with tempfile.TemporaryDirectory(prefix="t") as folder:
+        monkeypatch.setenv("TMPDIR", folder)
+        yield Path(folder)
+
+
 def left_in(folder: Path) -> list[str]:
     """What is there, besides the cache that torch makes for a user when it is imported."""
     names = [path.name for path in folder.iterdir()]
@@ -421,14 +430,12 @@ def left_in(folder: Path) -> list[str]:
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 def test_a_sweep_of_a_real_job_that_is_stopped_leaves_nothing_behind(
-    job: JobFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, signum: signal.Signals
+    job: JobFolder, scratch: Path, signum: signal.Signals
 ) -> None:
-    (scratch := tmp_path / "tmp").mkdir()
-    monkeypatch.setenv("TMPDIR", str(scratch))
     path = job.config('[model]\nlayers = "zoo:mlp"\nnum_stages = 2')
     with running("tune", path, "--budget", "600", "--rounds", "1000", "--json") as sweep:
         said(sweep, r"job: starting, to measure \d+ settings, 10 min left")
-        said(sweep, r"round [2-9]\d* of 1000.* left")
+        said(sweep, r"round (?!1 )\d+ of 1000.* left")
         os.kill(sweep.pid, signum)
         ended = sweep.wait()
     assert ended.code == 128 + signum
@@ -438,15 +445,11 @@ def test_a_sweep_of_a_real_job_that_is_stopped_leaves_nothing_behind(
     assert left_in(scratch) == []
 
 
-def test_a_benchmark_that_is_stopped_shows_what_there_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (scratch := tmp_path / "tmp").mkdir()
-    monkeypatch.setenv("TMPDIR", str(scratch))
+def test_a_benchmark_that_is_stopped_shows_what_there_is(scratch: Path) -> None:
     few = ("--peers", "torch-1f1b", "--pairs", "1000", "--steps", "1", "--budget", "600")
     with running("bench", "overhead", *few, "--json") as run:
         said(run, r"overhead: starting rpcmp \(1 of 2\), 10 min left")
-        said(run, r"round [2-9]\d* of 1000.* left")
+        said(run, r"round (?!1 )\d+ of 1000.* left")
         os.kill(run.pid, signal.SIGTERM)
         ended = run.wait()
     assert ended.code == 128 + signal.SIGTERM

@@ -18,7 +18,7 @@ layers = "zoo:sequence"
 balance = [2, 2, 2]
 [data]
 train = "zoo:tokens"
-batch_size = 13
+batch_size = 11
 """
 
 CHAINS = {

@@ -56,9 +56,11 @@ class Group:
         self._unsummed = 0
         self._unite()
         section = config.data
+        self._least = self._rounds.smallest
         if section is None or section.min_microbatch is None:
-            needed: dict[str, int] = self._workers.on_firsts(Stage.smallest_microbatch)
-            self._rounds.smallest = max(needed.values())
+            wanted = self._workers.on_firsts(Stage.smallest_microbatch).values()
+            self._rounds.smallest = max(should for should, _ in wanted)
+            self._least = max(has_to for _, has_to in wanted)
 
     def require_enough(self, samples: int) -> None:
         """Check that the smallest mini-batch of an epoch makes a micro-batch to train with.
@@ -66,7 +68,7 @@ class Group:
         Raises:
             ConfigError: it does not.
         """
-        least = self._rounds.smallest
+        least = self._least
         if samples >= least:
             return
         section = self._config.require_data("training")

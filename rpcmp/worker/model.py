@@ -152,10 +152,12 @@ class StageModel:
             and (whole := self._prefixes[layer] + name) not in self.foreign
         }
 
-    def smallest_microbatch(self) -> int:
-        """How many samples this stage needs in each micro-batch that it is trained with."""
+    def smallest_microbatch(self) -> tuple[int, int]:
+        """Samples that a micro-batch should have to be trained with, and has to have."""
         self._set_mode(training=True)
-        return microbatch.smallest_for(self._modules.values())
+        modules = [*self._modules.values()]
+        needed = microbatch.smallest_for(modules, microbatch.FAILS_ON_ONE)
+        return microbatch.smallest_for(modules), needed
 
     def signature(self) -> dict[str, str]:
         """What each parameter and buffer is, and what computes with them, in words; and the host.

@@ -228,7 +228,7 @@ class Stage:
         return self.model.signature()
 
     def smallest_microbatch(self) -> Future[Any]:
-        """How many samples it needs in each micro-batch that it is trained with."""
+        """Samples that a micro-batch should have to be trained with, and has to have."""
         return self._compute.future(self.model.smallest_microbatch)
 
     def keep(self, version: int) -> Future[Any]:
