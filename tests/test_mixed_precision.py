@@ -46,7 +46,7 @@ recompute = true
 [[stages]]
 [data]
 train = "zoo:tokens"
-batch_size = 13
+batch_size = 11
 """
 
 DTYPES = {
