@@ -13,6 +13,7 @@ from rpcmp.errors import CheckpointError, ConfigError
 from rpcmp.snapshot.state import _require_agreement, decoded, pack
 from rpcmp.worker.model import StageModel
 from rpcmp.worker.optimizer import StageOptimizer
+from rpcmp.worker.rehearsal import LARGEST
 from tests.faults import committed, drive
 from tests.processes import JobFolder, rpcmp
 from tests.test_stage_optimizer import made, state
@@ -62,6 +63,10 @@ def bits(model: StageModel) -> dict[str, Any]:
     return {name: value.clone() for name, value in model.state_dict().items()}
 
 
+def as_in_a_file(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().clone(memory_format=torch.contiguous_format)
+
+
 def require_comes_back(stage: dict[str, Any]) -> None:
     """Train, store as a file would and restore in between: the bits are the same."""
     model, optimizer = made(stage)
@@ -71,7 +76,7 @@ def require_comes_back(stage: dict[str, Any]) -> None:
     for number in range(1, BEFORE + 1):
         step(interrupted, number)
     tensors, about = pack(state(before, interrupted))
-    stored = {name: tensor.detach().clone() for name, tensor in tensors.items()}
+    stored = {name: as_in_a_file(tensor) for name, tensor in tensors.items()}
     after, restored = made(stage)
     found = decoded(about, stored, list(after.state_dict()), restored.names)
     after.load_state_dict(found.model)
@@ -103,6 +108,26 @@ def test_an_optimizer_of_a_package_comes_back_as_it_was(name: str) -> None:
 def test_one_that_would_not_is_refused_when_it_is_built(own: type) -> None:
     with pytest.raises(ConfigError, match=optimizers.REFUSED[own]):
         made({"optimizer": f"{own.__module__}:{own.__name__}"})
+
+
+def test_one_that_takes_no_smaller_parameters_is_tried_on_those_that_there_are() -> None:
+    wide = {"layers": "tests.models:layers", "kwargs": {"width": 200}}
+    model, _ = made({"optimizer": "torch.optim:SGD"}, model=wide)
+    sizes = [parameter.numel() for _, parameter in model.named_parameters()]
+    assert max(sizes) > LARGEST
+    picky = {"callable": "tests.zoo.ownoptimizers:Picky", "kwargs": {"sizes": sizes}}
+    made({"optimizer": picky}, model=wide)
+    picky["kwargs"] = {"sizes": sizes[:1]}
+    with pytest.raises(ConfigError, match="elements"):
+        made({"optimizer": picky}, model=wide)
+
+
+def test_attributes_that_no_file_holds_are_named_though_they_were_not_needed(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    made({"optimizer": "tests.zoo.ownoptimizers:LaterHidden"})
+    (said,) = {record.getMessage() for record in caplog.records if record.levelname == "WARNING"}
+    assert "no checkpoint holds its attributes helper. " in said
 
 
 def test_without_recovery_what_cannot_be_restored_may_train() -> None:

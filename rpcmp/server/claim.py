@@ -213,6 +213,8 @@ class Claim:
             "restore": {"step": restore.step, "files": files} if restore else None,
             "is_mirrored": request.is_mirrored,
             "saves": request.saves,
+            # What has been restored in this run before was rehearsed then.
+            "rehearses": restore is None or self.generation == 1,
             "assignment": request.assignment,
             "allowed": self._allowed,
             "code_folder": str(self._folder) if self._folder else "",

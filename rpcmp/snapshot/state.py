@@ -4,7 +4,7 @@
     optimizer.<parameter>.<key>      what the optimizer keeps of a parameter
     aside.<key>                      what it keeps beside the parameters
     metadata "rpcmp"                 step, stage, options and scheduler, now and as they were
-                                     built, and what is no tensor
+                                     built, what is no tensor, and how tensors lie in memory
 
 Names are those of layers, so a stage with other cuts finds what it needs in the files of several.
 No random state: every random number is drawn from the seed and what it is for (`rpcmp.seeds`).
@@ -23,6 +23,7 @@ from torch import Tensor
 
 from rpcmp import treespec
 from rpcmp.errors import CheckpointError
+from rpcmp.snapshot import memory
 
 
 @dataclass(frozen=True)
@@ -57,20 +58,22 @@ def pack(state: StageState) -> tuple[dict[str, Tensor], str]:
     Raises:
         TypeError: the optimizer or the scheduler keeps something that is no tensor and not plain.
     """
-    tensors = {f"model.{name}": tensor for name, tensor in state.model.items()}
+    kept: dict[str, Tensor] = {}
     about = {
         "step": state.step,
         "stage": state.stage,
-        "groups": treespec.encode(state.groups, tensors, "optimizer"),
-        "scheduler": treespec.encode(state.scheduler, tensors, "scheduler"),
-        "built": treespec.encode(state.built, tensors, "built"),
-        "aside": treespec.encode(state.aside, tensors, "aside"),
+        "groups": treespec.encode(state.groups, kept, "optimizer"),
+        "scheduler": treespec.encode(state.scheduler, kept, "scheduler"),
+        "built": treespec.encode(state.built, kept, "built"),
+        "aside": treespec.encode(state.aside, kept, "aside"),
         "state": {
-            name: treespec.encode(value, tensors, f"optimizer.{name}")
+            name: treespec.encode(value, kept, f"optimizer.{name}")
             for name, value in state.state.items()
         },
     }
-    return tensors, json.dumps(about)
+    distinct, about["memory"] = memory.described(kept)
+    model = {f"model.{name}": tensor for name, tensor in state.model.items()}
+    return model | distinct, json.dumps(about)
 
 
 def unpack(
@@ -128,6 +131,7 @@ def decoded(
         tensors: by name.
     """
     about = json.loads(text)
+    kept = memory.Restored(tensors, about.get("memory", {}))
     return StageState(
         step=about["step"],
         stage=about["stage"],
@@ -135,14 +139,14 @@ def decoded(
             name: tensors[f"model.{name}"] for name in sorted(model) if f"model.{name}" in tensors
         },
         state={
-            name: treespec.decode(spec, tensors)
+            name: treespec.decode(spec, kept)
             for name, spec in about["state"].items()
             if name in trained
         },
-        groups=treespec.decode(about["groups"], tensors),
-        scheduler=treespec.decode(about["scheduler"], tensors),
-        built=treespec.decode(about["built"], tensors) if "built" in about else None,
-        aside=treespec.decode(about["aside"], tensors) if "aside" in about else None,
+        groups=treespec.decode(about["groups"], kept),
+        scheduler=treespec.decode(about["scheduler"], kept),
+        built=treespec.decode(about["built"], kept) if "built" in about else None,
+        aside=treespec.decode(about["aside"], kept) if "aside" in about else None,
     )
 
 

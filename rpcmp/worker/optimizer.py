@@ -44,6 +44,7 @@ class StageOptimizer:
         compute: where it runs.
         stepped: called after each step, with its number; may raise StageError.
         loss_scale: of the gradients; None: they are not scaled.
+        rehearses: whether to try that an optimizer of somebody else's can be restored.
 
     Raises:
         FactoryError: the optimizer or scheduler does not import, or refuses its arguments.
@@ -62,6 +63,7 @@ class StageOptimizer:
         compute: ComputeThread,
         stepped: Callable[[int], None] = lambda step: None,
         loss_scale: LossScale | None = None,
+        rehearses: bool = True,
     ) -> None:
         self.stage = assignment.stage_name
         self._label = assignment.member.label
@@ -91,9 +93,10 @@ class StageOptimizer:
         self._optimizer, self._scheduler = self._build(self._named)
         require_steppable(self._optimizer, "optimizer")
         if config.takes_snapshots:
-            if not _is_torchs_own(self._optimizer, self._scheduler):
+            if rehearses and not _is_torchs_own(self._optimizer, self._scheduler):
                 group_of = functools.partial(optimizers.group_of, source)
-                require_restorable(self._build, self._named, group_of, "optimizer")
+                what = f"optimizer = {type(self._optimizer).__name__}"
+                require_restorable(self._build, self._named, group_of, what)
             self._kept = OptimizerState(self._optimizer, self._named, f"stage {self.stage!r}")
             options = copy.deepcopy((self._kept.groups(), self._scheduler_state()))
             self._built = Built(_asked(source, self._schedule), *options)

@@ -14,6 +14,7 @@ alone. Three things are otherwise than `load_state_dict` would have them:
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import Any, NamedTuple
@@ -35,6 +36,9 @@ _TORCHS_OWN = {
 
 _KERNELS = ("fused", "foreach", "capturable")
 """Options that say how a group is stepped, and not by what rule."""
+
+_CONSTANTS = (torch.device, Enum, bytes, complex, logging.Logger)
+"""What no step changes."""
 
 
 class Kept(NamedTuple):
@@ -140,12 +144,17 @@ class OptimizerState:
         self._lay_out()
 
     def hidden(self) -> list[str]:
-        """Its own attributes that no file can hold, but for code."""
+        """Its own attributes that no file can hold: without code, constants, and what has a
+        `state_dict` that its own may contain."""
         found = getattr(self._optimizer, "__dict__", {})
         return [
             key
             for key, value in found.items()
-            if key not in _TORCHS_OWN and not self._can_store(value) and not callable(value)
+            if key not in _TORCHS_OWN
+            and not _is_plain(value)
+            and not isinstance(value, _CONSTANTS)
+            and not callable(value)
+            and not hasattr(value, "state_dict")
         ]
 
     @property
@@ -164,9 +173,7 @@ class OptimizerState:
     def _can_store(self, value: Any) -> bool:
         """Whether a file can hold it: it is plain, and none of the parameters themselves."""
         tensors: dict[str, Tensor] = {}
-        try:
-            treespec.encode(value, tensors)
-        except TypeError:
+        if not _is_plain(value, tensors):
             return False
         own = {parameter.data_ptr() for parameter in self._named.values()} - {0}
         return all(tensor.data_ptr() not in own for tensor in tensors.values())
@@ -253,6 +260,15 @@ def same(one: Any, other: Any) -> bool:
     if str(treespec.encode(one, mine)) != str(treespec.encode(other, theirs)):  # NaN is NaN
         return False
     return all(bits.are_equal(mine[name], theirs[name]) for name in mine)
+
+
+def _is_plain(value: Any, tensors: dict[str, Tensor] | None = None) -> bool:
+    """Whether a file can hold a tree; its tensors are added to `tensors`."""
+    try:
+        treespec.encode(value, {} if tensors is None else tensors)
+    except TypeError:
+        return False
+    return True
 
 
 def _is_own(key: str, mine: Mapping[str, Any], saved: Mapping[str, Any]) -> bool:

@@ -17,7 +17,16 @@ import threading
 from pathlib import Path
 
 from rpcmp import factory, split, transport, unpickling
-from rpcmp.errors import CheckpointError, JobError, RpcmpError, StageError, one_line, to_wire
+from rpcmp.errors import (
+    CheckpointError,
+    ConfigError,
+    JobError,
+    RpcmpError,
+    StageConfigError,
+    StageError,
+    one_line,
+    to_wire,
+)
 from rpcmp.factory import explain
 from rpcmp.plan import Assignment
 from rpcmp.process import heartbeat
@@ -118,7 +127,7 @@ class WorkerProcess:
     def _build(self, assignment: Assignment, loaders: Loaders | None) -> Stage:
         try:
             feed = None if loaders is None else Feed(loaders)
-            stage = Stage(assignment, self._activity, feed)
+            stage = Stage(assignment, self._activity, feed, self._start["rehearses"])
             if feed is not None:
                 feed.wait()
             if assignment.config.takes_snapshots:
@@ -127,7 +136,8 @@ class WorkerProcess:
             text = str(error) if isinstance(error, RpcmpError) else explain(error)
             first, _, rest = text.partition("\n")
             cause = first if isinstance(error, RpcmpError) else one_line(error)
-            raise StageError(assignment.member.label, "build", cause, rest) from error
+            kind = StageConfigError if isinstance(error, ConfigError) else StageError
+            raise kind(assignment.member.label, "build", cause, rest) from error
         sizes = [parameter.numel() for _, parameter in stage.model.named_parameters()]
         device = str(stage.model.device)
         self._channel.send({"event": "built", "num_parameters": sum(sizes), "device": device})

@@ -34,8 +34,9 @@ STEPS = 20
 BEFORE = 5
 """Steps before it is stored."""
 
-LARGEST = 16384
-"""Elements of a stand-in; some optimizers treat small parameters otherwise."""
+LARGEST = 8192
+"""Elements of a stand-in, at most. A halved one keeps 4096, from where on optimizers of 8 bits
+no longer take a parameter for a small one; and those of cubic cost are done in seconds."""
 
 ALIKE = 2
 """Parameters of one shape, dtype and group that are tried."""
@@ -86,20 +87,13 @@ def require_restorable(
         build: makes a fresh one.
         named: the parameters that it is to train; they are not touched.
         group_of: the number of a parameter's group.
-        what: the config key, for the error message.
+        what: the config key and the kind, for the error message.
 
     Raises:
-        FactoryError: it does not; says what differs, and what to do.
+        FactoryError: it does not, or cannot be tried; says what differs, and what to do.
     """
-    kinds = _kinds(named, group_of)
     try:
-        whole = _begun(build, kinds)
-        _step(whole, 1, STEPS)
-    except Exception as error:  # on made-up gradients; its first real step will tell
-        _log.warning("%s: cannot try whether it can be restored: %s", what, one_line(error))
-        return
-    kind = type(whole.optimizer).__name__
-    try:
+        kinds, whole = _whole(build, named, group_of)
         first = _begun(build, kinds)
         _step(first, 1, BEFORE)
         second = _begun(build, kinds)
@@ -110,19 +104,48 @@ def require_restorable(
         different = one_line(error)
     if different:
         raise FactoryError(
-            f"{what} = {kind}: a run with it could not go on after a fault as if there had been "
-            f"none: {different}. Keep all that a step needs in self.state[parameter], as tensors, "
-            "numbers, strings, lists and dicts; or set recovery.enabled = false, without "
-            "[checkpoint], to train without recovery"
+            f"{what}: a run with it could not go on after a fault as if there had been none; tried "
+            f"with made-up gradients: {different}. Keep all that a step needs in "
+            "self.state[parameter], as tensors, numbers, strings, lists and dicts; or set "
+            "recovery.enabled = false, without [checkpoint], to train without recovery"
+        )
+    if hidden := whole.state.hidden():
+        _log.warning(
+            "%s: no checkpoint holds its attributes %s. %d steps came out the same without them; "
+            "what later ones need belongs in self.state[parameter]",
+            what,
+            ", ".join(hidden),
+            STEPS,
         )
 
 
-def _kinds(named: Mapping[str, nn.Parameter], group_of: Callable[[str], int]) -> dict[str, Tensor]:
-    """What is tried: some of each kind of parameter, smaller."""
+def _whole(
+    build: Build, named: Mapping[str, nn.Parameter], group_of: Callable[[str], int]
+) -> tuple[dict[str, Tensor], _Trial]:
+    """All steps on stand-ins; on such of full size, if it does not take smaller ones."""
+    for largest in (LARGEST, 0):
+        kinds = _kinds(named, group_of, largest)
+        _log.info("rehearsing the optimizer on %d parameters", len(kinds))
+        trial = _begun(build, kinds)
+        try:
+            _step(trial, 1, STEPS)
+        except Exception as error:
+            if not largest or all(kinds[name].shape == named[name].shape for name in kinds):
+                raise
+            _log.info("again, in full size: %s", one_line(error))
+            continue
+        break
+    return kinds, trial
+
+
+def _kinds(
+    named: Mapping[str, nn.Parameter], group_of: Callable[[str], int], largest: int
+) -> dict[str, Tensor]:
+    """What is tried: some of each kind of parameter, smaller; 0: in full size."""
     found: dict[str, Tensor] = {}
     counts: dict[Any, int] = {}
     for name, parameter in named.items():
-        shape = _smaller(parameter.shape)
+        shape = _smaller(parameter.shape, largest) if largest else tuple(parameter.shape)
         kind = (shape, parameter.dtype, parameter.device, group_of(name))
         counts[kind] = counts.get(kind, 0) + 1
         if counts[kind] <= ALIKE:
@@ -130,12 +153,12 @@ def _kinds(named: Mapping[str, nn.Parameter], group_of: Callable[[str], int]) ->
     return found
 
 
-def _smaller(shape: Sequence[int]) -> tuple[int, ...]:
-    """The same number of dimensions, with no more than LARGEST elements."""
+def _smaller(shape: Sequence[int], largest: int) -> tuple[int, ...]:
+    """The same number of dimensions, with no more than `largest` elements."""
     found = list(shape)
-    while math.prod(found) > LARGEST:
-        largest = max(range(len(found)), key=found.__getitem__)
-        found[largest] = -(-found[largest] // 2)
+    while math.prod(found) > largest:
+        longest = max(range(len(found)), key=found.__getitem__)
+        found[longest] = -(-found[longest] // 2)
     return tuple(found)
 
 
@@ -177,7 +200,10 @@ def _copy(source: _Trial, target: _Trial) -> None:
     )
     for name, tensor in tensors.items():
         require_storable(name, tensor)
-    copies = {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
+    copies = {  # without their strides, as in a file
+        name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
+        for name, tensor in tensors.items()
+    }
     found = decoded(about, copies, list(model), list(model))
     with torch.no_grad():
         for name, parameter in target.named.items():

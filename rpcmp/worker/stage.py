@@ -67,6 +67,7 @@ class Stage:
         assignment: which stage of which job.
         activity: told what it does.
         feed: what it loads itself; None: the driver has all of the batch.
+        rehearses: whether to try that its optimizer can be restored.
 
     Raises:
         RpcmpError: the user's factories fail; see StageModel.
@@ -81,6 +82,7 @@ class Stage:
         assignment: Assignment,
         activity: Activity | None = None,
         feed: Feed | None = None,
+        rehearses: bool = True,
     ) -> None:
         config, stage = assignment.config, assignment.stage_name
         self.name = assignment.member.label
@@ -117,7 +119,7 @@ class Stage:
         )
         self._together = Together(assignment, self.model, Stage.part, Stage.total, Stage.posted)
         self.optimizer = StageOptimizer(
-            self.model, assignment, self._compute, self._together.stepped, scale
+            self.model, assignment, self._compute, self._together.stepped, scale, rehearses
         )
         self._exchange = Exchange(
             self.name,

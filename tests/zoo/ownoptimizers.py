@@ -128,7 +128,43 @@ class NoRate(MyOpt):
         p -= group["speed"] * grad
 
 
-RESTORED = (MyOpt, Nested, Late, Counting, Noisy, Beside, Around, NoRate)
+class Columns(MyOpt):
+    """A matrix that lies column by column, as LAPACK returns it: products have other bits."""
+
+    def one(self, p: Tensor, grad: Tensor, state: Any, group: dict[str, Any]) -> None:
+        rows = grad.reshape(grad.shape[0], -1)
+        if not state:
+            basis = torch.linalg.qr(torch.randn(rows.shape[1], rows.shape[1]))[0]
+            state["bases"] = [basis.t().contiguous().t()]
+        (basis,) = state["bases"]
+        assert basis.shape[0] == 1 or not basis.is_contiguous()
+        p -= group["lr"] * ((rows @ basis) @ basis.t()).reshape(p.shape)
+
+
+class TwoKeys(MyOpt):
+    """One tensor under two keys."""
+
+    def one(self, p: Tensor, grad: Tensor, state: Any, group: dict[str, Any]) -> None:
+        if not state:
+            state["m"] = state["momentum"] = torch.zeros_like(p)
+        state["m"] += grad
+        p -= group["lr"] * state["momentum"]
+
+
+class Picky(MyOpt):
+    """Takes no parameters but of these sizes."""
+
+    def __init__(self, params: Any, sizes: list[int]) -> None:
+        super().__init__(params)
+        self.sizes = sizes
+
+    def one(self, p: Tensor, grad: Tensor, state: Any, group: dict[str, Any]) -> None:
+        if p.numel() not in self.sizes:
+            raise ValueError(f"{p.numel()} elements")
+        super().one(p, grad, state, group)
+
+
+RESTORED = (MyOpt, Nested, Late, Counting, Noisy, Beside, Around, NoRate, Columns, TwoKeys)
 """Those that come back as they were."""
 
 
@@ -205,6 +241,35 @@ class Closing(MyOpt):
         closure()
 
 
+class Afraid(ByParameter):
+    """Raises where gradients are not as small as it is used to, and hides what it keeps."""
+
+    def one(self, p: Tensor, grad: Tensor, state: Any, group: dict[str, Any]) -> None:
+        if grad.abs().max() > 1e-3:
+            raise RuntimeError("gradients explode")
+        super().one(p, grad, state, group)
+
+
+class Helper:
+    """Keeps what it likes."""
+
+    def __init__(self) -> None:
+        self.sums: dict[Any, Any] = {}
+
+
+class LaterHidden(MyOpt):
+    """Keeps momentum where no file finds it, after a warm-up longer than any trial."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, lr)
+        self.helper = Helper()
+        self.device = torch.device("cpu")
+        self.watched = [p for group in self.param_groups for p in group["params"]]
+
+    def one(self, p: Tensor, grad: Tensor, state: Any, group: dict[str, Any]) -> None:
+        p -= group["lr"] * grad
+
+
 REFUSED = {
     Named: "cannot|no attribute",
     Window: "deque is neither a tensor nor a plain value",
@@ -213,5 +278,6 @@ REFUSED = {
     Hiding: "differ",
     Formless: "no usual form",
     Closing: "needs a closure",
+    Afraid: "gradients explode.*recovery.enabled = false",
 }
 """Those that do not, by what is said of them."""
