@@ -310,6 +310,11 @@ def one_line(error: BaseException) -> str:
     return f"{said} ({denied_hint})" if denied_hint and is_denied else said
 
 
+def with_notes(error: BaseException) -> str:
+    """The message, and a line for each note that was added to it."""
+    return "\n".join([str(error), *getattr(error, "__notes__", [])])
+
+
 def _by_name() -> dict[str, type[RpcmpError]]:
     members = inspect.getmembers(sys.modules[__name__], inspect.isclass)
     return {name: kind for name, kind in members if issubclass(kind, RpcmpError)}

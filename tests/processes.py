@@ -270,3 +270,14 @@ class JobFolder:
         tail = [] if re.search(r"(?m)^\s*\[data\]", text) else [data]
         path.write_text("\n".join([*head, text, *tail]))
         return path
+
+
+@contextlib.contextmanager
+def small_disk(folder: Path, size: str) -> Iterator[None]:
+    """A disk that holds `size`, mounted at `folder`."""
+    folder.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "rpcmp", folder], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", folder], check=True)

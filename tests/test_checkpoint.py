@@ -520,6 +520,10 @@ def test_a_damaged_checkpoint_is_in_no_new_runs_way(tmp_path: Path) -> None:
     assert run.newest is None
     assert "manifest.json" in str(run)
     assert left_behind(tmp_path, "job", asks=False) == []
+    left(tmp_path, NEWER, written="2025-11-22T10:15:01+00:00")
+    newest = newest_in(tmp_path, "job")
+    assert newest is not None
+    assert newest.name == OLDER  # by its folder's time, and not passed over
 
 
 def test_a_run_is_removed_with_its_folder_but_nothing_else(tmp_path: Path) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+import signal
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -10,7 +13,7 @@ import pytest
 from rpcmp.checkpoint.folder import CheckpointFolder
 from rpcmp.checkpoint.runs import runs_in
 from tests.faults import committed
-from tests.processes import JobFolder, Result, rpcmp
+from tests.processes import JobFolder, Result, rpcmp, running, small_disk
 
 BODY = """
 steps = 10
@@ -78,10 +81,9 @@ def test_the_mended_run_begins_at_once_and_clears_up(failed: Failed) -> None:
     assert "lrr" in wrong.err  # its own mistake, and not what the one before has left
     short = drive(failed.config, *MENDED, "--set", "steps=1", "--set", "seed=1")
     assert short.code == 0
-    if failed.step > 1:
-        assert f"(step {failed.step}, written" in warned(short)
-        assert "--resume goes on from it" in warned(short)
-        assert left_in(failed.folder) == [failed.step]  # it has not come as far
+    assert f"(step {failed.step}, written" in warned(short)
+    assert "--resume goes on from it" in warned(short)
+    assert left_in(failed.folder) == [failed.step] * (failed.step > 1)  # if it has not come as far
     mended = drive(failed.config, *MENDED)
     assert mended.code == 0
     assert not failed.folder.exists()
@@ -111,6 +113,66 @@ def test_what_is_old_is_removed(failed: Failed) -> None:
     assert left_in(failed.folder) == [failed.step]
     drive(failed.config, *fails)
     assert left_in(failed.folder) == []
+
+
+@pytest.mark.parametrize("on_error", ["fail", "warn"])
+def test_what_was_left_stays_if_the_run_after_it_could_not_save(
+    job: JobFolder, on_error: str
+) -> None:
+    failed = Failed(job, '[checkpoint]\ndir = "kept"\nevery_steps = 100\n')
+    with small_disk(job.folder / "other", "100k"):
+        left = next(failed.folder.iterdir())
+        shutil.move(left, job.folder / "other" / left.name)
+        larger = ("--set", "model.kwargs.blocks=200", "--set", "model.balance=[2, 199]")
+        where = ("--set", "checkpoint.dir=other", "--set", f"checkpoint.on_error={on_error}")
+        ended = drive(failed.config, *MENDED, *larger, *where)
+        assert ended.code == (on_error == "fail")
+        assert "No space left on device" in warned(ended)
+        assert left_in(job.folder / "other") == [failed.step]
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_saves_what_a_checkpoint_section_asked_for(
+    job: JobFolder, signum: signal.Signals
+) -> None:
+    """The next run asks: what a signal saved was to be gone on with."""
+    body = BODY.replace("steps = 10", "steps = 1000000")
+    config = job.config(body + '[checkpoint]\ndir = "kept"\nevery_steps = 1000000\n')
+    with running("drive", config, "--json", *MENDED) as run:
+        run.wait_for_line('"event": "step"')
+        run.process.send_signal(signum)
+        assert run.wait().code == 128 + signum
+    assert len(left_in(job.folder / "kept")) == 1
+    again = rpcmp("drive", config, *MENDED)
+    assert again.code == 2
+    assert "go on with --resume, or begin anew beside them with --fresh" in again.err
+
+
+def test_a_run_that_is_damaged_is_not_passed_over_for_an_older_one(job: JobFolder) -> None:
+    failed = Failed(job, '[checkpoint]\ndir = "kept"\nevery_steps = 1\n')
+    failed.age(days=1)
+    (older,) = runs_in(failed.folder)
+    assert drive(failed.config, *MENDED, "--fresh", "--set", "steps=5", "--set", "seed=1").code == 0
+    newer = next(run for run in runs_in(failed.folder) if run.name != older.name)
+    for manifest in newer.folder.path.glob("*/manifest.json"):
+        manifest.write_text("{}")
+    refused = rpcmp("drive", failed.config, *MENDED, "--resume")
+    assert refused.code != 0
+    assert "no checkpoint can be used" in refused.err
+    assert newer.name in refused.err
+    going_on = f"--set checkpoint.dir={older.folder.path}"
+    assert f"an earlier run left {older}; --resume {going_on} goes on from it" in refused.err
+    exported = rpcmp("export", failed.folder, job.folder / "model.safetensors")
+    assert exported.code != 0
+    assert "can be exported" in exported.err
+    assert drive(failed.config, *MENDED, "--resume", *going_on.split()).code == 0
+
+
+def test_to_go_on_and_to_begin_anew_at_once_is_refused(failed: Failed) -> None:
+    both = rpcmp("drive", failed.config, *MENDED, "--resume", "--fresh")
+    assert both.code == 2
+    assert "give one of them" in both.err
+    assert left_in(failed.folder) == [failed.step]
 
 
 def test_a_new_run_beside_checkpoints_that_were_asked_for(job: JobFolder) -> None:
@@ -148,6 +210,8 @@ def test_a_recovery_that_fails_says_what_it_followed(job: JobFolder) -> None:
     ended = rpcmp("drive", job.config(BODY.partition("[data]")[0] + "[data]" + data + marker))
     assert ended.code == 2
     last = ended.err[ended.err.rindex("rpcmp: ") :]
+    (run,) = (job.folder / "runs").glob("*/run.json")
+    assert "this followed a fault after step" in json.loads(run.read_text())["error"]
     assert "the disk is gone" in last
     assert "this followed a fault after step" in last
     assert "sample 37 is no picture" in last

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
 import signal
-import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,7 +16,7 @@ from rpcmp.checkpoint.folder import CheckpointFolder, remove
 from rpcmp.runfolder.compare import compare
 from rpcmp.runfolder.reader import read
 from tests.faults import committed
-from tests.processes import JobFolder, Result, rpcmp, running, unstamped
+from tests.processes import JobFolder, Result, rpcmp, running, small_disk, unstamped
 from tests.runs import checkpoints_in
 
 STEPS = 14
@@ -265,17 +262,6 @@ def test_a_checkpoint_of_another_model_is_refused(left: Path) -> None:
     )
     assert result.code == 2
     assert "block3" in result.err
-
-
-@contextlib.contextmanager
-def small_disk(folder: Path, size: str) -> Iterator[None]:
-    """A disk that holds `size`, mounted at `folder`."""
-    folder.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "rpcmp", folder], check=True)
-    try:
-        yield
-    finally:
-        subprocess.run(["umount", folder], check=True)
 
 
 @pytest.mark.long

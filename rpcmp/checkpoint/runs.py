@@ -3,9 +3,10 @@
     <dir>/20261122-101500-3f9a2c/step-00000120/...   a run's, named after when it began
     <dir>/step-00000120/...                          `dir` is a run's folder itself
 
-So no run is in another's way, and none prunes what another has written. What a run writes by
-itself, because it has to end, is told from what its config asked for: only the latter makes the
-next run ask whether it should go on, and only the former is ever removed by another run.
+So no run is in another's way, and none prunes what another has written. What a run leaves because
+it has given up is told from what a config with a [checkpoint] asked for, whether it was time or a
+signal came: only the latter makes the next run ask whether it should go on, and only the former is
+ever removed by another run.
 """
 
 from __future__ import annotations
@@ -56,10 +57,12 @@ class RunCheckpoints:
 
     @property
     def written(self) -> datetime:
-        """When the newest was; long ago, where nothing says it."""
+        """When the newest was, by its manifest, or else by its folder; long ago if neither says."""
         try:
-            written = datetime.fromisoformat(self.newest.written if self.newest else "")
-        except ValueError:
+            if self.newest is None:
+                return datetime.fromtimestamp(self.found[0].path.stat().st_mtime, UTC)
+            written = datetime.fromisoformat(self.newest.written)
+        except (OSError, ValueError):
             return datetime.min.replace(tzinfo=UTC)
         return written if written.tzinfo else written.replace(tzinfo=UTC)
 
@@ -103,11 +106,13 @@ def runs_in(folder: Path) -> list[RunCheckpoints]:
 def newest_in(folder: Path, job: str = "") -> RunCheckpoints | None:
     """The run that wrote last; of this job, where there is one of it. None: there is no run.
 
+    One that is damaged does not say whose it is, and is not passed over.
+
     Raises:
         CheckpointError: the folder cannot be read.
     """
     found = runs_in(folder)
-    ours = [run for run in found if run.newest and run.newest.job == job]
+    ours = [run for run in found if run.newest is None or run.newest.job == job]
     return next(iter(ours or found), None)
 
 

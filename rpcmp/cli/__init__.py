@@ -19,7 +19,7 @@ import click
 
 import rpcmp
 from rpcmp.cli.terminal import echo, forgive
-from rpcmp.errors import RpcmpError, StageError, exit_code
+from rpcmp.errors import RpcmpError, StageError, exit_code, with_notes
 from rpcmp.logs.display import Display
 from rpcmp.logs.entry import as_json, entry_of
 from rpcmp.logs.line import Line
@@ -109,7 +109,7 @@ def _run() -> int:
 
 def _show(error: RpcmpError, display: Display, began: datetime) -> None:
     """Say why the command failed, and what helps: the last of what it logs."""
-    text = "\n".join([f"rpcmp: {error}", *getattr(error, "__notes__", [])])
+    text = f"rpcmp: {with_notes(error)}"
     if isinstance(error, StageError) and error.traceback:
         text = f"{error.traceback.rstrip()}\n{text}"
     if not display.json:

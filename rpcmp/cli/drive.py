@@ -41,15 +41,8 @@ if TYPE_CHECKING:
 )
 @ui_option
 @metrics_option
-@click.option(
-    "--resume",
-    "start",
-    flag_value="resume",
-    help="Go on from the newest checkpoint, if there is one.",
-)
-@click.option(
-    "--fresh", "start", flag_value="fresh", help="Begin anew beside the checkpoints of other runs."
-)
+@click.option("--resume", is_flag=True, help="Go on from the newest checkpoint, if there is one.")
+@click.option("--fresh", is_flag=True, help="Begin anew beside the checkpoints of other runs.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object a line on standard output.")
 @click.option("-v", "--verbose", is_flag=True, help="Show every step.")
 @click.option("-q", "--quiet", is_flag=True, help="Show only the summary.")
@@ -62,7 +55,8 @@ def drive(
     trace: Path | None,
     ui: str | None,
     metrics: str | None,
-    start: Start | None,
+    resume: bool,
+    fresh: bool,
     as_json: bool,
     verbose: bool,
     quiet: bool,
@@ -91,6 +85,9 @@ def drive(
     from rpcmp.process.descriptors import raise_limit
     from rpcmp.runfolder.layout import TRACE
 
+    if resume and fresh:
+        raise click.UsageError("--resume goes on with a run, --fresh begins one: give one of them")
+    start: Start = "resume" if resume else "fresh" if fresh else "either"
     if steps is not None:
         overrides = (*overrides, f"steps={steps}")
     if trace is not None:
@@ -112,7 +109,7 @@ def drive(
         training = run(
             *(job, report, servers),
             trace=trace,
-            start=start or "either",
+            start=start,
             timeline=seconds_between_timelines(found),
             last_steps=None if folder is None else folder / TRACE,
         )

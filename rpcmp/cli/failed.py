@@ -41,10 +41,9 @@ def failed(
     config = params.get("config")
     known: dict[str, Any] = {"is_loaded": False}
     if config is not None and (job := _loaded(config, params)) is not None:
-        resumed = params.get("start") == "resume"
         known = {
             **_known(job, params.get("certs")),
-            "has_checkpoint": _has_checkpoint(job, None if resumed else began),
+            "has_checkpoint": _has_checkpoint(job, None if params.get("resume") else began),
         }
     elif params.get("certs"):
         known["certs"] = str(params["certs"])

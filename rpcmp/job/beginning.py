@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Literal
 
-from rpcmp.checkpoint.runs import require_none_asked_for
+from rpcmp.checkpoint.runs import require_none_asked_for, runs_in
 from rpcmp.config import Config
 from rpcmp.errors import CheckpointError
 from rpcmp.job.begin import Begin, from_memory
@@ -19,6 +19,9 @@ from rpcmp.process.channel import Message
 Start = Literal["resume", "fresh", "either"]
 """Whether a run goes on from the newest checkpoint, or begins anew, whatever there is; or begins
 anew unless a config has asked for what is there."""
+
+MOST_OTHERS = 3
+"""Runs that an error names."""
 
 
 class Beginning:
@@ -72,7 +75,10 @@ class Beginning:
 
     async def _first(self, assignments: list[str]) -> Begin:
         if self._start == "resume":
-            return await self._from_disk(assignments, run=None)
+            try:
+                return await self._from_disk(assignments, run=None)
+            except CheckpointError as error:
+                raise CheckpointError(f"{error}{await self._other_runs()}") from error
         if self._start == "either" and self._config.takes_snapshots:
             if self._config.checkpoint is not None:
                 folder = self._config.checkpoint_folder
@@ -84,6 +90,16 @@ class Beginning:
                 )
                 self._report({"event": "warning", "text": text})
         return Begin()
+
+    async def _other_runs(self) -> str:
+        """The runs that one could go on from instead, a line each."""
+        found = await asyncio.to_thread(runs_in, self._config.checkpoint_folder)
+        others = [run for run in found if run.newest and run.name != self._fleet.run_folder]
+        return "".join(
+            f"\n  an earlier run left {run}; "
+            f"--resume --set checkpoint.dir={run.folder.path} goes on from it"
+            for run in others[:MOST_OTHERS]
+        )
 
     async def _from_disk(self, assignments: list[str], run: str | None) -> Begin:
         found = await self._on_disk.newest(assignments, run)

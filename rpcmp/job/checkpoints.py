@@ -273,13 +273,13 @@ class Checkpoints:
         """Remove what runs of this job have left because they had to end.
 
         Args:
-            ended_well: this run did: remove what it has come further than; else only what is older
-                than `recovery.keep_days`.
+            ended_well: this run did: remove what it has come further than, unless its own last
+                checkpoint could not be written; else only what is older than `recovery.keep_days`.
         """
         if not self._config.takes_snapshots:
             return
         oldest = datetime.now(UTC) - timedelta(days=self._config.recovery.keep_days)
-        reached = max(self._progress, default=0) if ended_well else -1
+        reached = max(self._progress, default=0) if ended_well and not self._failed else -1
         try:
             for run in await self.left_behind():
                 is_old = run.is_before(oldest) and run.folder.path != self._folder.path

@@ -219,8 +219,6 @@ class Run:
                     checkpoints.require_saved(has_ended=False)
         finally:
             self._training = False
-        if not (self.signals or summary["is_cut_short"]):
-            await checkpoints.remove_left_behind(ended_well=True)
         await session.deliver()
         await session.wait_for_end()
         if self.signals:
@@ -231,6 +229,8 @@ class Run:
         except SavingError:
             self._report(summary)  # it was trained all the same
             raise
+        if not summary["is_cut_short"]:
+            await checkpoints.remove_left_behind(ended_well=True)
         if session.draining and summary["is_cut_short"]:
             raise DrainingError(
                 f"the server of stage {session.draining!r} is being stopped; the job has paused "

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from queue import Empty, SimpleQueue
 
 from rpcmp import factory
-from rpcmp.errors import DrainingError, InterruptedJobError, RpcmpError, one_line
+from rpcmp.errors import DrainingError, InterruptedJobError, RpcmpError, one_line, with_notes
 from rpcmp.logs.display import unreported
 from rpcmp.observers.observer import Observer
 from rpcmp.process.channel import Message
@@ -181,5 +181,5 @@ def _reason(error: BaseException) -> str:
 def _outcome(error: BaseException) -> tuple[str, str]:
     """How a run ended that raised `error`, and the error's text."""
     ended = (InterruptedJobError, DrainingError, KeyboardInterrupt, asyncio.CancelledError)
-    text = str(error) if isinstance(error, RpcmpError) else one_line(error)
+    text = with_notes(error) if isinstance(error, RpcmpError) else one_line(error)
     return "interrupted" if isinstance(error, ended) else "failed", text
