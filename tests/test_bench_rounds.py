@@ -20,6 +20,7 @@ from rpcmp.bench.benchmark import Result, benchmark
 from rpcmp.bench.bound import fill_then_no_bubble
 from rpcmp.bench.cases import Case
 from rpcmp.bench.contestant import Contestant, Segment
+from rpcmp.bench.limits import Limits
 from rpcmp.bench.peers import group
 from rpcmp.bench.peers.group import stage_times
 from rpcmp.cli import cli
@@ -70,7 +71,7 @@ def compare(*contestants: Contestant, pairs: int = 3) -> rounds.Rounds:
 
 
 def measure(case: Case, *contestants: Contestant) -> Result:
-    run = benchmark(case, contestants, 3, 2, fill_then_no_bubble, lambda what, left: None)
+    run = benchmark(case, contestants, 5, 2, fill_then_no_bubble, lambda what, left: None)
     return asyncio.run(run)
 
 
@@ -165,7 +166,9 @@ def test_json_is_one_object_a_case_with_the_promised_keys(monkeypatch: pytest.Mo
 def test_several_cases_are_a_table_each(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(monkeypatch)
     arguments = ["bench", "overhead", "transformer", "activations"]
-    out = CliRunner().invoke(cli, arguments, catch_exceptions=False).stdout
+    result = CliRunner().invoke(cli, arguments, catch_exceptions=False)
+    out = result.stdout
+    assert len(re.findall(r"stage times, about 60 s left", result.stderr)) == 3  # by default
     assert re.findall(r"(?m)^(\w+): \d+ stages,", out) == arguments[1:]
     for peer in ("torch-1f1b", "bound"):
         assert len(re.findall(rf"(?m)^ {peer} ", out)) == 3
@@ -180,8 +183,8 @@ def test_the_table_says_who_how_long_and_how_sure() -> None:
     console.print(report.table(result))
     shown = [line.split() for line in console.export_text().splitlines()]
     assert shown[0][:5] == ["sleep:", "4", "stages,", "16", "micro-batches,"]
-    assert shown[2] == ["rpcmp", "max_in_flight", "5", "900.0", "750.0", "to", "1050.0"]
-    assert shown[3][-6:] == ["1400.0", "0.750", "0.750", "to", "0.750", "(75%)"]
+    assert shown[2] == ["rpcmp", "max_in_flight", "5", "1200.0", "900.0", "to", "1500.0"]
+    assert shown[3][-6:] == ["2000.0", "0.750", "0.750", "to", "0.750", "(94%)"]
     assert shown[4][:2] == ["bound", "510.0"]
 
 
@@ -227,7 +230,8 @@ def test_rounds_that_are_stopped_show_what_there_is() -> None:
                 return await super().run(steps)
 
         both = [Pretender("a", log), Stopping("b", log)]
-        return await rounds.compare(both, 9, 2, lambda what, left: None, stop=stop)
+        limits = Limits(stop=stop)
+        return await rounds.compare(both, 9, 2, lambda what, left: None, limits)
 
     done = asyncio.run(run())
     assert [len(one.seconds) for one in done.series] == [3, 3]

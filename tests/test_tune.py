@@ -12,6 +12,7 @@ import signal
 import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import pytest
 from click.testing import CliRunner
 
 from rpcmp import configfile
-from rpcmp.bench.rounds import StoppedError
+from rpcmp.bench.limits import Limits, StoppedError
 from rpcmp.cli import cli
 from rpcmp.config import Config
 from rpcmp.errors import ConfigError
@@ -27,8 +28,10 @@ from rpcmp.setting import Setting
 from rpcmp.tune import curve, report
 from rpcmp.tune.grid import Axes, Grid, grid
 from rpcmp.tune.runner import SETTLE_STEPS, Measured, plain
-from rpcmp.tune.sweep import Tuned, tune
+from rpcmp.tune.series import Tuned
+from rpcmp.tune.sweep import tune
 from tests.processes import JobFolder, Running, poll_for, rpcmp, running
+from tests.test_bench_budget import in_pretended_time
 
 CHAIN = {
     "model": {"layers": "zoo:mlp", "num_stages": 2},
@@ -151,26 +154,39 @@ def test_what_is_measured_is_train_steps_on_full_mini_batches() -> None:
 class Pretender:
     """A runner whose steps take what `seconds` says of a setting, and of how often it was run."""
 
-    def __init__(self, seconds: Callable[[Setting, int], float]) -> None:
-        self._seconds = seconds
+    def __init__(self, seconds: Callable[[Setting, int], float], stops_at: int = 0) -> None:
+        self._seconds, self._stops_at = seconds, stops_at
         self.runs: list[tuple[Setting, int]] = []
-        self.now = 0.0
-        self.stop: asyncio.Event | None = None
-        self.stops_at = 0
+        self.stop = asyncio.Event()
 
     async def run(self, setting: Setting, steps: int) -> Measured:
         self.runs.append((setting, steps))
-        if self.stop is not None and len(self.runs) == self.stops_at:
+        if len(self.runs) == self._stops_at:
             self.stop.set()
             await asyncio.Event().wait()  # what is under way is ended
         step = self._seconds(setting, sum(one == setting for one, _ in self.runs))
-        self.now += step * (SETTLE_STEPS + steps)
+        await asyncio.sleep(step * (SETTLE_STEPS + steps))
         return Measured(step, step / 2)
 
     @property
     def order(self) -> list[str]:
         """The settings of all runs, such as "12": 1f1b with two micro-batches."""
-        return [f"{s.schedule[0]}{s.num_microbatches}" for s, _ in self.runs]
+        return [short(setting) for setting, _ in self.runs]
+
+
+def short(setting: Setting) -> str:
+    """Such as "12": 1f1b with two micro-batches."""
+    return f"{setting.schedule[0]}{setting.num_microbatches}"
+
+
+@dataclass
+class Sweep:
+    """What was found, and how: what took how long, and what was told when of the time left."""
+
+    tuned: Tuned
+    runner: Pretender
+    took: float
+    told: list[tuple[str, float, float]]
 
 
 def fewer_is_faster(setting: Setting, run: int) -> float:
@@ -184,39 +200,49 @@ def noisy(setting: Setting, run: int) -> float:
     return 0.1 + 0.01 * (run % 2)
 
 
-def measure(
+def sweep(
     seconds: Callable[[Setting, int], float],
     rounds: int = 5,
     axes: Axes | None = None,
     steps: int | None = 3,
     budget: float = math.inf,
     stops_at: int = 0,
+    starting: float = 0.0,
     **changed: Any,
-) -> tuple[Tuned, Pretender]:
-    """Tune the chain."""
-    runner, job = Pretender(seconds), config(**changed)
+) -> Sweep:
+    """Tune the chain, in pretended time."""
+    runner, job = Pretender(seconds, stops_at), config(**changed)
     swept = grid(job, axes or Axes([2, 4], ["1f1b", "zero-bubble"], [None]))
-    told: list[float] = []
+    told: list[tuple[str, float, float]] = []
 
     async def run() -> Tuned:
-        runner.stop, runner.stops_at = asyncio.Event(), stops_at
-        return await tune(
-            *(job, swept, runner, rounds, steps, lambda what, left: told.append(left)),
-            budget=budget,
-            stop=runner.stop,
-            clock=lambda: runner.now,
-        )
+        def tell(what: str, left: float) -> None:
+            told.append((what, asyncio.get_running_loop().time(), left))
 
-    tuned = asyncio.run(run())
-    assert all(0 <= left <= budget for left in told)
+        limits = Limits(budget, runner.stop)
+        await asyncio.sleep(starting)
+        return await tune(job, swept, runner, rounds, steps, tell, limits)
+
+    tuned, took = in_pretended_time(run())
     assert len(told) == len(runner.runs)
-    return tuned, runner
+    return Sweep(tuned, runner, took, told)
+
+
+def measure(seconds: Callable[[Setting, int], float], **options: Any) -> tuple[Tuned, Pretender]:
+    """What a sweep found, and its runner."""
+    done = sweep(seconds, **options)
+    return done.tuned, done.runner
+
+
+def remarks(tuned: Tuned) -> list[str]:
+    """The last column of the table."""
+    return [str(cell) for cell in list(report.table(tuned).columns)[-1].cells]
 
 
 def test_rounds_interleave_and_begin_elsewhere_and_the_choice_is_measured_again() -> None:
     tuned, runner = measure(fewer_is_faster)
     order = runner.order
-    assert order[:4] == ["12", "14", "z2", "z4"]  # the warm-up
+    assert order[:4] == ["14", "12", "z2", "z4"]  # the warm-up
     assert order[4:20] == [
         *("12", "14", "z2", "z4"),  # of which the last is dropped
         *("14", "z2", "12"),
@@ -232,20 +258,20 @@ def test_rounds_interleave_and_begin_elsewhere_and_the_choice_is_measured_again(
 def test_what_cannot_win_is_dropped_but_never_the_configs_own() -> None:
     axes = Axes([1, 2, 4, 8], ["1f1b", "zero-bubble"], [None])
     tuned, _ = measure(fewer_is_faster, axes=axes, num_microbatches=8)
-    rounds = {f"{s.setting.schedule[0]}{s.setting.num_microbatches}": s for s in tuned.series}
-    assert {name: len(one.measured) for name, one in rounds.items()} == {
+    assert {short(one.setting): len(one.measured) for one in tuned.series} == {
         "11": 5,
         "12": 5,
-        "14": 1,
+        "14": 0,  # after the warm-up
         "18": 5,
         "z1": 5,
-        "z2": 2,
-        "z4": 1,
-        "z8": 1,
+        "z2": 1,
+        "z4": 0,
+        "z8": 0,
     }
-    remarks = [str(cell) for cell in list(report.table(tuned).columns)[-1].cells]
-    assert remarks.count("dropped") == 4
-    assert {one["rounds"] for one in report.as_json(tuned)["settings"]} == {1, 2, 5}
+    assert remarks(tuned).count("dropped") == 4
+    found = report.as_json(tuned)["settings"]
+    assert {one["rounds"] for one in found} == {0, 1, 5}
+    assert [one["is_dropped"] for one in found] == [one["rounds"] < 5 for one in found]
 
 
 def test_what_is_as_good_as_the_best_is_not_dropped() -> None:
@@ -253,42 +279,128 @@ def test_what_is_as_good_as_the_best_is_not_dropped() -> None:
     assert {len(one.measured) for one in tuned.series} == {5}
 
 
-@pytest.mark.parametrize("budget", [1.0, 10.0, 30.0, 60.0, 600.0])
+@pytest.mark.parametrize("budget", [1.0, 5.0, 10.0, 30.0, 60.0, 600.0])
 def test_a_sweep_keeps_to_its_budget_and_chooses_well(budget: float) -> None:
     """24 settings, whose steps take 1 to 128 ms."""
-    many = Axes(None, ["gpipe", "1f1b", "zero-bubble"], [None])
-    data = {"train": "zoo:regression", "batch_size": 256}
-    scale = 0.01
-    tuned, runner = measure(
-        lambda s, run: scale * fewer_is_faster(s, run),
-        *(5, many, None, budget),
-        data=data,
+    done = sweep(
+        lambda s, run: 0.01 * fewer_is_faster(s, run),
+        axes=Axes(None, ["gpipe", "1f1b", "zero-bubble"], [None]),
+        data={"train": "zoo:regression", "batch_size": 256},
+        steps=None,
+        budget=budget,
     )
-    warm_up = sum(2 * scale * fewer_is_faster(setting, 0) for setting, _ in runner.runs[:24])
-    longest = 2 * scale * 12.8 * 1.02
-    assert runner.now <= max(budget, 2 * warm_up) + longest
-    assert tuned.best.setting.num_microbatches == 1
+    assert done.took <= budget
+    if budget >= 5:
+        assert done.tuned.recommended.num_microbatches == 1
     if budget >= 30:
-        assert tuned.recommended.num_microbatches == 1
-        assert tuned.steps == (5 if budget >= 600 else tuned.steps)
+        assert done.tuned.steps == 5
+
+
+TEN = Axes([1, 2, 4, 8, 16], ["1f1b", "zero-bubble"], [None])
+
+
+@pytest.mark.parametrize("steps", [None, 5])
+@pytest.mark.parametrize(("budget", "count"), [(65.0, 6), (5.0, 2)])
+def test_a_large_job_keeps_to_its_budget_too(steps: int | None, budget: float, count: int) -> None:
+    """Five seconds a step; the warm-up has two of each setting, one of which is timed."""
+    done = sweep(lambda s, run: 5.0, axes=TEN, steps=steps, budget=budget)
+    assert done.took == count * (SETTLE_STEPS + 1) * 5.0
+    assert [len(one.measured) for one in done.tuned.series] == [0] * count
+    assert len(done.tuned.unmeasured) == 10 - count
+    assert {"dropped"} & set(remarks(done.tuned)) == set()
+    said = list(report.lines(done.tuned))
+    assert sum(line.startswith("not measured: no time left: num_microbatches") for line in said)
+    assert "in the warm-up alone" in done.tuned.basis
+    assert len(report.as_json(done.tuned)["not_measured"]) == 10 - count
+
+
+def test_the_start_counts() -> None:
+    done = sweep(lambda s, run: 1.0, axes=TEN, budget=31.0, starting=20.0)
+    assert done.took == 30.0
+    assert len(done.tuned.series) == 5
+    late = sweep(lambda s, run: 1.0, axes=TEN, budget=30.0, starting=40.0)
+    assert late.took == 44.0
+    assert [short(one.setting) for one in late.tuned.series] == ["11", "14"]
+    assert [left for _, _, left in late.told] == [math.inf, 2.0]
+
+
+def test_what_is_under_way_when_the_budget_is_spent_is_ended() -> None:
+    done = sweep(lambda s, run: 1.0 if s.schedule == "1f1b" else 100.0, budget=30.0)
+    assert done.took == 30.0
+    assert [short(one.setting) for one in done.tuned.series] == ["12", "14"]
+    assert not done.tuned.is_cut_short
+
+
+def test_a_small_budget_is_kept_for_the_confirmation() -> None:
+    """0.5 s a step; a warm-up of all ten takes 10 s, and so does the confirmation."""
+    done = sweep(
+        lambda s, run: 0.5 if s.num_microbatches > 1 else 0.25, axes=TEN, steps=None, budget=19.0
+    )
+    assert done.took <= 19.0
+    assert done.tuned.recommended.num_microbatches == 1
+    assert done.tuned.confirmed is not None
+    assert done.tuned.rounds < 5
+
+
+@pytest.mark.parametrize("budget", [math.inf, 60.0, 30.0])
+def test_the_time_left_is_foretold_and_shrinks(budget: float) -> None:
+    done = sweep(
+        lambda s, run: 0.4 if short(s) == "11" else 0.5, axes=TEN, steps=None, budget=budget
+    )
+    ends = [now + left for _, now, left in done.told]
+    assert ends[0] == budget  # while it does not know how long a step takes
+    assert ends[2:] == pytest.approx([done.took] * len(ends[2:]), rel=0.25)
+    assert ends[10:] == pytest.approx([done.took] * len(ends[10:]))
+    left = [left for _, _, left in done.told[10:]]
+    assert len(left) > 10
+    assert min(left) > 0
 
 
 def test_a_sweep_that_is_stopped_shows_what_there_is() -> None:
     tuned, _ = measure(fewer_is_faster, stops_at=11)  # in the second round
     assert tuned.is_cut_short
-    assert tuned.best.setting == Setting(num_microbatches=2, schedule="zero-bubble")
+    assert short(tuned.best.setting) == "12"  # 0.2 s in the first round; "z2" 0.204
     assert (tuned.confirmed, tuned.recommended) == (None, tuned.own.setting)
     said = list(report.lines(tuned))
     assert said[0] == "stopped: this is what there was until then"
     assert said[-1].startswith("not measured once more: leave your config as it is")
     report.table(tuned)
     json.dumps(report.as_json(tuned))
-    again, _ = measure(fewer_is_faster, stops_at=26)  # in the confirmation
-    assert again.is_cut_short
+
+
+@pytest.mark.parametrize("stops_at", range(3, 30))
+def test_stopped_anywhere_the_best_is_the_fastest_and_only_what_lost_is_dropped(
+    stops_at: int,
+) -> None:
+    def steady(setting: Setting, run: int) -> float:
+        return setting.num_microbatches / 10 + 0.001 * (setting.schedule != "1f1b")
+
+    tuned, runner = measure(steady, stops_at=stops_at)
+    assert tuned.is_cut_short
+    assert short(tuned.best.setting) == "12"
+    said = dict(zip(map(short, (one.setting for one in tuned.series)), remarks(tuned), strict=True))
+    assert {name for name, remark in said.items() if "dropped" in remark} <= {"z4"}
+    assert (said.get("z4") == "dropped") == (len(runner.runs) > 4)  # twice as slow in the warm-up
+    assert len(tuned.unmeasured) == max(0, 5 - stops_at)
+    waiting = [line for line in report.lines(tuned) if line.startswith("not measured: stopped")]
+    assert bool(waiting) == bool(tuned.unmeasured)
+
+
+def test_stopped_before_there_is_anything_to_compare_it_says_so() -> None:
     with pytest.raises(StoppedError):
-        measure(fewer_is_faster, stops_at=3)  # in the warm-up
-    with pytest.raises(StoppedError):
-        measure(fewer_is_faster, stops_at=6)  # before the config's own was measured
+        measure(fewer_is_faster, stops_at=1)
+    tuned, _ = measure(fewer_is_faster, stops_at=2)
+    assert list(report.lines(tuned))[-1] == (
+        "only your 4 micro-batches, 1f1b was measured: nothing to compare it with"
+    )
+
+
+def test_stopped_in_the_confirmation_it_counts_what_was_confirmed() -> None:
+    tuned, _ = measure(fewer_is_faster, stops_at=26)
+    assert tuned.is_cut_short
+    assert tuned.confirmed is not None
+    assert tuned.confirmed.median == 0.5
+    assert list(report.lines(tuned))[-1].startswith("too few rounds to tell")
 
 
 def test_a_setting_that_is_faster_again_is_recommended() -> None:
@@ -318,7 +430,7 @@ def test_too_few_rounds_recommend_nothing() -> None:
 
 def test_the_configs_own_setting_may_be_the_best() -> None:
     tuned, runner = measure(fewer_is_faster, num_microbatches=2)
-    assert (tuned.best, tuned.confirmed, len(runner.runs)) == (tuned.own, None, 20)
+    assert (tuned.best, tuned.confirmed, len(runner.runs)) == (tuned.own, None, 19)
     assert list(report.lines(tuned)) == ["best: 2 micro-batches, 1f1b, as your config has it"]
 
 
@@ -400,6 +512,7 @@ def test_it_measures_a_real_job(job: JobFolder, tmp_path: Path) -> None:
     sweep += ["--microbatches-per-message", "1,2"]
     result = rpcmp("tune", path, *sweep, "--png", picture, "--json")
     assert result.code == 0, result.err
+    assert result.err.splitlines()[0].endswith("about 60 s left")  # the default budget
     found = json.loads(result.out)
     keys = ("schedule", "num_microbatches", "microbatches_per_message")
     measured = [tuple(one[key] for key in keys) for one in found["settings"]]
@@ -434,7 +547,7 @@ def test_a_sweep_of_a_real_job_that_is_stopped_leaves_nothing_behind(
 ) -> None:
     path = job.config('[model]\nlayers = "zoo:mlp"\nnum_stages = 2')
     with running("tune", path, "--budget", "600", "--rounds", "1000", "--json") as sweep:
-        said(sweep, r"job: starting, to measure \d+ settings, 10 min left")
+        said(sweep, r"job: starting .*, then measuring \d+ settings .*, about 10 min left")
         said(sweep, r"round (?!1 )\d+ of 1000.* left")
         os.kill(sweep.pid, signum)
         ended = sweep.wait()
@@ -448,9 +561,14 @@ def test_a_sweep_of_a_real_job_that_is_stopped_leaves_nothing_behind(
 def test_a_benchmark_that_is_stopped_shows_what_there_is(scratch: Path) -> None:
     few = ("--peers", "torch-1f1b", "--pairs", "1000", "--steps", "1", "--budget", "600")
     with running("bench", "overhead", *few, "--json") as run:
-        said(run, r"overhead: starting rpcmp \(1 of 2\), 10 min left")
+        said(run, r"overhead: starting rpcmp \(1 of 2\), about 10 min left")
         said(run, r"round (?!1 )\d+ of 1000.* left")
         os.kill(run.pid, signal.SIGTERM)
         ended = run.wait()
     assert ended.code == 128 + signal.SIGTERM
+    found = json.loads(ended.out)
+    assert 1 <= found["pairs"] < 1000
+    assert set(found["spreads"]) == {"rpcmp", "torch-1f1b"}
+    assert all(seconds > 0 for seconds in (found["step_s"], found["peers"]["torch-1f1b"]))
+    assert "stopped: this is what there was until then" in found["notes"]
     assert left_in(scratch) == []

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from rpcmp.bench import rounds
 from rpcmp.bench.bound import Bound
 from rpcmp.bench.cases import Case
 from rpcmp.bench.contestant import Contestant
+from rpcmp.bench.limits import Limits
 from rpcmp.bench.peers.group import stage_times
 from rpcmp.bench.rounds import Progress, Series
+from rpcmp.bench.statistics import estimate, is_telling
 from rpcmp.errors import UnfitError
 
 
@@ -44,8 +44,7 @@ async def benchmark(
     steps: int | None,
     bound: Bound,
     progress: Progress,
-    budget: float = math.inf,
-    stop: asyncio.Event | None = None,
+    limits: Limits | None = None,
 ) -> Result:
     """Measure a case.
 
@@ -53,20 +52,20 @@ async def benchmark(
         contestants: ours first; none has been started.
         pairs, steps: see `rounds.compare`.
         bound: the schedule's ideal step.
-        progress: told what happens.
-        budget, stop: see `rounds.compare`.
+        progress: called before each measurement.
+        limits: see `rounds.compare`.
 
     Raises:
-        StoppedError: somebody stopped it before there was anything.
+        StoppedError: the user stopped it before there was anything.
         MismatchError: losses differ in a frozen case.
         UnfitError: ours cannot run it.
         RpcmpError: a contestant failed.
     """
     notes = list(case.notes)
-    bound_s = await rounds.unless(
-        stop, _bound(case, bound, notes, lambda what: progress(what, budget))
-    )
-    done = await rounds.compare(contestants, pairs, steps, progress, budget, stop)
+    limits = limits or Limits()
+    progress("stage times", limits.left)
+    bound_s = await limits.run(_bound(case, bound, notes), is_needed=True)
+    done = await rounds.compare(contestants, pairs, steps, progress, limits)
     notes += [f"without {name}: {why}" for name, why in done.unfit.items()]
     own_name = contestants[0].name
     if own_name in done.unfit:
@@ -76,13 +75,22 @@ async def benchmark(
     elif difference := rounds.loss_difference(done.series):
         notes.append(f"losses differ (does the model draw random numbers?): {difference}")
     ours, *peers = done.series
+    notes += _doubts(len(ours.seconds), limits)
     return Result(case, len(ours.seconds), done.steps, bound_s, ours, peers, notes)
 
 
-async def _bound(
-    case: Case, bound: Bound, notes: list[str], progress: Callable[[str], None]
-) -> float | None:
-    progress("stage times")
+def _doubts(pairs: int, limits: Limits) -> Iterator[str]:
+    """What keeps the result from being sure."""
+    if limits.is_stopped:
+        yield "stopped: this is what there was until then"
+    if not is_telling(estimate([1.0] * pairs)):
+        yield (
+            f"{pairs} round{'s are' if pairs > 1 else ' is'} too few to tell contestants apart: "
+            "more --pairs, or a larger --budget, could"
+        )
+
+
+async def _bound(case: Case, bound: Bound, notes: list[str]) -> float | None:
     try:
         return bound(await stage_times(case), case.config.num_microbatches)
     except UnfitError as error:

@@ -52,7 +52,8 @@ def table(result: Result) -> Table:
     title = (
         f"{result.case.name}: {result.case.num_stages} stages, "
         f"{config.num_microbatches} micro-batches, "
-        f"{result.pairs} interleaved pairs of {result.steps} steps"
+        f"{result.pairs} interleaved pair{'s' * (result.pairs > 1)} of "
+        f"{result.steps} step{'s' * (result.steps > 1)}"
     )
     shown = Table(*COLUMNS, title=title, title_justify="left", box=None, header_style="bold")
     compared = ratios(result)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
 from rpcmp.bench.contestant import Contestant, Segment
+from rpcmp.bench.limits import Limits, StoppedError
 from rpcmp.errors import MismatchError, UnfitError
 
 WARMUP_STEPS = 5
@@ -22,9 +22,6 @@ WARMUP_SHARE = 1 / 6
 MIN_STEPS = 5
 """Of a round, where their number is not given and the budget is large enough."""
 
-MIN_PAIRS = 5
-"""Rounds that are run whatever they take: fewer tell nothing."""
-
 ROUND_SECONDS = 2.0
 """What everybody's part of a round should take, or more: what is cold after a pause, and the first
 step's start, then weigh little."""
@@ -33,34 +30,9 @@ LOSS_TOLERANCE = 1e-4
 """Relative. Sums over samples are taken in another order by each contestant."""
 
 Progress = Callable[[str, float], None]
-"""Told what is measured now, and for how many seconds that and the rest will go on."""
+"""Called with what is measured now, and an estimate of the seconds for that and the rest."""
 
 Item = TypeVar("Item")
-
-
-class StoppedError(Exception):
-    """Somebody wants what there is so far."""
-
-
-async def unless(stop: asyncio.Event | None, work: Awaitable[Item]) -> Item:
-    """What `work` gives, which is ended at once when `stop` is set.
-
-    Raises:
-        StoppedError: it was.
-    """
-    if stop is None:
-        return await work
-    running, stopping = asyncio.ensure_future(work), asyncio.ensure_future(stop.wait())
-    try:
-        await asyncio.wait([running, stopping], return_when=asyncio.FIRST_COMPLETED)
-        if not running.done():
-            raise StoppedError
-        return await running
-    finally:
-        stopping.cancel()
-        if not running.done():
-            running.cancel()
-            await asyncio.gather(running, return_exceptions=True)
 
 
 @dataclass(frozen=True)
@@ -112,67 +84,111 @@ async def compare(
     pairs: int,
     steps: int | None,
     progress: Progress,
-    budget: float = math.inf,
-    stop: asyncio.Event | None = None,
+    limits: Limits | None = None,
 ) -> Rounds:
-    """Run `pairs` rounds of `steps` steps.
+    """Run `pairs` rounds of `steps` steps, or as many rounds as there is time for, at least one.
 
     Args:
-        pairs: as many as the budget allows, and at least MIN_PAIRS.
+        contestants: all are started, whatever the budget.
+        pairs: the most rounds.
         steps: None for as many as take the fastest ROUND_SECONDS, or as the budget allows.
-        progress: told how far it is.
-        budget: seconds that warm-up and rounds may take together.
-        stop: set by somebody else, ends them with what there is.
+        progress: called before each measurement.
+        limits: end the rounds with what there is.
 
     Raises:
         RpcmpError: a contestant failed.
         StoppedError: there is nothing yet.
     """
     unfit: dict[str, str] = {}
-    async with _started(contestants, unfit, progress, budget, stop) as fit:
-        series = {one.name: Series(one.name, one.settings) for one in fit}
-        begin = time.monotonic()
-        seconds = await _warm_up(fit, series, progress, budget, stop)
-        whole = sum(seconds.values())
-        count = steps or _steps(min(seconds.values()), whole * pairs, budget * (1 - WARMUP_SHARE))
+    limits = limits or Limits()
+    async with _started(contestants, unfit, progress, limits) as fit:
+        comparison = _Comparison(fit, pairs, steps, progress, limits)
         with contextlib.suppress(StoppedError):
-            for number in range(1, pairs + 1):
-                left = whole * count * (pairs + 1 - number)
-                over = time.monotonic() - begin + whole * count > budget
-                if over and number > MIN_PAIRS:
-                    break
-                for one in rotated(fit, number):
-                    progress(f"round {number} of {pairs}: {one.name}", left)
-                    segment = await unless(stop, one.run(count))
-                    series[one.name].add(segment, is_warmup=False)
-                    left -= seconds[one.name] * count
-    every = list(series.values())
-    rounds = min((len(one.seconds) for one in every), default=0)
-    if every and not rounds:
-        raise StoppedError
-    for one_series in every:
-        one_series.cut(rounds, min(len(one.losses) for one in every))
-    return Rounds(every, count, unfit)
+            await comparison.run()
+    return Rounds(comparison.whole_rounds(), comparison.steps, unfit)
 
 
-async def _warm_up(
-    fit: Sequence[Contestant],
-    series: Mapping[str, Series],
-    progress: Progress,
-    budget: float,
-    stop: asyncio.Event | None,
-) -> dict[str, float]:
-    """The first steps of all, the same for each; how long a step of each takes."""
-    seconds: dict[str, float] = {}
-    for steps in (1, WARMUP_STEPS - 1):
-        if steps > 1 and sum(seconds.values()) * steps > budget * WARMUP_SHARE:
-            break
-        for one in fit:
-            progress(f"warm-up: {one.name}", budget)
-            segment = await unless(stop, one.run(steps))
-            series[one.name].add(segment, is_warmup=True)
-            seconds[one.name] = segment.seconds_per_step
-    return seconds or {"": math.inf}
+class _Comparison:
+    """The rounds of contestants that have been started; see `compare`."""
+
+    def __init__(
+        self,
+        fit: Sequence[Contestant],
+        pairs: int,
+        steps: int | None,
+        progress: Progress,
+        limits: Limits,
+    ) -> None:
+        self._fit, self._pairs, self._steps = fit, pairs, steps
+        self._progress, self._limits = progress, limits
+        self._series = {one.name: Series(one.name, one.settings) for one in fit}
+        self._step_s: dict[str, float] = {}
+
+    @property
+    def steps(self) -> int:
+        """Of each contestant in each round: enough to tell, fewer if all rounds would not fit."""
+        fastest = min(self._step_s.values(), default=math.inf)
+        whole = self._pairs * self._cost(self._fit, 1)
+        return self._steps or _steps(fastest, whole, self._limits.left)
+
+    async def run(self) -> None:
+        """A warm-up and as many rounds as there is time for, at least one.
+
+        Raises:
+            StoppedError: a limit was reached in the middle of one.
+        """
+        await self._warm_up()
+        self._steps = self.steps
+        for number in range(1, self._pairs + 1):
+            if number > 1 and self._limits.left < self._cost(self._fit, self.steps):
+                break
+            order, what = rotated(self._fit, number), f"round {number} of {self._pairs}"
+            for place, one in enumerate(order):
+                pending = self._cost(order[place:], self.steps)
+                self._tell(f"{what}: {one.name}", pending, self._pairs - number)
+                segment = await self._limits.run(one.run(self.steps), is_needed=number == 1)
+                self._add(one, segment, is_warmup=False)
+
+    async def _warm_up(self) -> None:
+        """The first steps of all, the same for each; the first shows how long a step takes."""
+        share = self._limits.left * WARMUP_SHARE
+        for one in self._fit:
+            self._progress(f"warm-up: {one.name}", self._limits.at_most)
+            self._add(one, await self._limits.run(one.run(1), is_needed=True), is_warmup=True)
+        steps = WARMUP_STEPS - 1
+        if self._cost(self._fit, steps) > share:
+            return
+        for place, one in enumerate(self._fit):
+            pending = self._cost(self._fit[place:], steps)
+            self._tell(f"warm-up: {one.name}", pending, self._pairs)
+            self._add(one, await self._limits.run(one.run(steps), is_needed=True), is_warmup=True)
+
+    def _add(self, one: Contestant, segment: Segment, is_warmup: bool) -> None:
+        self._series[one.name].add(segment, is_warmup)
+        self._step_s[one.name] = segment.seconds_per_step
+
+    def _tell(self, what: str, pending: float, rounds: int) -> None:
+        """Say what is measured; it and what else is `pending` come before so many rounds."""
+        rest = min(rounds * self._cost(self._fit, self.steps), self._limits.left - pending)
+        self._progress(what, pending + max(0.0, rest))
+
+    def _cost(self, contestants: Sequence[Contestant], steps: int) -> float:
+        """Seconds of so many steps of each."""
+        return steps * sum(self._step_s[one.name] for one in contestants)
+
+    def whole_rounds(self) -> list[Series]:
+        """Everybody's, as far as all have come.
+
+        Raises:
+            StoppedError: that is nowhere.
+        """
+        every = list(self._series.values())
+        rounds = min((len(one.seconds) for one in every), default=0)
+        if every and not rounds:
+            raise StoppedError
+        for one in every:
+            one.cut(rounds, min(len(each.losses) for each in every))
+        return every
 
 
 def _steps(fastest: float, whole: float, budget: float) -> int:
@@ -219,17 +235,21 @@ async def _started(
     contestants: Sequence[Contestant],
     unfit: dict[str, str],
     progress: Progress,
-    budget: float,
-    stop: asyncio.Event | None,
+    limits: Limits,
 ) -> AsyncIterator[list[Contestant]]:
     """Those who can take part, one started after the other, since starting measures as well."""
     fit: list[Contestant] = []
+    clock = asyncio.get_running_loop().time
+    begin = clock()
     async with contextlib.AsyncExitStack() as stack:
-        for number, one in enumerate(contestants, 1):
-            progress(f"starting {one.name} ({number} of {len(contestants)})", budget)
+        for number, one in enumerate(contestants):
+            usual = (clock() - begin) / number if number else 0.0
+            left = max(limits.left, usual * (len(contestants) - number))
+            what = f"starting {one.name} ({number + 1} of {len(contestants)})"
+            progress(what, left if left > 0 else math.inf)
             stack.push_async_callback(one.close)
             try:
-                await unless(stop, one.start())
+                await limits.run(one.start(), is_needed=True)
             except UnfitError as error:
                 unfit[one.name] = str(error)
                 await one.close()

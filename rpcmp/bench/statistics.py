@@ -13,6 +13,9 @@ from dataclasses import dataclass
 
 CONFIDENCE = 0.95
 
+LEAST_CONFIDENCE = 0.9
+"""Of an interval that is to say anything; five rounds are the fewest that reach it."""
+
 
 @dataclass(frozen=True)
 class Spread:
@@ -66,6 +69,11 @@ def estimate(values: Sequence[float]) -> Estimate:
 def paired_ratio(ours: Sequence[float], theirs: Sequence[float]) -> Estimate:
     """The ratio ours / theirs over the rounds, both given in the order of the rounds."""
     return estimate([mine / other for mine, other in zip(ours, theirs, strict=True)])
+
+
+def is_telling(of: Estimate) -> bool:
+    """Whether the interval is sure enough to say anything."""
+    return of.confidence >= LEAST_CONFIDENCE
 
 
 def _rank(count: int) -> int:

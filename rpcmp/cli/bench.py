@@ -62,8 +62,10 @@ def bench(
     CASE is sleep, overhead, transformer, activations, or your own config.toml. Trains the same job
     with rpcmp, with torch.distributed.pipelining and in one process, each in turn, and says how
     long a step takes, how the times compare, and how short a step could be at best. Nine pairs are
-    the fewest whose 95 % interval leaves out the extremes; a Ctrl-C shows what there is so far. All
-    contestants stay in memory; keep the machine quiet.
+    the fewest whose 95 % interval leaves out the extremes, five the fewest that tell anything. Each
+    CASE has a budget of its own, which includes the start; within it there are as many pairs as
+    fit, at least one. A Ctrl-C shows what there is so far. All contestants stay in memory; keep the
+    machine quiet.
 
     \b
     Example:
@@ -98,15 +100,14 @@ async def _measure(
     """What was found, if anything, and the exit code."""
     from rpcmp.bench.benchmark import benchmark
     from rpcmp.bench.bound import fill_then_no_bubble
-    from rpcmp.bench.rounds import StoppedError
+    from rpcmp.bench.limits import Limits, StoppedError
     from rpcmp.cli.measuring import measuring
 
     with measuring(case.name) as now:
         try:
             result = await benchmark(
                 *(case, contestants, pairs, steps, fill_then_no_bubble, now.tell),
-                budget=budget,
-                stop=now.stop,
+                limits=Limits(budget, now.stop),
             )
         except StoppedError:
             return None, now.exit_code

@@ -20,6 +20,9 @@ from rpcmp.process.signals import handled_by, wishes
 PLAIN_SECONDS = 2.0
 """Between two lines of one kind where there is no terminal."""
 
+SILENT_SECONDS = 5.0
+"""After which a line is said again, with the time that is left by then."""
+
 
 class Measuring(NamedTuple):
     """What a measurement has to know.
@@ -70,16 +73,39 @@ def measuring(name: str) -> Iterator[Measuring]:
 
 @contextlib.contextmanager
 def _lines(name: str) -> Iterator[Tell]:
-    shown, kind = float("-inf"), ""
+    lines = _Lines(name)
+    try:
+        yield lines.tell
+    finally:
+        lines.close()
 
-    def tell(what: str, left: float) -> None:
-        nonlocal shown, kind
-        before, kind = kind, what.partition(" ")[0]
-        if kind != before or time.monotonic() - shown >= PLAIN_SECONDS:
-            shown = time.monotonic()
-            echo(f"{name}: {what}, {_seconds(left)} left", err=True)
 
-    yield tell
+class _Lines:
+    """A line whenever something else is measured, and while one thing goes on, for plain output."""
+
+    def __init__(self, name: str) -> None:
+        self._name, self._what = name, ""
+        self._loop = asyncio.get_running_loop()
+        self._shown, self._until = float("-inf"), float("inf")
+        self._again: asyncio.TimerHandle | None = None
+
+    def tell(self, what: str, left: float) -> None:
+        """See Progress of rpcmp.bench.rounds."""
+        is_other = what.partition(" ")[0] != self._what.partition(" ")[0]
+        self._what, self._until = what, self._loop.time() + left
+        if is_other or self._loop.time() - self._shown >= PLAIN_SECONDS:
+            self._show()
+
+    def close(self) -> None:
+        """Say nothing more."""
+        if self._again is not None:
+            self._again.cancel()
+
+    def _show(self) -> None:
+        self.close()
+        self._shown = self._loop.time()
+        echo(f"{self._name}: {self._what}, {_left(self._until - self._shown)}", err=True)
+        self._again = self._loop.call_later(SILENT_SECONDS, self._show)
 
 
 @contextlib.contextmanager
@@ -104,14 +130,20 @@ def _bar(console: Console, name: str) -> Iterator[Tell]:
 
 
 class _Left(ProgressColumn):
-    """Seconds until the end, counted down between two words of it."""
+    """Seconds until the end, counted down from one call to the next."""
 
     def render(self, task: Task) -> Text:
         """See ProgressColumn."""
-        return Text(f"{_seconds(max(0.0, task.fields['until'] - time.monotonic()))} left")
+        return Text(_left(task.fields["until"] - time.monotonic()))
 
 
-def _seconds(left: float) -> str:
-    if left == float("inf"):
-        return "nobody knows how long is"
-    return f"{left:.0f} s" if left < 120 else f"{left / 60:.0f} min"
+def _left(seconds: float) -> str:
+    if seconds == float("inf"):
+        return "time left not known yet"
+    if seconds < 0:
+        return "longer than expected"
+    return (
+        f"about {max(1, seconds):.0f} s left"
+        if seconds < 120
+        else f"about {seconds / 60:.0f} min left"
+    )

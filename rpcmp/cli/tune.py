@@ -23,12 +23,14 @@ from rpcmp.errors import ConfigError
 if TYPE_CHECKING:
     from rpcmp.config import Config
     from rpcmp.tune.grid import Grid
-    from rpcmp.tune.sweep import Tuned
+    from rpcmp.tune.series import Tuned
 
 WIDTH = 160
 """Characters that a row of the table may take."""
 
 DEFAULT = "default"
+
+STARTING = "starting (usually 5 to 10 s)"
 
 
 @click.command()
@@ -80,8 +82,9 @@ def tune(
 
     Measures every combination and CONFIG's own in interleaved rounds on one group of workers, drops
     in each round those that cannot win, and then measures the best one against CONFIG's own again.
-    A Ctrl-C shows what there is so far. Five rounds are the fewest that can tell two
-    settings apart; keep the machine quiet. "busiest stage" is how long that one computes in a step,
+    The budget includes the start; if it is spent early, settings are left unmeasured. A Ctrl-C
+    shows what there is so far. Five rounds are the fewest that can tell two settings apart; keep
+    the machine quiet. "busiest stage" is how long that one computes in a step,
     which is what a step would take without any bubble.
 
     Only the number of micro-batches changes the bits of a run: batch normalization's statistics,
@@ -130,7 +133,7 @@ async def _tune(
     budget: float,
 ) -> tuple[Tuned | None, int]:
     """What was found, if anything, and the exit code."""
-    from rpcmp.bench.rounds import StoppedError, unless
+    from rpcmp.bench.limits import Limits, StoppedError
     from rpcmp.cli.measuring import measuring
     from rpcmp.tune.runner import GroupRunner
     from rpcmp.tune.sweep import tune as run
@@ -138,9 +141,11 @@ async def _tune(
     runner, tuned = GroupRunner(config, swept.settings, connect), None
     with measuring(config.name) as now:
         try:
-            now.tell(f"starting, to measure {len(swept.settings)} settings", budget)
-            await unless(now.stop, runner.start())
-            tuned = await run(config, swept, runner, rounds, steps, now.tell, budget, now.stop)
+            limits = Limits(budget, now.stop)
+            what = f"{STARTING}, then measuring {len(swept.settings)} settings within the budget"
+            now.tell(what, limits.left)
+            await limits.run(runner.start(), is_needed=True)
+            tuned = await run(config, swept, runner, rounds, steps, now.tell, limits)
         except StoppedError:
             pass
         finally:

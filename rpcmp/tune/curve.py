@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from rpcmp.bench.statistics import spread
 from rpcmp.errors import ConfigError
 from rpcmp.trace.diagram import require_matplotlib
-from rpcmp.tune.sweep import Series, Tuned
+from rpcmp.tune.series import Series, Tuned
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -98,8 +98,8 @@ def _label(axes: Axes, tuned: Tuned) -> None:
     axes.set_ylim(bottom=0)
     axes.grid(alpha=0.3)
     axes.set_title(
-        f"{tuned.config.name}: {tuned.config.num_stages} stages; medians and quartiles of "
-        f"{tuned.rounds} interleaved rounds of {tuned.steps} steps"
+        f"{tuned.config.name}: {tuned.config.num_stages} stages; medians and quartiles; "
+        f"{tuned.basis}"
     )
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import asdict
+from itertools import groupby
 from typing import Any
 
 from rich.table import Table
 
-from rpcmp.bench.statistics import Estimate, spread
+from rpcmp.bench.statistics import Estimate, is_telling, spread
 from rpcmp.setting import Setting
-from rpcmp.tune.sweep import LEAST_CONFIDENCE, Series, Tuned, is_more
+from rpcmp.tune.series import Series, Tuned, is_more
 
 COLUMNS = (
     *("schedule", "per message", "max_in_flight", "micro-batches", "ms a step", "quartiles"),
@@ -32,6 +33,7 @@ def as_json(tuned: Tuned) -> dict[str, Any]:
         "confirmed": None if tuned.confirmed is None else asdict(tuned.confirmed),
         "is_faster": tuned.is_faster,
         "recommended": tuned.recommended.model_dump(),
+        "not_measured": [setting.model_dump() for setting in tuned.unmeasured],
         "left_out": tuned.left_out,
         "is_cut_short": tuned.is_cut_short,
     }
@@ -39,11 +41,7 @@ def as_json(tuned: Tuned) -> dict[str, Any]:
 
 def table(tuned: Tuned) -> Table:
     """A row a setting."""
-    title = (
-        f"{tuned.config.name}: {tuned.config.num_stages} stages, "
-        f"{tuned.rounds} interleaved round{'s' * (tuned.rounds > 1)} of {tuned.steps} "
-        f"step{'s' * (tuned.steps > 1)}"
-    )
+    title = f"{tuned.config.name}: {tuned.config.num_stages} stages, {tuned.basis}"
     shown = Table(title=title, title_justify="left", box=None, header_style="bold")
     for head in COLUMNS:
         shown.add_column(
@@ -57,9 +55,13 @@ def table(tuned: Tuned) -> Table:
 def lines(tuned: Tuned) -> Iterator[str]:
     """What stands below the table: what was left out, the verdict, and the lines to paste."""
     yield from tuned.left_out
+    yield from _unmeasured(tuned)
     if tuned.is_cut_short:
         yield "stopped: this is what there was until then"
     best, own = tuned.best.setting, tuned.own.setting
+    if best == own and tuned.unmeasured and len(tuned.series) == 1:
+        yield f"only your {own} was measured: nothing to compare it with"
+        return
     if best == own:
         yield f"best: {own}, as your config has it"
         return
@@ -67,8 +69,7 @@ def lines(tuned: Tuned) -> Iterator[str]:
     if tuned.confirmed is not None:
         yield f"its step / that of your {own}: {_ratio(tuned.confirmed)}, measured after the choice"
     if not tuned.is_faster:
-        known = "the difference is within noise" if tuned.confirmed else "not measured once more"
-        yield f"{known}: leave your config as it is{_hint(tuned)}"
+        yield f"{_doubt(tuned.confirmed)}: leave your config as it is{_hint(tuned)}"
         return
     yield from paste(own, best)
 
@@ -85,6 +86,14 @@ def paste(own: Setting, best: Setting) -> Iterator[str]:
         yield "note: other micro-batches, other batch-normalization statistics and dropout draws"
 
 
+def _unmeasured(tuned: Tuned) -> Iterator[str]:
+    """A line for each way to work on micro-batches."""
+    why = "stopped before" if tuned.is_cut_short else "no time left"
+    for way, group in groupby(tuned.unmeasured, key=lambda setting: setting.way):
+        numbers = ", ".join(str(setting.num_microbatches) for setting in group)
+        yield f"not measured: {why}: num_microbatches {numbers}, {way}"
+
+
 def _object(tuned: Tuned, one: Series) -> dict[str, Any]:
     return {
         **one.setting.model_dump(),
@@ -93,6 +102,7 @@ def _object(tuned: Tuned, one: Series) -> dict[str, Any]:
         "spread": asdict(spread(one.seconds)),
         "samples_per_s": _samples_per_s(tuned, one),
         "busiest_stage_s": one.busiest_stage_s,
+        "is_dropped": one.setting in tuned.dropped,
         "ratio_to_best": asdict(tuned.against_best(one)),
         "is_slower_than_best": is_more(tuned.against_best(one)),
     }
@@ -116,12 +126,15 @@ def _row(tuned: Tuned, one: Series) -> list[str]:
 
 
 def _remark(tuned: Tuned, one: Series) -> str:
+    ratio = tuned.against_best(one)
     said = ["yours"] if one is tuned.own else []
     if one is tuned.best:
         said.append("best")
-    elif len(one.measured) < tuned.rounds:
+    elif one.setting in tuned.dropped:
         said.append("dropped")
-    elif not is_more(tuned.against_best(one)):
+    elif not is_telling(ratio):
+        said.append("too few rounds")
+    elif not is_more(ratio):
         said.append("within noise")
     return ", ".join(said)
 
@@ -139,7 +152,14 @@ def _interval(ratio: Estimate) -> str:
     return f"{ratio.low:.3f} to {ratio.high:.3f}, {ratio.confidence:.0%}"
 
 
+def _doubt(confirmed: Estimate | None) -> str:
+    """Why the best setting is not recommended."""
+    if confirmed is None:
+        return "not measured once more"
+    return "the difference is within noise" if is_telling(confirmed) else "too few rounds to tell"
+
+
 def _hint(tuned: Tuned) -> str:
-    if tuned.confirmed is not None and tuned.confirmed.confidence >= LEAST_CONFIDENCE:
+    if tuned.confirmed is not None and is_telling(tuned.confirmed):
         return ""
     return " (more --rounds, or a larger --budget, could tell)"
