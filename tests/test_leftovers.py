@@ -106,12 +106,13 @@ def test_no_other_runs_checkpoint_is_offered_to_go_on_from(failed: Failed) -> No
     assert "--resume" in again.err.partition("try:")[2]
 
 
-def test_what_is_old_is_removed(failed: Failed) -> None:
+def test_what_is_old_is_removed_and_not_offered(failed: Failed) -> None:
     failed.age(days=15)
     fails = ("--set", "data.train.kwargs.at=0", "--set", "num_microbatches=1")
     drive(failed.config, *fails, "--set", "recovery.keep_days=16")
     assert left_in(failed.folder) == [failed.step]
-    drive(failed.config, *fails)
+    removing = drive(failed.config, *fails)
+    assert "--resume" not in warned(removing)
     assert left_in(failed.folder) == []
 
 

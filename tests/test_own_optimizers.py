@@ -210,6 +210,7 @@ GROUPS = """
     [
         pytest.param('callable = "ownoptimizers:MyOpt"', id="MyOpt"),
         pytest.param('callable = "ownoptimizers:Noisy"', id="Noisy", marks=pytest.mark.long),
+        pytest.param('callable = "pytorch_optimizer:SOAP"', id="SOAP", marks=pytest.mark.long),
         pytest.param(GROUPS, id="groups"),
     ],
 )

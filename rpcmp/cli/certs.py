@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 
 import click
@@ -214,7 +215,10 @@ def show(folder: Path) -> None:
     revocations = Credentials(folder).revocations
     echo(f"role   {found.role or 'none'}")
     echo(f"hosts  {', '.join(found.hosts) or 'none'}")
-    echo(f"valid  {found.not_before:%Y-%m-%d %H:%M} to {found.not_after:%Y-%m-%d %H:%M} UTC")
+    now = datetime.now(UTC)
+    state = ", expired" if now > found.not_after else ", not yet" if now < found.not_before else ""
+    period = f"{found.not_before:%Y-%m-%d %H:%M} to {found.not_after:%Y-%m-%d %H:%M} UTC"
+    echo(f"valid  {period}{state}")
     echo(f"trusts {authority_text(folder)}")
     if revocations is not None:
         echo(f"revoked by {CRL}: {revocations.number}")

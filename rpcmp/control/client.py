@@ -46,7 +46,7 @@ class StageClient:
     """A connection to one stage server; closed by `close`, or as an async context manager.
 
     Args:
-        name: the stage's, for errors.
+        name: the stage's, for errors; empty: it is not known.
         address: HOST:PORT.
         dialer: how this process talks to servers.
         stage_index: which stage its certificate has to be for; None: any.
@@ -84,8 +84,8 @@ class StageClient:
             if (wants_tls := await self._dialer.misunderstanding(self.address)) is not None:
                 raise self._place(wants_tls) from error
             raise UnreachableError(
-                f"stage {self.name!r} at {self.address} does not answer within "
-                f"{seconds:.0f} s; is `rpcmp serve` running there?"
+                f"{self._where} does not answer within {seconds:.0f} s; is `rpcmp serve` "
+                "running there?"
             ) from error
         except grpc.aio.AioRpcError as error:
             raise self._translate(error) from error
@@ -230,8 +230,12 @@ class StageClient:
         finally:
             answer.cancel()
 
+    @property
+    def _where(self) -> str:
+        return f"stage {self.name!r} at {self.address}" if self.name else self.address
+
     def _place(self, error: SecurityError) -> SecurityError:
-        return SecurityError(f"stage {self.name!r}: {error}")
+        return SecurityError(f"stage {self.name!r}: {error}" if self.name else str(error))
 
     async def _stream(self, stream: Any) -> AsyncIterator[Any]:
         try:
@@ -250,7 +254,7 @@ class StageClient:
 
     def _translate(self, error: grpc.aio.AioRpcError) -> RpcmpError:
         """The error that the server raised, with its place; else that it is unreachable."""
-        where = f"stage {self.name!r} at {self.address}"
+        where = self._where
         details = error.details() or ""
         refused = self._tunnel.refused if self._tunnel is not None else None
         if refused is not None and refused.done() and not refused.cancelled():

@@ -83,7 +83,7 @@ class Beginning:
             if self._config.checkpoint is not None:
                 folder = self._config.checkpoint_folder
                 await asyncio.to_thread(require_none_asked_for, folder)
-            if left := await self._checkpoints.left_behind():
+            if left := await self._checkpoints.left_behind(but_old=True):
                 text = (
                     f"an earlier run left a checkpoint in {left[0]}; --resume goes on from it, a "
                     "run that ends well removes it"

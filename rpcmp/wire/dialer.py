@@ -65,7 +65,7 @@ class Dialer:
 
     async def misunderstanding(self, address: str) -> SecurityError | None:
         """Why a server that was spoken to in the open does not answer: it wants TLS. None: else."""
-        if not self.security.insecure:  # on loopback it may be another user's, who gets no byte
+        if self.security.credentials is not None:
             return None
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # nothing is said to it
@@ -73,10 +73,16 @@ class Dialer:
         host, port = parse(address)
         try:
             async with asyncio.timeout(HINT_SECONDS):
-                _, writer = await asyncio.open_connection(host, port, ssl=context)
-        except (OSError, TimeoutError, EOFError):
+                connection = await _connect(host, port)
+                with connection:
+                    if not self.security.insecure:  # another user's server gets no byte of ours
+                        await require_own_server(connection, address)
+                    _, writer = await asyncio.open_connection(
+                        sock=connection, ssl=context, server_hostname=""
+                    )
+                    writer.close()
+        except (OSError, TimeoutError, EOFError, SecurityError):
             return None
-        writer.close()
         return SecurityError(
             f"{address} wants TLS, and is spoken to in the open: give --certs, a folder with a "
             "certificate of its authority"

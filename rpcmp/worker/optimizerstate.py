@@ -92,7 +92,7 @@ class OptimizerState:
 
     def read(self) -> Kept:
         """What it keeps now; tensors are not copied."""
-        whole = self._optimizer.state_dict()
+        whole = self._whole()
         state: dict[str, Any] = {}
         beside: dict[Any, Any] = {}
         for key, value in whole["state"].items():
@@ -126,7 +126,7 @@ class OptimizerState:
             ConfigError: it is another optimizer's.
             CheckpointError: a tensor has another shape than a fused kernel takes it to have.
         """
-        own = self._optimizer.state_dict()
+        own = self._whole()
         groups = self._own_kernels(kept.groups, own["param_groups"])
         self._require_shapes(kept.state, groups)
         aside = kept.aside or {"state": {}, "more": {}, "attributes": {}}
@@ -160,6 +160,16 @@ class OptimizerState:
     @property
     def _kind(self) -> str:
         return type(self._optimizer).__name__
+
+    def _whole(self) -> Mapping[str, Any]:
+        whole: Mapping[str, Any] = self._optimizer.state_dict()
+        if not {"state", "param_groups"} <= set(whole):
+            raise ConfigError(
+                f"{self._where}: the state_dict of {self._kind} has {', '.join(map(repr, whole))}: "
+                "it needs 'state' and 'param_groups' as torch.optim.Optimizer has them, for an "
+                "optimizer around another those of the inner one, and may have more"
+            )
+        return whole
 
     def _attributes(self) -> dict[str, Any]:
         """Its own attributes, those that a file can hold."""

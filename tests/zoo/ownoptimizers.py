@@ -222,6 +222,13 @@ class Hiding(MyOpt):
         return {**super().state_dict(), "state": {}}
 
 
+class Headless(Around):
+    """Around another one, and its state_dict has that of the inner one under a name of its own."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"base": self.inner.state_dict(), "slow": self.slow}
+
+
 class Formless:
     """No parameter groups."""
 
@@ -277,6 +284,7 @@ REFUSED = {
     ByParameter: "no checkpoint holds its attributes sums",
     Hiding: "differ",
     Formless: "no usual form",
+    Headless: "has 'base', 'slow': it needs 'state' and 'param_groups' as torch",
     Closing: "needs a closure",
     Afraid: "gradients explode.*recovery.enabled = false",
 }
