@@ -17,6 +17,7 @@
     │   └── ExhaustedError                  recovery has been tried often enough
     ├── JobError                   exit 1   the job failed
     │   ├── StageError                      the user's code raised at a stage
+    │   │   └── StageConfigError   exit 2   a stage cannot be built as the config says
     │   ├── WorkerDiedError                 a worker or driver process is gone
     │   ├── WorkerHungError                 one is stopped, stuck or cut off
     │   ├── NonFiniteLossError              the loss became NaN or infinite
@@ -177,6 +178,15 @@ class StageError(JobError):
             "microbatch": microbatch,
             "received": received,
         }
+
+
+class StageConfigError(StageError):
+    """A stage's build refuses what the config gives it; the phase is "build".
+
+    A StageError, so that a stage that fails while it is built again after a fault gets another try.
+    """
+
+    exit_code = 2
 
 
 class WorkerHungError(JobError):

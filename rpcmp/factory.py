@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 from rpcmp.allowlist import AllowList
 from rpcmp.errors import FactoryError, RpcmpError, one_line
 from rpcmp.kinds import Factory
+from rpcmp.suggestion import what_there_is
 
 _lists: list[AllowList] = []
 """The allow list; empty where there is none, and anything may be named."""
@@ -60,13 +62,51 @@ def resolve(name: str, what: str) -> Callable[..., Any]:
     return found
 
 
+def accepting(factory: Factory, what: str, num_args: int = 0) -> Callable[..., Any]:
+    """The factory's callable, once its signature has the config's keyword arguments.
+
+    Args:
+        factory: the config's.
+        what: the config key, for the error message.
+        num_args: how many arguments it gets by position.
+
+    Raises:
+        FactoryError: it does not import, or takes no such keyword argument.
+    """
+    target = resolve(factory.callable, what)
+    known = _keywords(target, num_args)
+    for key in factory.kwargs:
+        if known is not None and key not in known:
+            raise FactoryError(
+                f"{what} = {factory.callable!r} got an unexpected keyword argument {key!r}"
+                f"{what_there_is(key, known)}"
+            )
+    return target
+
+
+def _keywords(target: Callable[..., Any], num_args: int) -> list[str] | None:
+    """Names of the arguments behind the first `num_args`; None if it may take any.
+
+    A decorator may take more than the function that it wraps, so its own signature counts.
+    """
+    try:
+        parameters = inspect.signature(target, follow_wrapped=False).parameters.values()
+    except (TypeError, ValueError):  # not written in Python
+        return None
+    if any(each.kind is each.VAR_KEYWORD for each in parameters):
+        return None
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    return [each.name for each in named if each not in positional[:num_args]]
+
+
 def create(factory: Factory, what: str, *args: Any) -> Any:
     """What the factory's callable returns for `args` and the config's keyword arguments.
 
     Raises:
-        FactoryError: it does not import, or raised.
+        FactoryError: it does not import, takes no such argument, or raised.
     """
-    target = resolve(factory.callable, what)
+    target = accepting(factory, what, len(args))
     try:
         return target(*args, **factory.kwargs)
     except RpcmpError:
@@ -85,7 +125,7 @@ def function(factory: Factory, what: str) -> Callable[..., Any]:
     if isinstance(target, type):
         instance: Callable[..., Any] = create(factory, what)
         return instance
-    return functools.partial(target, **factory.kwargs)
+    return functools.partial(accepting(factory, what), **factory.kwargs)
 
 
 def explain(error: BaseException) -> str:

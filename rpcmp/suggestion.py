@@ -26,6 +26,8 @@ def did_you_mean(name: str | None) -> str:
 def what_there_is(name: str, known: Iterable[str]) -> str:
     """The end of an error about a name that there is none of: what may be meant, what there is."""
     every = list(known)
+    if not every:
+        return ""
     near = nearest(name, every)
     some = ", ".join(map(repr, every[:NAMED]))
     return f"{did_you_mean(near)} (there are {some}{', ...' if len(every) > NAMED else ''})"

@@ -25,6 +25,7 @@ EXAMPLES: list[RpcmpError] = [
         received="from 'stage0': float32[8, 10]",
     ),
     errors.StageError("stage0", "build", "OSError"),
+    errors.StageConfigError("stage0", "build", TEXT, TEXT),
     errors.NonFiniteLossError(math.inf, step=4, microbatch=2),
     errors.LossScaleError(2**-20, step=90),
     errors.WorkerHungError("stage1", "host-b", 4711, "forward", 3, 0, 6.5, f"State: T\n{TEXT}"),
@@ -105,7 +106,7 @@ def test_only_errors_of_the_tree_are_built(name: str) -> None:
 @pytest.mark.parametrize("error", EXAMPLES, ids=lambda error: type(error).__name__)
 def test_the_exit_code_says_whose_fault_it_is(error: RpcmpError) -> None:
     expected = 1
-    if isinstance(error, errors.ConfigError):
+    if isinstance(error, errors.ConfigError | errors.StageConfigError):
         expected = 2
     elif isinstance(error, errors.UnavailableError):
         expected = 75

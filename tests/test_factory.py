@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -63,6 +64,40 @@ def test_a_factory_that_raises_shows_the_users_lines_only() -> None:
 def test_wrong_arguments_are_the_factorys_error() -> None:
     with pytest.raises(FactoryError, match="unexpected keyword argument 'depth'"):
         factory.create(named("layers", depth=3), "model.layers")
+
+
+@pytest.mark.parametrize(
+    ("source", "num_args", "said"),
+    [
+        (named("tests.zoo.ownoptimizers:MyOpt", lrr=1), 1, r"'lrr'; did you mean 'lr'\? \(there "),
+        (named("torch.optim.lr_scheduler:StepLR", stepsize=1), 1, "did you mean 'step_size'"),
+        (named("torch.nn:CrossEntropyLoss", label_smothing=0.1), 0, "mean 'label_smoothing'"),
+        (named("mean_absolute_error", scael=2.0), 0, "'scael'; did you mean 'scale'"),
+        (named("torch.optim:SGD", params=[]), 1, "unexpected keyword argument 'params'"),
+        (named("returned", lr=1), 0, "unexpected keyword argument 'lr'$"),
+    ],
+)
+def test_a_misspelt_argument_is_told_with_the_nearest(
+    source: Factory, num_args: int, said: str
+) -> None:
+    with pytest.raises(FactoryError, match=said):
+        factory.accepting(source, "it", num_args)
+
+
+def test_a_function_that_lacks_an_argument_is_refused_before_it_is_called() -> None:
+    with pytest.raises(FactoryError, match="'scael'"):
+        factory.function(named("mean_absolute_error", scael=2.0), "loss")
+
+
+def test_what_a_decorator_takes_is_its_own_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+    @functools.wraps(models.dataset)
+    def decorated(*args: Any, verbose: bool = False, **kwargs: Any) -> Any:
+        return models.dataset(*args, **kwargs)
+
+    monkeypatch.setattr(models, "returned", decorated)
+    assert len(factory.create(named("returned", verbose=True), "data.train", 3)) == 3
+    with pytest.raises(FactoryError, match=r"failed: TypeError: .*'oops'"):
+        factory.create(named("returned", oops=True), "data.train")
 
 
 def test_errors_of_rpcmp_pass_through(monkeypatch: pytest.MonkeyPatch) -> None:

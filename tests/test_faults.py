@@ -120,7 +120,7 @@ def test_a_remote_factory_that_raises_names_the_stage(
 ) -> None:
     text = '[model]\nlayers = "zoo:broken_layers"\nbalance = [1, 1]'
     code, err = drive(job, shared_servers, text)
-    assert code == 1
+    assert code == 2
     assert "stage 'stage1' failed in build" in err
     assert "this factory is broken" in err
     assert "broken_factory" in err
@@ -136,9 +136,29 @@ def test_a_remote_module_that_does_not_import_names_the_stage(
         module = "zoo:NoSuchThing"
     """
     code, err = drive(job, shared_servers, text)
-    assert code == 1
+    assert code == 2
     assert "stage 'stage1' failed in build" in err
     assert "has no attribute 'NoSuchThing'" in err
+
+
+@pytest.mark.parametrize(
+    ("key", "said"),
+    [
+        ('optimizer={callable="zoo:TroubledSGD",kwargs={lrr=1}}', "'lrr'; did you mean 'lr'?"),
+        (
+            'loss={callable="zoo:token_loss",kwargs={scael=1}}',
+            "unexpected keyword argument 'scael'",
+        ),
+    ],
+)
+def test_a_misspelt_argument_of_the_users_own_is_an_error_of_the_config(
+    job: JobFolder, shared_servers: list[Server], key: str, said: str
+) -> None:
+    text = '[model]\nlayers = "zoo:mlp"\nbalance = [2, 2]'
+    code, err = drive(job, shared_servers, text, "--set", key)
+    assert code == 2
+    assert "failed in build" in err
+    assert said in err
 
 
 def test_sys_exit_in_the_model_is_an_error_like_any_other(

@@ -108,7 +108,7 @@ def test_replicas_that_load_their_samples_train_as_if_the_driver_sent_them(
 
 def test_data_that_a_host_does_not_have_ends_the_job_before_a_step(job: JobFolder) -> None:
     result = drive(config(job, "stage", path="/nowhere/images"))
-    assert result.code == 1
+    assert result.code == 2
     assert "step" not in {event["event"] for event in result.events}
     assert f"failed in build: on {platform.node()}: data.train = 'noisy:Noisy'" in result.err
     assert "No such file or directory: '/nowhere/images'" in result.err

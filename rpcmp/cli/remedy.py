@@ -197,6 +197,7 @@ DECISIONS: dict[type[RpcmpError], Callable[[Command], Words]] = {
     errors.ExhaustedError: _resume_or_look,
     errors.JobError: _resume_or_look,
     errors.StageError: _resume_or_explain,
+    errors.StageConfigError: _resume_or_explain,
     errors.WorkerDiedError: _resume_or_look,
     errors.WorkerHungError: _resume_or_look,
     errors.SavingError: _resume_or_look,

@@ -48,5 +48,5 @@ def plan_job(config: Config, settings: Sequence[Setting] = (), load_data: bool =
     assignments = plan.assign(config, settings, metrics.names, at_stages)
     datasets = Datasets.load(config) if load_data and not at_stages else None
     if config.report is not None:
-        factory.resolve(config.report.callable, "report")
+        factory.accepting(config.report, "report", num_args=1)
     return Planned(assignments, metrics, datasets, at_stages)
