@@ -384,7 +384,7 @@ class Config(Strict):
 
     def optimizer_of(self, index: int) -> OptimizerFactory:
         """The optimizer of one stage: its own, or the job's with the stage's arguments."""
-        return self.optimizer.adapted(self.stage(index).optimizer)
+        return self.optimizer.adapted(self.stage(index).optimizer).with_tied(self.tied)
 
     def scheduler_of(self, index: int) -> Factory | None:
         """The scheduler of one stage: its own, or the job's with the stage's arguments, if any."""

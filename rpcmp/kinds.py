@@ -15,6 +15,7 @@ from pydantic import (
     Discriminator,
     Field,
     JsonValue,
+    PrivateAttr,
     Tag,
     TypeAdapter,
     model_validator,
@@ -104,6 +105,18 @@ class OptimizerFactory(Factory):
         description="parameters that have other options, such as "
         '[{ match = ["*.bias"], weight_decay = 0.0 }]; the first that matches holds',
     )
+
+    _tied: list[list[str]] = PrivateAttr(default_factory=list)
+
+    def with_tied(self, tied: list[list[str]]) -> Self:
+        """A copy that knows the parameters with several names; `tied` is the config's."""
+        copy = self.model_copy()
+        copy._tied = tied
+        return copy
+
+    def names_of(self, parameter: str) -> list[str]:
+        """All names of a parameter in the unsplit model; its groups may match any of them."""
+        return next((names for names in self._tied if parameter in names), [parameter])
 
 
 def _expand(value: Any) -> Any:

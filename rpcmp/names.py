@@ -9,15 +9,19 @@ it needs its host, is looked at when the stages have been built.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
+from torch import nn
 
 from rpcmp import layers
 from rpcmp.config import Config
-from rpcmp.errors import ConfigError
+from rpcmp.errors import ConfigError, one_line
 from rpcmp.suggestion import NAMED, did_you_mean, nearest, what_there_is
+
+_log = logging.getLogger(__name__)
 
 
 class Named(NamedTuple):
@@ -25,10 +29,12 @@ class Named(NamedTuple):
 
     Attributes:
         parameters: what each is, in words, such as "torch.float32 of shape (3, 4)".
+        trained: names of those that are not frozen.
         state: names of all that its state_dict has.
     """
 
     parameters: dict[str, str]
+    trained: set[str]
     state: list[str]
 
 
@@ -45,16 +51,29 @@ def of_layers(config: Config, layers_of_stages: Sequence[Sequence[str]]) -> dict
             with torch.device("meta"):
                 built = layers.build(plain, index, names)
             for layer, module in built.items():
-                prefix = config.prefix_of(layer)
-                parameters = {
-                    f"{prefix}{name}": f"{value.dtype} of shape {tuple(value.shape)}"
-                    for name, value in module.named_parameters()
-                }
-                found[layer] = Named(parameters, [prefix + name for name in module.state_dict()])
-    except Exception:  # it needs its host, or says there what is wrong with it
+                found[layer] = _named(module, config.prefix_of(layer), config.stage(index).frozen)
+    except Exception as error:  # it needs its host, or says there what is wrong with it
+        _log.debug(
+            "stage %r cannot be built on the meta device here, so names of parameters are checked "
+            "when all stages have been built: %s",
+            config.stage_names[index],
+            one_line(error),
+        )
         return None
     require_distinct({layer: named.state for layer, named in found.items()})
     return found
+
+
+def _named(module: nn.Module, prefix: str, frozen: bool) -> Named:
+    parameters = dict(module.named_parameters(prefix.removesuffix(".")))
+    return Named(
+        {
+            name: f"{value.dtype} of shape {tuple(value.shape)}"
+            for name, value in parameters.items()
+        },
+        {name for name, value in parameters.items() if value.requires_grad and not frozen},
+        [prefix + name for name in module.state_dict()],
+    )
 
 
 def require_distinct(names: Mapping[str, Iterable[str]]) -> None:

@@ -154,9 +154,9 @@ def _check_names(
     """
     kinds = {name: kind for named in known.values() for name, kind in named.parameters.items()}
     ties.require_equal(config.tied, kinds)
-    of_stages: dict[str, list[str]] = {stage: [] for stage in config.stage_names}
+    of_stages: dict[str, dict[str, bool]] = {stage: {} for stage in config.stage_names}
     for layer, named in known.items():
-        of_stages[stage_of[layer]] += named.parameters
+        of_stages[stage_of[layer]] |= {name: name in named.trained for name in named.parameters}
     optimizers.require_matches(config, of_stages)
 
 
@@ -184,9 +184,10 @@ def _layers_of_stages(config: Config) -> list[list[str]]:
 
 
 def _try_out(config: Config, driver_metrics: Sequence[str]) -> None:
-    """Build what comes from torch or rpcmp, on nothing: a wrong name or argument shows at once.
+    """Build what comes from torch or rpcmp, on next to nothing: a wrong argument shows at once.
 
-    The user's own losses and optimizers may need packages that only the stages' hosts have.
+    The user's own losses and optimizers may need packages that only the stages' hosts have: they
+    are tried when the stages are built, and so is whether an optimizer takes the parameters.
     """
     for name, source in (("loss", config.loss), *_metrics(config, driver_metrics)):
         if _everywhere(source):
@@ -213,7 +214,7 @@ def _try_optimizer(config: Config, index: int) -> None:
         return
     own, of_stage = config.stage(index), f" of stage {config.stage_names[index]!r}"
     where = f"optimizer{of_stage if own.optimizer else ''}"
-    optimizer = optimizers.create(source, {"": nn.Parameter(torch.zeros(1))}, where)
+    optimizer = optimizers.create(source, {"": nn.Parameter(torch.zeros(1, 1))}, where)
     if schedule is not None and _everywhere(schedule):
         factory.create(schedule, f"scheduler{of_stage if own.scheduler else ''}", optimizer)
 

@@ -60,7 +60,6 @@ class StageConfig(Strict):
     kwargs: Arguments = Field(default_factory=dict, description="arguments of `module`")
     prefix: str | None = Field(
         default=None,
-        pattern=r"^([A-Za-z_][\w.]*)?$",
         description="what the names of its parameters begin with in the unsplit model, such as "
         '"encoder"; "": with nothing, where `module` names them as that does; its own name when '
         "omitted",
@@ -123,6 +122,16 @@ class StageConfig(Strict):
     def turns(self) -> Turns:
         """Which of them computes which bundle of micro-batches."""
         return Turns(self.shares or [1] * self.num_replicas)
+
+    @field_validator("prefix")
+    @classmethod
+    def _check_prefix(cls, prefix: str | None) -> str | None:
+        if prefix and not all(prefix.removesuffix(".").split(".")):
+            raise ValueError(
+                "write a module's name in the unsplit model, with one dot between its parts, such "
+                'as "encoder" or "encoder.0"; "" for the model itself'
+            )
+        return prefix
 
     @model_validator(mode="after")
     def _check_replicas(self) -> Self:

@@ -23,6 +23,14 @@ def layers(width: int = 6, dropout: float = 0.0) -> Layers:
     ]
 
 
+def matrices() -> Layers:
+    """Two layers whose parameters are all matrices; the first's gradients are sparse."""
+    return [
+        ("embed", lambda: nn.Embedding(FEATURES, 6, sparse=True)),
+        ("head", lambda: nn.Linear(6, 4, bias=False)),
+    ]
+
+
 def as_dict() -> dict[str, Callable[[], nn.Module]]:
     """The same layers by name."""
     return dict(layers())

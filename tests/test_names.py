@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from pathlib import Path
 
@@ -11,10 +12,11 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import rpcmp as library
-from rpcmp import plan, weights
+from rpcmp import names, plan, weights
 from rpcmp.config import Config
 from rpcmp.configfile import parse
 from rpcmp.errors import ConfigError
+from tests import models
 from tests.processes import ZOO, JobFolder, rpcmp
 from tests.zoo.plain import Plain
 
@@ -100,7 +102,8 @@ def assigned(*prefixes: str | None, tied: list[list[str]] | None = None, **more:
         (("", "x", "y"), ["embed.weight", "x.2.weight"], r"'x.2.weight'; did you .*\(there are 'e"),
         (("", "x", "y"), ["a.embed.weight", "x.0.weight"], "no parameter 'a.embed.weight'; did"),
         (("", "x", "y"), ["embed.weight", "x.0.weight"], r"but 'embed.weight' is torch.float32 of"),
-        (("", "1x", "y"), None, "stages.1.prefix"),
+        (("", "a..b", "y"), None, "stages.1.prefix: write a module's name in the unsplit model"),
+        (("", ".", "y"), None, "one dot between its parts.* \\(got '.'\\)"),
     ],
 )
 def test_names_that_do_not_fit_are_refused_before_anything_starts(
@@ -108,6 +111,27 @@ def test_names_that_do_not_fit_are_refused_before_anything_starts(
 ) -> None:
     with pytest.raises(ConfigError, match=said):
         assigned(*prefixes, tied=[tied] if tied else None)
+
+
+def test_stages_may_be_cut_out_of_a_sequential() -> None:
+    stages = [
+        {"module": "torch.nn:Linear", "kwargs": {"in_features": a, "out_features": b}, "prefix": p}
+        for a, b, p in ((4, 6, "0"), (6, 6, "2."), (6, 1, "4"))
+    ]
+    config = parse({"loss": "torch.nn:MSELoss", "stages": stages})
+    found = names.of_layers(config, [[name] for name in config.stage_names])
+    assert found is not None
+    state = [name for named in found.values() for name in named.state]
+    assert state == [*models.as_sequential().state_dict()]
+    assigned("", "encoder.0", "encoder.1")
+
+
+def test_why_names_are_not_known_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    stages = [{"name": "a", "module": "tests.models:raising"}]
+    caplog.set_level(logging.DEBUG, "rpcmp.names")
+    assert names.of_layers(parse({"loss": "torch.nn:MSELoss", "stages": stages}), [["a"]]) is None
+    assert "stage 'a' cannot be built on the meta device here" in caplog.text
+    assert "ValueError: out of order" in caplog.text
 
 
 def test_what_cannot_be_built_here_is_told_apart_by_its_prefix() -> None:

@@ -156,6 +156,12 @@ def test_what_a_stage_has_of_its_own_is_tried_out(stage: dict[str, Any], message
         plan.assign(parse({**job, "stages": [stage]}))
 
 
+def test_an_optimizer_that_takes_matrices_only_may_have_stages_of_them() -> None:
+    model = {"layers": "tests.models:matrices", "num_stages": 2}
+    config = parse({"loss": "torch.nn:MSELoss", "model": model, "optimizer": "torch.optim:Muon"})
+    assert len(plan.assign(config)) == 2
+
+
 @pytest.mark.parametrize("config", [chain(num_stages=3), parse(BRANCHES)], ids=["chain", "graph"])
 def test_an_assignment_survives_the_journey_to_its_worker(config: Config) -> None:
     for assignment in plan.assign(config):

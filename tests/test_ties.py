@@ -51,6 +51,15 @@ def test_stages_that_share_a_weight_give_the_bits_of_one_process_wherever_the_cu
     assert sha256(free.out) != sha256(cut.out)
 
 
+def test_a_group_holds_for_a_shared_weight_by_its_second_name(job: JobFolder) -> None:
+    group = ("--set", 'optimizer.groups=[{match=["head.weight"],lr=0.5}]')
+    cut = rpcmp("verify", job.config(BODY), "--steps", "3", *group)
+    whole = rpcmp("verify", job.config(BODY), "--steps", "3", *group, "--set", "model.balance=[4]")
+    plain = rpcmp("verify", job.config(BODY), "--steps", "3")
+    assert "identical: 3 losses and 6 tensors" in cut.out, cut.err
+    assert sha256(cut.out) == sha256(whole.out) != sha256(plain.out)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 def test_so_they_do_under_other_schedules_and_with_replicas(job: JobFolder, schedule: str) -> None:
@@ -125,7 +134,8 @@ def test_a_program_sees_one_parameter() -> None:
 def test_a_program_gets_its_model_back_after_an_owners_optimizer_has_failed() -> None:
     """Its stage's neighbours waited in the same call for what the parameter would become."""
     tokens = torch.zeros(4, 6, dtype=torch.int64)
-    with library.launch(program(stages=[{"optimizer": "zoo:TroubledSGD"}, {}])) as pipeline:
+    stages = [{"optimizer": "zoo:TroubledSGD"}, {}]
+    with library.launch(program(stages=stages, recovery={"enabled": False})) as pipeline:
         pipeline.forward_backward(tokens, tokens)
         pipeline.optimizer.step()
         pipeline.forward_backward(tokens, tokens)
@@ -142,7 +152,7 @@ def test_nobody_waits_for_an_owner_whose_optimizer_fails(job: JobFolder, owner: 
         text = text.replace('["embed.weight", "head.weight"]', '["head.weight", "embed.weight"]')
     troubled = '\n[[stages]]\noptimizer = "zoo:TroubledSGD"\n'
     text += "\n[[stages]]\n" * owner + troubled + "\n[[stages]]\n" * (2 - owner)
-    once = ("--set", "recovery.watchdog=30.0", "--set", "recovery.max_restarts=0")
+    once = ("--set", "recovery.watchdog=30.0", "--set", "recovery.enabled=false")
     result = rpcmp("drive", job.config(text), *once)
     assert result.code != 0
     said = f"stage 'stage{owner}' failed in optimizer at step 2: ValueError: planted"

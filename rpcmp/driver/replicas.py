@@ -20,7 +20,7 @@ def require_fit(workers: Workers, config: Config) -> None:
     Raises:
         ConfigError: replicas have other code, or tensors of other names or shapes; two stages have
             the same name of something; a tied parameter does not exist, or is not like the one that
-            it is tied to; a parameter group has nothing in it.
+            it is tied to; a parameter group has a pattern that matches nothing.
     """
     signatures = workers.everywhere(Stage.signature)
     hosts = {label: signature.pop(HOST) for label, signature in signatures.items()}
@@ -39,7 +39,11 @@ def require_fit(workers: Workers, config: Config) -> None:
         for worker in workers
     }
     names.require_distinct(kinds)
-    optimizers.require_matches(config, kinds)
+    trained = {
+        stage: {name: kind.endswith("trained") for name, kind in of_stage.items()}
+        for stage, of_stage in kinds.items()
+    }
+    optimizers.require_matches(config, trained)
     every = {name: kind for of_stage in kinds.values() for name, kind in of_stage.items()}
     require_equal_kinds(config.tied, every)
 

@@ -67,7 +67,7 @@ def _part(stage: str, reference: Reference, has: dict[str, Any]) -> Any:
 
 def _load_lazily_loaded(order: Order) -> None:
     """Train a tiny model: torch loads some 100 MiB of itself only then, in a worker as well."""
-    model = nn.Linear(2, 2)
+    model = nn.Linear(2, 2, bias=False)  # some optimizers take matrices only
     optimizer = optimizers.create(order.config.optimizer_of(0), dict(model.named_parameters()))
     model(torch.ones(2, 2)).sum().backward()
     optimizer.step()
