@@ -122,12 +122,19 @@ def test_one_that_takes_no_smaller_parameters_is_tried_on_those_that_there_are()
         made({"optimizer": picky}, model=wide)
 
 
-def test_attributes_that_no_file_holds_are_named_though_they_were_not_needed(
+def test_an_attribute_that_no_file_holds_is_named_once_a_step_has_changed_it(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    made({"optimizer": "tests.zoo.ownoptimizers:LaterHidden"})
-    (said,) = {record.getMessage() for record in caplog.records if record.levelname == "WARNING"}
-    assert "no checkpoint holds its attributes helper. " in said
+    """Too late for any trial: momentum after a warm-up."""
+    _, optimizer = made({"optimizer": "tests.zoo.ownoptimizers:LaterHidden"})
+    said = []
+    for number in range(1, optimizers.WARM_UP + 4):
+        step(optimizer, number)
+        optimizer.parts()
+        said.append([one.getMessage() for one in caplog.records if one.levelname == "WARNING"])
+    assert said[optimizers.WARM_UP - 1] == []
+    (warning,) = said[-1]
+    assert "LaterHidden has changed its attribute 'helper', which no checkpoint holds" in warning
 
 
 def test_without_recovery_what_cannot_be_restored_may_train() -> None:

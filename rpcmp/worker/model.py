@@ -152,12 +152,10 @@ class StageModel:
             and (whole := self._prefixes[layer] + name) not in self.foreign
         }
 
-    def smallest_microbatch(self) -> tuple[int, int]:
-        """Samples that a micro-batch should have to be trained with, and has to have."""
+    def smallest_microbatch(self) -> int:
+        """Return how many samples a micro-batch needs that this stage is trained with."""
         self._set_mode(training=True)
-        modules = [*self._modules.values()]
-        needed = microbatch.smallest_for(modules, microbatch.FAILS_ON_ONE)
-        return microbatch.smallest_for(modules), needed
+        return microbatch.smallest_for(self._modules.values())
 
     def signature(self) -> dict[str, str]:
         """What each parameter and buffer is, and what computes with them, in words; and the host.

@@ -174,6 +174,7 @@ class StageOptimizer:
         if self._optimizer is None:
             return {}, None, None, None, None
         kept, built = self._keeper.read(), self._built
+        self._keeper.warn_of_hidden()
         began = None if built is None else built._asdict()
         return kept.state, kept.groups, self._scheduler_state(), began, kept.aside
 
@@ -246,7 +247,7 @@ class StageOptimizer:
 
     def _learning_rates(self) -> list[float]:
         groups = [] if self._optimizer is None else self._optimizer.param_groups
-        return [float(group["lr"]) for group in groups if "lr" in group]
+        return [float(group["lr"]) for group in groups if group.get("lr") is not None]
 
     def _zero_grad(self) -> None:
         for parameter in self._trained:

@@ -25,6 +25,9 @@ from torch import Tensor
 from rpcmp import treespec
 from rpcmp.errors import CheckpointError, ConfigError
 from rpcmp.worker import bits
+from rpcmp.worker.hiddenstate import HiddenState
+
+_log = logging.getLogger(__name__)
 
 _TORCHS_OWN = {
     *vars(torch.optim.SGD([torch.zeros(1, requires_grad=True)])),
@@ -89,6 +92,7 @@ class OptimizerState:
             ) from error
         self.defaults = dict(getattr(optimizer, "defaults", {}))
         self._built = copy.deepcopy(self._attributes())
+        self._hidden = HiddenState(self.hidden())
 
     def read(self) -> Kept:
         """What it keeps now; tensors are not copied."""
@@ -143,19 +147,34 @@ class OptimizerState:
         self._undo_casts(kept.state)
         self._lay_out()
 
-    def hidden(self) -> list[str]:
+    def hidden(self) -> dict[str, Any]:
         """Its own attributes that no file can hold: without code, constants, and what has a
         `state_dict` that its own may contain."""
         found = getattr(self._optimizer, "__dict__", {})
-        return [
-            key
+        return {
+            key: value
             for key, value in found.items()
             if key not in _TORCHS_OWN
             and not _is_plain(value)
             and not isinstance(value, _CONSTANTS)
             and not callable(value)
             and not hasattr(value, "state_dict")
-        ]
+        }
+
+    def warn_of_hidden(self) -> None:
+        """Warn, once each, of attributes that steps have changed and that no file can hold.
+
+        A rehearsal has shown that its own steps do not need them; later ones may.
+        """
+        for name in self._hidden.changed(self.hidden()):
+            _log.warning(
+                "%s: %s has changed its attribute %r, which no checkpoint holds: if steps depend "
+                "on it, a run that goes on after a fault has other bits; keep what they need in "
+                "self.state[parameter]",
+                self._where,
+                self._kind,
+                name,
+            )
 
     @property
     def _kind(self) -> str:

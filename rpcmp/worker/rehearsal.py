@@ -109,14 +109,6 @@ def require_restorable(
             "self.state[parameter], as tensors, numbers, strings, lists and dicts; or set "
             "recovery.enabled = false, without [checkpoint], to train without recovery"
         )
-    if hidden := whole.state.hidden():
-        _log.warning(
-            "%s: no checkpoint holds its attributes %s. %d steps came out the same without them; "
-            "what later ones need belongs in self.state[parameter]",
-            what,
-            ", ".join(hidden),
-            STEPS,
-        )
 
 
 def _whole(

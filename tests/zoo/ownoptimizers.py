@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from typing import Any, NamedTuple
 
@@ -128,6 +129,16 @@ class NoRate(MyOpt):
         p -= group["speed"] * grad
 
 
+class NoneRate(MyOpt):
+    """Its learning rate is None: it finds one by itself."""
+
+    def __init__(self, params: Any, lr: float | None = None) -> None:
+        torch.optim.Optimizer.__init__(self, params, {"lr": lr})
+
+    def one(self, p: Tensor, grad: Tensor, state: Any, group: dict[str, Any]) -> None:
+        p -= grad / (1 + grad.norm())
+
+
 class Columns(MyOpt):
     """A matrix that lies column by column, as LAPACK returns it: products have other bits."""
 
@@ -164,7 +175,19 @@ class Picky(MyOpt):
         super().one(p, grad, state, group)
 
 
-RESTORED = (MyOpt, Nested, Late, Counting, Noisy, Beside, Around, NoRate, Columns, TwoKeys)
+RESTORED = (
+    MyOpt,
+    Nested,
+    Late,
+    Counting,
+    Noisy,
+    Beside,
+    Around,
+    NoRate,
+    NoneRate,
+    Columns,
+    TwoKeys,
+)
 """Those that come back as they were."""
 
 
@@ -264,6 +287,9 @@ class Helper:
         self.sums: dict[Any, Any] = {}
 
 
+WARM_UP = 25
+
+
 class LaterHidden(MyOpt):
     """Keeps momentum where no file finds it, after a warm-up longer than any trial."""
 
@@ -272,8 +298,12 @@ class LaterHidden(MyOpt):
         self.helper = Helper()
         self.device = torch.device("cpu")
         self.watched = [p for group in self.param_groups for p in group["params"]]
+        self.lock = threading.Lock()
 
     def one(self, p: Tensor, grad: Tensor, state: Any, group: dict[str, Any]) -> None:
+        state["n"] = state.get("n", 0) + 1
+        if state["n"] > WARM_UP:
+            grad = self.helper.sums.setdefault(p, torch.zeros_like(p)).mul_(0.9).add_(grad)
         p -= group["lr"] * grad
 
 
