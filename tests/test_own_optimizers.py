@@ -3,10 +3,12 @@ themselves, or they are refused before the first step."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from typing import Any
 
 import pytest
+import pytorch_optimizer
 import torch
 
 from rpcmp.errors import CheckpointError, ConfigError
@@ -100,7 +102,6 @@ def test_an_own_optimizer_comes_back_as_it_was(own: type) -> None:
 
 @pytest.mark.parametrize("name", OF_A_PACKAGE)
 def test_an_optimizer_of_a_package_comes_back_as_it_was(name: str) -> None:
-    pytest.importorskip("pytorch_optimizer")
     require_comes_back({"optimizer": f"pytorch_optimizer:{name}"})
 
 
@@ -163,7 +164,6 @@ def test_what_lies_beside_the_parameters_does_not_fit_another_cut() -> None:
 
 
 def test_an_option_that_all_groups_say_needs_no_default() -> None:
-    pytest.importorskip("pytorch_optimizer")
     groups = [
         {"match": ["*.weight"], "use_muon": True, "lr": 0.02},
         {"match": ["*"], "use_muon": False},
@@ -171,10 +171,26 @@ def test_an_option_that_all_groups_say_needs_no_default() -> None:
     require_comes_back({"optimizer": {"callable": "pytorch_optimizer:Muon", "groups": groups}})
 
 
-def test_one_with_weights_of_its_own_for_evaluations_is_refused() -> None:
-    pytest.importorskip("pytorch_optimizer")
+@pytest.mark.parametrize(
+    "name", ["pytorch_optimizer:ScheduleFreeAdamW", "schedulefree:AdamWScheduleFree"]
+)
+def test_one_with_weights_of_its_own_for_evaluations_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match="has to be told"):
-        made({"optimizer": "pytorch_optimizer:ScheduleFreeAdamW"})
+        made({"optimizer": name})
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "name",
+    [
+        name
+        for name, kind in vars(pytorch_optimizer).items()
+        if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)
+    ],
+)
+def test_any_optimizer_of_a_package_comes_back_as_it_was_or_is_refused(name: str) -> None:
+    with contextlib.suppress(ConfigError):  # what fits no plain list of parameters, too
+        require_comes_back({"optimizer": f"pytorch_optimizer:{name}"})
 
 
 # In a run of the command line, with a worker that dies
