@@ -374,8 +374,8 @@ class RecoveryConfig(Strict):
     keep_days: float = Field(
         default=14.0,
         ge=0,
-        description="days after which a later run removes the checkpoint that a run left because it "
-        "had to give up; one that ends well and comes as far removes it at once",
+        description="days after which a later run removes the checkpoint of one that had to give "
+        "up; one that ends well and comes as far removes it at once",
     )
     spares: list[str] = Field(
         default_factory=list, description="HOST:PORT of servers that can take any stage"

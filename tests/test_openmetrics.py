@@ -110,6 +110,13 @@ def test_steps_add_up() -> None:
     assert not of(found, "rpcmp_idle_seconds_total", "kind")  # nobody knows the reasons yet
 
 
+def test_each_parameter_group_has_its_learning_rate_where_there_are_several() -> None:
+    metrics = RunMetrics()
+    metrics.tell({**step(1, a={}, b={}), "group_learning_rates": {"a": [0.5, 0.25]}})
+    found = of(told(metrics), "rpcmp_group_learning_rate", "group")
+    assert found == {("0",): 0.5, ("1",): 0.25}
+
+
 def test_idle_time_is_divided_by_its_reasons_and_none_is_lost() -> None:
     metrics = RunMetrics()
     busy = {"F": 0.02, "B": 0.02, "W": 0.0, "O": 0.0}  # of 0.1 s

@@ -89,6 +89,10 @@ def test_a_run_that_trains_loses_a_stage_comes_back_and_ends(
         train = "zoo:regression"
         test = { callable = "zoo:regression", kwargs = { samples = 7 } }
         batch_size = 20
+        [optimizer]
+        callable = "torch.optim:SGD"
+        kwargs = { lr = 0.001 }
+        groups = [{ match = ["*.bias"], lr = 0.002 }]
     """)
     command = ("drive", config, "--json", "--ui", "127.0.0.1:0", "--connect", connect(servers))
     with running(*command) as run:
@@ -112,6 +116,7 @@ def _sees_it_train(tab: Tab) -> None:
         expect(node(tab, name)).to_have_attribute("data-state", "running")
         expect(node(tab, name).locator(".facts")).to_contain_text("MiB")
     expect(tab.locator("#loss-reading")).to_have_text(re.compile(r"step [\d,]+: [\d.]"))
+    expect(tab.locator("dd", has_text="0.001 · 0.002")).to_be_visible()
     for chart in ("#loss", "#rate"):
         _moves(tab, chart)
     expect(tab.locator("#timeline canvas")).to_be_visible()

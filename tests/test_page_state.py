@@ -184,6 +184,14 @@ def test_what_is_no_number_does_not_reach_the_browser() -> None:
     assert part(state, "evaluations") == [[1, 0.0, {"loss": None, "f1": None}]]
 
 
+def test_the_learning_rates_are_those_of_all_groups() -> None:
+    step = next(event for event in pageevents.run(1) if event["event"] == "step")
+    assert part(state_of(step), "progress")["learning_rates"] == [0.003]
+    groups = {"lift:0": [0.003, math.inf, 0.03], "finish": [0.5, 0.25]}
+    several = state_of({**step, "group_learning_rates": groups})
+    assert part(several, "progress")["learning_rates"] == [0.003, 0.03]
+
+
 def test_an_event_that_nobody_shows_changes_nothing() -> None:
     state = state_of(next(pageevents.run(1)))
     version = state.version

@@ -37,7 +37,10 @@ def told(of: Config, events: Sequence[Message]) -> Any:
 def test_curves(tmp_path: Path) -> None:
     of = runs.config(tmp_path, log=LOG)
     vitals = {"workers": {"lift": {"memory": 7.0}}, "step": 2, "time": runs.BEGIN + 2}
-    found = told(of, [*runs.events(of, LOSSES)[:-1], {"event": "vitals", **vitals}])
+    groups = {"group_learning_rates": {"head": [0.1, 0.01]}}
+    events = [e | groups if e["event"] == "step" else e for e in runs.events(of, LOSSES)[:-1]]
+    found = told(of, [*events, {"event": "vitals", **vitals}])
+    assert found.Scalars("learning_rate/head/group1")[0].value == pytest.approx(0.01)
     loss = found.Scalars("loss")
     assert [(point.step, point.value) for point in loss] == [(1, 2.0), (2, 1.0), (3, 0.5)]
     assert [point.wall_time for point in loss] == [runs.BEGIN + step for step in (1, 2, 3)]
@@ -52,6 +55,7 @@ def test_curves(tmp_path: Path) -> None:
         "busy/head",
         "learning_rate/lift",
         "learning_rate/head",
+        "learning_rate/head/group1",
         "eval/loss",
         "eval/accuracy",
         "memory/lift",

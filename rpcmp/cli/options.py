@@ -157,5 +157,5 @@ budget_option = click.option(
     type=click.FloatRange(min=0, min_open=True),
     default=60.0,
     show_default=True,
-    help="How long to measure.",
+    help="How long it may take, the start included.",
 )
