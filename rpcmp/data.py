@@ -14,7 +14,7 @@ import gc
 import itertools
 import operator
 import pickle
-from collections.abc import Callable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterator, Sized
 from typing import Any, NamedTuple, Protocol, SupportsIndex, cast
 
 import torch
@@ -375,7 +375,8 @@ def _to_bytes(collate: Callable[[Any], Any], samples: Any) -> bytes:
 def _pair(batch: Any) -> Loaded:
     """A mini-batch as the stages read it: what is no pair is its own target, as of a model that
     learns what its input looks like, or of a loss that picks its targets from a dict."""
-    if isinstance(batch, torch.Tensor | Mapping):
+    batch = tree.plain(batch)  # a collate function may return any mapping
+    if isinstance(batch, torch.Tensor | dict):
         return Loaded(batch, batch)
     if not isinstance(batch, tuple | list) or len(batch) != 2:
         raise ConfigError(

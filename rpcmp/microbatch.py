@@ -23,7 +23,10 @@ NEEDS_TWO = (
     *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
     *(nn.LazyBatchNorm1d, nn.LazyBatchNorm2d, nn.LazyBatchNorm3d),
 )
-"""Layers that a single sample tells nothing of: torch refuses "more than 1 value per channel"."""
+"""Layers that a single sample may give one value per channel, which torch refuses to train with.
+
+On larger maps it gives more, and torch trains; only the layer's input shows that, so both count.
+"""
 
 
 def sizes(num_samples: int, num_microbatches: int, smallest: int = 1) -> list[int]:
@@ -44,21 +47,19 @@ def sizes(num_samples: int, num_microbatches: int, smallest: int = 1) -> list[in
     return [base + 1] * larger + [base] * (count - larger)
 
 
-FAILS_ON_ONE = (nn.BatchNorm1d, nn.LazyBatchNorm1d)
-"""Those of them whose samples are mostly a value per channel: of one, torch makes an error."""
-
-
-def smallest_for(
-    modules: Iterable[nn.Module], kinds: tuple[type[nn.Module], ...] = NEEDS_TWO
-) -> int:
-    """How many samples a micro-batch needs that these are trained with.
+def smallest_for(modules: Iterable[nn.Module]) -> int:
+    """Return how many samples a micro-batch needs that `modules` are trained with.
 
     Args:
-        modules: in training mode, where they did not refuse that.
-        kinds: of layers that need two.
+        modules: in training mode, unless they refuse that.
     """
     every = (part for module in modules for part in module.modules())
-    return 2 if any(isinstance(part, kinds) and part.training for part in every) else 1
+    return 2 if any(isinstance(part, NEEDS_TWO) and _uses_batch(part) for part in every) else 1
+
+
+def _uses_batch(layer: nn.Module) -> bool:
+    """Whether a layer of batch normalization computes statistics of the batch it is given."""
+    return layer.training or (layer.running_mean is None and layer.running_var is None)
 
 
 def num_samples(batch: Any) -> int:

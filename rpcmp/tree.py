@@ -5,7 +5,7 @@ A leaf is anything that is not a tuple, list or dict. Named tuples keep their ty
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeAlias
 
 import torch
@@ -56,6 +56,15 @@ def map_tensors(function: Callable[[torch.Tensor], Any], tree: Any) -> Any:
     if isinstance(tree, torch.Tensor):
         return function(tree)
     return map_leaves(lambda leaf: function(leaf) if isinstance(leaf, torch.Tensor) else leaf, tree)
+
+
+def plain(tree: Any) -> Any:
+    """Return `tree` with a dict in place of every other mapping, such as a UserDict."""
+
+    def as_dict(leaf: Any) -> Any:
+        return plain(dict(leaf)) if isinstance(leaf, Mapping) else leaf
+
+    return map_leaves(as_dict, tree)
 
 
 def select(tree: Any, path: tuple[str, ...]) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import UserDict
 from collections.abc import Iterator
 from contextlib import closing
 from multiprocessing import resource_tracker
@@ -266,3 +267,12 @@ def test_a_list_of_pairs_is_a_dataset(monkeypatch: pytest.MonkeyPatch) -> None:
     ((inputs, targets),) = load_returned(monkeypatch, pairs).epoch(1)
     assert inputs["image"].shape == (3, 2)
     assert targets.tolist() == [0, 1, 2]
+
+
+def test_mappings_of_every_kind_become_dicts(monkeypatch: pytest.MonkeyPatch) -> None:
+    pairs = [UserDict(tokens=UserDict(ids=torch.ones(2)), label=index) for index in range(3)]
+    ((inputs, targets),) = load_returned(monkeypatch, pairs).epoch(1)
+    assert inputs is targets
+    assert (type(inputs), type(inputs["tokens"])) == (dict, dict)
+    assert inputs["tokens"]["ids"].shape == (3, 2)
+    assert inputs["label"].tolist() == [0, 1, 2]

@@ -102,7 +102,8 @@ def test_faults_in_an_evaluation_and_after_the_best_step_change_nothing(
     planted = (
         *("--set", f"metrics.error.kwargs.marker={worker}"),  # in the rehearsal
         *("--set", f"metrics.fit.kwargs.marker={driver}"),
-        *("--set", "metrics.fit.kwargs.strikes_in=5"),  # of the second driver process
+        # Of the second driver process, which has rehearsed two mini-batches.
+        *("--set", "metrics.fit.kwargs.strikes_in=6"),
     )
     result = drive(config(faults), *FAST, *planted)
     assert committed(result) == committed(undisturbed[1])
@@ -210,8 +211,91 @@ def test_a_metric_that_fails_does_so_before_the_first_step(
     assert said in result.err
 
 
+@pytest.mark.parametrize("at", ["driver", "stage"])
+def test_an_evaluation_that_fails_does_so_before_the_first_step_without_any_metric(
+    job: JobFolder, at: str
+) -> None:
+    """Samples with 7 features instead of 8."""
+    path = job.config(f"""
+        [model]
+        layers = "zoo:mlp"
+        balance = [2, 2]
+        [data]
+        train = "zoo:regression"
+        test = {{ callable = "torch:ones", kwargs = {{ size = [20, 7] }} }}
+        at = "{at}"
+    """)
+    result = drive(path)
+    assert result.code == 2
+    assert not [e for e in result.events if e["event"] in ("step", "fault")]
+    assert "tried on the first mini-batch of data.test before the first step" in result.err
+    assert "mat1 and mat2 shapes cannot be multiplied" in result.err
+
+
+@pytest.mark.parametrize("at", ["driver", "stage"])
+def test_an_evaluation_whose_last_mini_batch_is_too_small_fails_before_the_first_step(
+    job: JobFolder, at: str
+) -> None:
+    """Without running statistics batch normalization needs two samples there as well."""
+    (job.folder / "still.py").write_text(
+        "from torch import nn\n"
+        "norm = nn.BatchNorm1d(8, track_running_stats=False)\n"
+        "layers = lambda: [('norm', norm), ('head', nn.Linear(8, 1))]\n"
+    )
+    path = job.config(f"""
+        [model]
+        layers = "still:layers"
+        balance = [1, 1]
+        [data]
+        train = {{ callable = "zoo:regression", kwargs = {{ samples = 16 }} }}
+        test = {{ callable = "zoo:regression", kwargs = {{ samples = 17 }} }}
+        batch_size = 8
+        at = "{at}"
+    """)
+    result = drive(path)
+    assert result.code == 2
+    assert not [e for e in result.events if e["event"] in ("step", "fault")]
+    assert "tried on the last mini-batch of data.test before the first step" in result.err
+    assert "Expected more than 1 value per channel" in result.err
+
+
+LATE = """
+class Late:
+    def reset(self):
+        self.seen = 0
+    def update(self, outputs, targets):
+        self.seen += len(targets)
+    def compute(self):
+        return 1 / (self.seen - 10)
+"""
+"""Like a recall of classes that the first mini-batch, 10 samples, has none of."""
+
+
+def test_a_metric_for_which_one_mini_batch_is_not_enough_is_a_warning(
+    job: JobFolder, tmp_path: Path
+) -> None:
+    (job.folder / "late.py").write_text(LATE)
+    sections = SECTIONS.partition("[checkpoint]")[0].partition("fit =")[0]
+    data = SECTIONS[SECTIONS.index("[data]") :]
+    path = Faults(job).config(
+        "steps = 3", stages=2, sections=f'{sections}late = "late:Late"\n{data}'
+    )
+    result = drive(path)
+    (text,) = [event["text"] for event in result.events if event["event"] == "warning"]
+    assert text.startswith(
+        "metrics.late failed in compute(): ZeroDivisionError: division by zero; tried on one "
+        "mini-batch of data.test before the first step."
+    )
+    assert "\n" not in text
+    assert result.event("eval")["late"] == 1 / 13
+    untried = Faults(JobFolder(tmp_path / "untried")).config("steps = 3", stages=2)
+    assert committed(result) == committed(drive(untried))
+
+
 def test_what_fails_in_the_first_step_is_not_tried_again(job: JobFolder) -> None:
-    path = config(Faults(job))
-    result = drive(path, "--set", "loss=torch.nn:NLLLoss")
-    assert result.code in (1, 2)
+    faults = Faults(job).fail_at(1, 1, "forward", "exception", again=True)
+    result = drive(faults.config("steps = 4", stages=2))
+    assert result.code == 1
+    assert [(each["stage"], each["step"]) for each in faults.struck] == [(1, 1)]
+    assert "failed in forward of micro-batch 0 at step 1: RuntimeError: planted" in result.err
     assert not [event for event in result.events if event["event"] in ("step", "fault")]

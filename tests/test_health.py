@@ -81,7 +81,7 @@ def test_somebody_who_says_nothing(certs: Path, options: list[str]) -> None:
     assert f"{address} does not answer within 0.5 s" in found.err
 
 
-@pytest.mark.parametrize("options", [["--insecure"]])
+@pytest.mark.parametrize("options", [[], ["--insecure"]])
 def test_a_server_that_wants_tls_says_so(
     job: JobFolder, server: Server, options: list[str]
 ) -> None:

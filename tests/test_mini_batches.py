@@ -59,12 +59,16 @@ def test_only_what_is_trained_with_the_batchs_own_statistics_needs_two() -> None
     needs: list[tuple[Callable[[], nn.Module], int]] = [
         (lambda: nn.Linear(1, 1), 1),
         (lambda: nn.Sequential(nn.Linear(1, 1), nn.BatchNorm1d(1)), 2),
+        (lambda: nn.BatchNorm2d(1), 2),
+        (lambda: nn.SyncBatchNorm(1), 2),
         (lambda: nn.LazyBatchNorm3d(), 2),
+        (lambda: nn.BatchNorm1d(1, track_running_stats=False).eval(), 2),
         (lambda: nn.GroupNorm(1, 1), 1),
-        (lambda: Frozen(1), 1),
+        (lambda: nn.InstanceNorm2d(1), 1),  # of one value it fails with any number of samples
+        (lambda: Frozen(1).train(), 1),
     ]
     for make, found in needs:
-        assert microbatch.smallest_for([nn.Identity(), make().train()]) == found
+        assert microbatch.smallest_for([nn.Identity(), make()]) == found
 
 
 @pytest.mark.parametrize("samples", [11, 13, 15])
@@ -82,18 +86,59 @@ def test_a_mini_batch_that_is_too_small_is_refused_before_the_first_step(
     refused = rpcmp("drive", config, "--json", "--set", f"data.at={at}")
     assert refused.code == 2
     assert not [event for event in refused.events if event["event"] == "step"]
-    assert "the last mini-batch of an epoch has 1 sample, and a micro-batch needs 2" in refused.err
-    assert "data.drop_last = true" in refused.err
-    assert "data.min_microbatch = 1" in refused.err
+    assert (
+        "the last mini-batch of an epoch has 1 sample (data.batch_size = 8), and a micro-batch "
+        "needs 2, since stage 'stage0' trains batch normalization: set data.drop_last = true, or "
+        "change data.batch_size, or set data.min_microbatch = 1"
+    ) in " ".join(refused.err.split())
     for mends in ("data.drop_last=true", "data.batch_size=7", "steps=1"):
         more = ("--set", mends, "--set", f"data.at={at}")
         assert rpcmp("drive", config, *more).code == 0, mends
 
 
-def test_fewer_micro_batches_than_were_asked_for_are_told(job: JobFolder) -> None:
-    ended = rpcmp("drive", normalized(job, 8), "--json", "--set", "data.batch_size=4")
-    (text,) = [event["text"] for event in ended.events if event["event"] == "warning"]
-    assert text.startswith("4 samples make 2 micro-batches of at least 2, and not 4")
+@pytest.mark.parametrize("at", ["driver", "stage"])
+def test_mini_batches_of_one_sample_are_refused_in_a_run_of_less_than_an_epoch(
+    job: JobFolder, at: str
+) -> None:
+    options = ("--set", "data.batch_size=1", "--set", f"data.at={at}")
+    refused = rpcmp("drive", normalized(job, 9), "--json", *options)
+    assert refused.code == 2
+    assert not [event for event in refused.events if event["event"] in ("step", "fault")]
+    assert (
+        "each mini-batch of an epoch has 1 sample (data.batch_size = 1), and a micro-batch needs "
+        "2, since stage 'stage0' trains batch normalization: raise data.batch_size"
+    ) in " ".join(refused.err.split())
+
+
+def test_batch_normalization_of_maps_is_refused_one_sample_unless_the_config_allows_it(
+    job: JobFolder,
+) -> None:
+    """What a map of one value per channel would fail with, after a whole epoch."""
+    config = job.config(
+        NORMALIZED.replace("SAMPLES", "17").replace("zoo:mlp", "zoo:cnn").replace("2, 2", "3, 3")
+    )
+    refused = rpcmp("drive", config, "--json")
+    assert refused.code == 2
+    assert not [event for event in refused.events if event["event"] == "step"]
+    assert "the last mini-batch of an epoch has 1 sample" in refused.err
+    assert "its maps have more than one value per channel" in " ".join(refused.err.split())
+    allowed = rpcmp("verify", config, "--steps", "4", "--set", "data.min_microbatch=1")
+    assert allowed.code == 0, allowed.err
+
+
+def test_fewer_micro_batches_than_were_asked_for_are_told_and_replicas_without_any(
+    job: JobFolder,
+) -> None:
+    replicated = NORMALIZED.replace("[data]", "[[stages]]\nreplicas = 3\n[[stages]]\n[data]")
+    config = job.config(replicated.replace("SAMPLES", "8"))
+    ended = rpcmp("drive", config, "--json", "--set", "data.batch_size=4")
+    assert ended.code == 0, ended.err
+    fewer, idle = [event["text"] for event in ended.events if event["event"] == "warning"]
+    assert fewer.startswith("4 samples make 2 micro-batches of at least 2, and not 4")
+    assert idle == (
+        "stage 'stage0': replica 2 will have nothing to do, since a step has only 2 micro-batches; "
+        "raise data.batch_size"
+    )
 
 
 def test_the_config_may_say_how_many_are_enough(job: JobFolder) -> None:
@@ -101,6 +146,10 @@ def test_the_config_may_say_how_many_are_enough(job: JobFolder) -> None:
     wrong = rpcmp("drive", config, "--set", "data.min_microbatch=9")
     assert wrong.code == 2
     assert "min_microbatch = 9 is more than batch_size = 8" in wrong.err
+    more = ("--set", "data.min_microbatch=3", "--set", "data.batch_size=7", "--steps", "3")
+    wrong = rpcmp("drive", config, *more)
+    assert wrong.code == 2
+    assert "a micro-batch needs 3, as data.min_microbatch says" in " ".join(wrong.err.split())
     proved = rpcmp("verify", config, "--steps", "2", "--set", "data.min_microbatch=3")
     assert proved.code == 0, proved.err
 
@@ -129,6 +178,20 @@ train = "samples:Texts"
 collate = { callable = "samples:padded", kwargs = { value = 0 } }
 sampler = { callable = "samples:ByLength", kwargs = { group = 15 } }
 """,
+    "mappings": """
+loss = "tokenized:loss"
+[[stages]]
+module = "torch.nn:Linear"
+kwargs = { in_features = 8, out_features = 8 }
+inputs = ["input.more.x"]
+[[stages]]
+module = "torch.nn:Linear"
+kwargs = { in_features = 8, out_features = 1 }
+[data]
+train = "samples:Mapped"
+test = "samples:Mapped"
+collate = "tokenized:collate"
+""",
     "weighted": """
 [model]
 layers = "zoo:mlp"
@@ -147,12 +210,30 @@ train = { callable = "torch:ones", kwargs = { size = [20, 8] } }
 }
 
 
+TOKENIZED = """
+from collections import UserDict
+import torch
+from torch.utils.data import default_collate
+
+class Encoding(UserDict):
+    pass
+
+def collate(samples):
+    return Encoding(more=Encoding(default_collate(samples)))
+
+def loss(outputs, batch):
+    return torch.nn.functional.mse_loss(outputs, batch["more"]["y"])
+"""
+"""Mappings that are no dicts, as transformers' tokenizers and collators return them."""
+
+
 @pytest.mark.parametrize("at", ["driver", "stage"])
 @pytest.mark.parametrize("name", MADE)
 def test_samples_of_every_kind_have_the_bits_of_one_process(
     job: JobFolder, name: str, at: str
 ) -> None:
     text = MADE[name].replace("[data]", f'[data]\nbatch_size = 7\nat = "{at}"')
+    (job.folder / "tokenized.py").write_text(TOKENIZED)
     config = job.config(f"steps = 9\n{text}")
     proved = rpcmp("verify", config, "--steps", "9")
     assert proved.code == 0, proved.err

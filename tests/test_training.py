@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import threading
 from collections.abc import Callable
@@ -13,6 +14,7 @@ import pytest
 
 from rpcmp.config import Config
 from rpcmp.configfile import parse
+from rpcmp.data import Loaded
 from rpcmp.driver.best import Best
 from rpcmp.driver.datasets import Datasets
 from rpcmp.driver.evaluation import Evaluation
@@ -22,6 +24,7 @@ from rpcmp.driver.progress import Progress
 from rpcmp.driver.rounds import Batch, Round
 from rpcmp.driver.tracer import Tracer
 from rpcmp.driver.training import Training
+from rpcmp.errors import ConfigError, JobError
 from rpcmp.members import Member
 from rpcmp.process.channel import Message
 from rpcmp.trace import chrome
@@ -38,6 +41,8 @@ class Stages:
         optimizer: the same, for the optimizers.
         is_held: whether steps are held.
         test_losses: what evaluations give, by step; 0.5 after all others.
+        trained: samples of the smallest mini-batch of the run.
+        evaluated: samples of each mini-batch that was evaluated.
     """
 
     def __init__(self, config: Config, test_losses: dict[int, float] | None = None) -> None:
@@ -47,13 +52,15 @@ class Stages:
         self.optimizer = self
         self.is_held = config.holds_steps
         self.scaler = None
+        self.trained = 0
+        self.evaluated: list[int] = []
         self._done = 0
 
     def require_enough(self, samples: int) -> None:
-        """One sample is enough for them."""
+        self.trained = samples
 
-    def fewer_microbatches(self) -> str:
-        return ""
+    def warnings(self) -> list[str]:
+        return []
 
     def start_step(
         self,
@@ -88,6 +95,9 @@ class Stages:
 
     def evaluate(self, batch: Batch, step: int, own: Metrics) -> Evaluation:
         self.log.append(f"evaluate{step}")
+        self.evaluated.append(batch.num_samples)
+        if isinstance(batch, Loaded):
+            own.update(batch.inputs, batch.targets)
         return Evaluation(batch.num_samples, self.test_losses.get(step, 0.5))
 
     @staticmethod
@@ -117,8 +127,10 @@ def _training(
     report: Callable[[Message], None],
     stop: threading.Event,
     begin: Progress | None = None,
+    metrics: Metrics | None = None,
 ) -> Training:
-    return Training(config, Datasets.load(config), cast(Group, stages), report, stop, begin)
+    group = cast(Group, stages)
+    return Training(config, Datasets.load(config), group, report, stop, begin, metrics=metrics)
 
 
 def test_the_next_step_begins_before_this_one_is_waited_for() -> None:
@@ -153,7 +165,7 @@ def test_all_steps_are_done_before_a_scheduler_steps_and_before_an_evaluation() 
     scheduler = {"callable": "torch.optim.lr_scheduler:StepLR", "kwargs": {"step_size": 1}}
     stages, reported = train(job(epochs=2, scheduler=scheduler, data=data))
     assert stages.log == [
-        *("start1", "start2", "finish1", "finish2", "settle"),
+        *("evaluate0", "start1", "start2", "finish1", "finish2", "settle"),
         *("scheduler 1.5", "evaluate2", "evaluate2"),
         *("start3", "start4", "finish3", "finish4", "settle"),
         *("scheduler 3.5", "settle", "evaluate4", "evaluate4"),
@@ -288,7 +300,8 @@ def test_an_evaluation_that_was_stopped_is_made_by_the_run_that_goes_on() -> Non
 
     class Stopped(Stages):
         def evaluate(self, batch: Batch, step: int, own: Metrics) -> Evaluation:
-            stop.set()
+            if step:  # which is none of the rehearsal
+                stop.set()
             return super().evaluate(batch, step, own)
 
     stages, stop = Stopped(config), threading.Event()
@@ -342,8 +355,9 @@ TESTED = {"train": "tests.models:dataset", "test": "tests.models:dataset", "batc
 
 
 def evaluations(log: list[str]) -> list[int]:
-    """The steps that were evaluated; each has two mini-batches."""
-    found = [int(entry.removeprefix("evaluate")) for entry in log if entry.startswith("evaluate")]
+    """The steps that were evaluated, each with two mini-batches, and not the rehearsal."""
+    steps = [entry.removeprefix("evaluate") for entry in log if entry.startswith("evaluate")]
+    found = [int(step) for step in steps if step != "0"]
     assert found[::2] == found[1::2]
     return found[::2]
 
@@ -354,10 +368,63 @@ def test_evaluations_follow_every_so_many_steps(count: dict[str, int]) -> None:
     assert evaluations(stages.log) == [3, 6, 8]
     told = [(event["step"], event["epoch"]) for event in reported if event["event"] == "eval"]
     assert told == [(3, 2), (6, 3), (8, 4)]
-    assert stages.log[:11] == [  # no step is under way meanwhile
-        *("start1", "start2", "finish1", "start3", "finish2", "finish3", "settle"),
+    assert stages.log[:12] == [  # no step is under way meanwhile
+        *("evaluate0", "start1", "start2", "finish1", "start3", "finish2", "finish3", "settle"),
         *("evaluate3", "evaluate3", "start4", "start5"),
     ]
+
+
+class Fails:
+    """A metric that keeps a state, and fails."""
+
+    def __init__(self, in_update: bool = False, found: object = None) -> None:
+        self._in_update, self._found = in_update, found
+
+    def reset(self) -> None: ...
+
+    def update(self, preds: Any, target: Any) -> None:
+        if self._in_update:
+            raise ValueError("no such label")
+
+    def compute(self) -> Any:
+        if self._found is None:
+            raise ZeroDivisionError("no positives")
+        return self._found
+
+
+def _rehearsed(metric: Fails) -> list[Message]:
+    """What a run reports before its first step, where the metric lets it come there."""
+    reported: list[Message] = []
+    config = job(steps=1, data={**TESTED, "batch_size": 4}, evaluate_every=0)
+    stages, stop = Stages(config), threading.Event()
+    training = _training(config, stages, reported.append, stop, metrics=Metrics({"own": metric}))
+    with contextlib.suppress(JobError):  # of the evaluation at the end
+        training.run(evaluate=True)
+    assert stages.evaluated[:2] == [4, 2]  # the first mini-batch of ten samples and the last
+    return reported[: [event["event"] for event in reported].index("progress")]
+
+
+def test_what_a_metric_makes_of_one_mini_batch_is_a_warning_and_all_else_an_error() -> None:
+    assert _rehearsed(Fails(found={"f1": 0.5})) == []
+    (warning,) = _rehearsed(Fails())
+    assert warning["event"] == "warning"
+    assert warning["text"].startswith(
+        "metrics.own failed in compute(): ZeroDivisionError: no positives; tried on one mini-batch"
+    )
+    with pytest.raises(ConfigError, match=r"an evaluation fails.*own failed in update.*no such"):
+        _rehearsed(Fails(in_update=True))
+    with pytest.raises(ConfigError, match=r"compute\(\) gave str; it has to give one number"):
+        _rehearsed(Fails(found="much"))
+
+
+@pytest.mark.parametrize(
+    ("steps", "batch_size", "fewest"), [(2, 4, 4), (3, 4, 2), (1, 1, 1), (1, 16, 10)]
+)
+def test_the_smallest_mini_batch_that_a_run_comes_to_has_to_be_enough(
+    steps: int, batch_size: int, fewest: int
+) -> None:
+    stages, _ = train(job(steps=steps, data={**TESTED, "batch_size": batch_size}))
+    assert stages.trained == fewest
 
 
 def test_a_run_that_goes_on_is_evaluated_after_the_same_steps() -> None:
@@ -377,8 +444,7 @@ def test_a_run_ends_when_evaluations_do_not_get_better() -> None:
     reported: list[Message] = []
     stages = Stages(config, LOSSES)
     _training(config, stages, reported.append, threading.Event()).run(evaluate=True)
-    # A rehearsal first; the last is not evaluated twice.
-    assert evaluations(stages.log) == [0, 2, 4, 6, 8]
+    assert evaluations(stages.log) == [2, 4, 6, 8]  # the last is not evaluated twice
     (told,) = [event for event in reported if event["event"] == "early_stop"]
     assert (told["step"], told["best_step"], told["best"], told["waited"]) == (8, 4, 0.4, 2)
     assert "start9" not in stages.log

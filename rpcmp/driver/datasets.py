@@ -91,6 +91,16 @@ def total_steps(config: Config, per_epoch: int) -> int:
     return config.steps if config.steps is not None else (config.epochs or 1) * per_epoch
 
 
+def fewest_samples(config: Config, train: MiniBatches) -> int:
+    """Return the size of the smallest mini-batch that the run trains with.
+
+    A run of fewer steps than an epoch has does not come to the last one, which may be smaller.
+    """
+    if total_steps(config, len(train)) >= len(train):
+        return train.fewest
+    return config.require_data("training").batch_size
+
+
 def _common_sizes(holdings: Mapping[str, Holding]) -> dict[str, int]:
     """The samples of each dataset, which all stages have to agree on."""
     (first, here), *others = holdings.items()

@@ -14,6 +14,7 @@ from rpcmp.driver.datasets import MiniBatches
 from rpcmp.driver.evaluation import Evaluation, mean
 from rpcmp.driver.group import Group
 from rpcmp.driver.metrics import Metrics
+from rpcmp.driver.rounds import Batch
 from rpcmp.errors import ConfigError, JobError, StageError, WorkerDiedError, WorkerHungError
 from rpcmp.process.activity import Activity
 
@@ -55,27 +56,53 @@ class Evaluator:
             return True
         return ends_epoch and epochs > 0 and epoch % epochs == 0
 
-    def rehearse(self) -> None:
-        """Evaluate one mini-batch before the first step: a metric that fails would cost an epoch.
+    def rehearse(self) -> str:
+        """Evaluate one mini-batch before the first step: an error then costs no epoch.
+
+        The last mini-batch is tried as well if it is smaller, for what needs several samples.
+
+        Returns:
+            A warning about a metric whose `compute` raised, which may work on the whole dataset;
+            an empty string if there is none.
 
         Raises:
-            ConfigError: the user's code raised, or a metric by which something is decided is not
-                among the results.
+            ConfigError: the model, the loss or a metric's `update` raised, a metric did not return
+                numbers, or a metric by which something is decided is not among the results.
         """
-        if self._test is None or not (self._config.metrics or self._config.watched):
-            return
+        if self._test is None:
+            return ""
         self._activity.begin("evaluation", 0, 0)
-        self._metrics.reset()
+        first = self._try("first", self._test.first())
+        warning = self._try_results(first)
+        if self._test.fewest < first.num_samples:
+            self._activity.begin("evaluation", 0, 1)
+            self._try("last", next(self._test.epoch(1, len(self._test) - 1)))
+        return warning
+
+    def _try(self, which: str, batch: Batch) -> Evaluation:
         try:
-            self._values([self._group.evaluate(self._test.first(), 0, self._metrics)])
+            self._metrics.reset()
+            return self._group.evaluate(batch, 0, self._metrics)
         except (WorkerDiedError, WorkerHungError):
             raise
         except JobError as error:
             where = f"\n{error.traceback.rstrip()}" if isinstance(error, StageError) else ""
             raise ConfigError(
-                "an evaluation fails, tried on the first mini-batch of data.test before the first "
-                f"step: {error}{where}"
+                f"an evaluation fails, tried on the {which} mini-batch of data.test before the "
+                f"first step: {error}{where}"
             ) from error
+
+    def _try_results(self, part: Evaluation) -> str:
+        """Return what a metric's `compute` raised, in one line; it may need more samples."""
+        try:
+            self._values([part])
+        except JobError as error:
+            reason = str(error).partition("\n")[0]
+            return (
+                f"{reason}; tried on one mini-batch of data.test before the first step. If it "
+                "fails on the whole of data.test as well, the first evaluation ends the run"
+            )
+        return ""
 
     def run(self, step: int, epoch: int) -> dict[str, float] | None:
         """The loss and all metrics of the whole dataset, by name; None where it was stopped.

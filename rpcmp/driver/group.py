@@ -55,43 +55,51 @@ class Group:
         )
         self._unsummed = 0
         self._unite()
-        section = config.data
-        self._least = self._rounds.smallest
-        if section is None or section.min_microbatch is None:
-            wanted = self._workers.on_firsts(Stage.smallest_microbatch).values()
-            self._rounds.smallest = max(should for should, _ in wanted)
-            self._least = max(has_to for _, has_to in wanted)
+        self._needed: dict[str, int] = {}
+        if config.data is None or config.data.min_microbatch is None:
+            self._needed = self._workers.on_firsts(Stage.smallest_microbatch)
+            self._rounds.smallest = max(self._needed.values())
 
     def require_enough(self, samples: int) -> None:
-        """Check that the smallest mini-batch of an epoch makes a micro-batch to train with.
+        """Check that the smallest mini-batch of the run makes a micro-batch to train with.
+
+        Args:
+            samples: of that mini-batch.
 
         Raises:
             ConfigError: it does not.
         """
-        least = self._least
+        least = self._rounds.smallest
         if samples >= least:
             return
         section = self._config.require_data("training")
-        why = "" if section.min_microbatch else ": a stage trains batch normalization"
-        each = samples == section.batch_size
+        which, mend = "the last", "set data.drop_last = true, or change data.batch_size"
+        if samples == section.batch_size:
+            which, mend = "each", "raise data.batch_size"
+        why, enough = "as data.min_microbatch says", ""
+        if stage := next((name for name, its in self._needed.items() if its > samples), ""):
+            why = f"since stage {stage!r} trains batch normalization"
+            enough = ", if its maps have more than one value per channel"
         raise ConfigError(
-            f"{'each' if each else 'the last'} mini-batch of an epoch has {samples} "
-            f"sample{'s' * (samples > 1)}, and a micro-batch needs {least}{why}; "
-            f"{'' if each else 'set data.drop_last = true, or '}change data.batch_size, or set "
-            f"data.min_microbatch = {samples} where that is enough"
+            f"{which} mini-batch of an epoch has {samples} sample{'s' * (samples > 1)} "
+            f"(data.batch_size = {section.batch_size}), and a micro-batch needs {least}, {why}: "
+            f"{mend}, or set data.min_microbatch = {samples}{enough}"
         )
 
-    def fewer_microbatches(self) -> str:
-        """That a whole mini-batch makes fewer micro-batches than the config says; else empty."""
+    def warnings(self) -> list[str]:
+        """Return what the config could not know: how many micro-batches a step really has."""
         config, section = self._config, self._config.require_data("training")
-        least, wanted = self._rounds.smallest, config.num_full_microbatches
-        count = len(microbatch.sizes(section.batch_size, wanted, least))
+        merged = section.model_copy(update={"min_microbatch": self._rounds.smallest})
+        real = config.model_copy(update={"data": merged})
+        count, wanted = real.num_full_microbatches, config.num_full_microbatches
         if count == wanted:
-            return ""
-        return (
-            f"{section.batch_size} samples make {count} micro-batches of at least {least}, and not "
-            f"{wanted}: a stage trains batch normalization; see data.min_microbatch"
+            return []
+        fewer = (
+            f"{section.batch_size} samples make {count} micro-batches of at least "
+            f"{merged.min_microbatch}, and not {wanted}: a stage trains batch normalization; "
+            "see data.min_microbatch"
         )
+        return [fewer, *real.warnings]
 
     def reschedule(self, config: Config) -> None:
         """Go on under another setting, one that the plan foresaw; between two rounds.

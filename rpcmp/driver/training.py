@@ -20,7 +20,7 @@ from rpcmp.config import Config
 from rpcmp.data import Loaded
 from rpcmp.driver import stepevent
 from rpcmp.driver.best import Best
-from rpcmp.driver.datasets import Datasets
+from rpcmp.driver.datasets import Datasets, fewest_samples
 from rpcmp.driver.earlystopping import EarlyStopping
 from rpcmp.driver.evaluator import Evaluator
 from rpcmp.driver.follower import Follower
@@ -106,10 +106,9 @@ class Training:
         self._ended = 0.0
         self._segment: list[float] = []
         self._endless = self._steps.after(self.progress.step)
-        if self._steps.total >= len(datasets.train):  # it gets to the end of an epoch
-            group.require_enough(datasets.train.fewest)
-        if fewer := group.fewer_microbatches():
-            report({"event": "warning", "text": fewer})
+        group.require_enough(fewest_samples(config, datasets.train))
+        for text in group.warnings():
+            report({"event": "warning", "text": text})
 
     def total_steps(self) -> int:
         """Optimizer steps of the whole run."""
@@ -121,8 +120,8 @@ class Training:
         Args:
             evaluate: evaluate after epochs and at the end, and write the report.
         """
-        if evaluate and self.progress.step == 0:
-            self._evaluator.rehearse()
+        if evaluate and self.progress.step == 0 and (warning := self._evaluator.rehearse()):
+            self._report({"event": "warning", "text": warning})
         self._follow_again(evaluate)
         is_stopped = self._stop.is_set() and self.progress.step > 0  # in that evaluation
         if self._over(evaluate) is None and not is_stopped:

@@ -73,7 +73,7 @@ def decide(
         history: so far.
         max_restarts: how often to try without a new step in between.
         has_begun: whether any group of this run has ever been formed.
-        has_stepped: whether it has done a step.
+        has_stepped: whether it has done a step since it was started or resumed.
     """
     if not is_recoverable(error, has_begun, has_stepped):
         return Decision(error, 0.0, history)
@@ -95,7 +95,7 @@ def is_recoverable(error: RpcmpError, has_begun: bool, has_stepped: bool = True)
 
     Before the first group was formed only what is plainly lost is tried again: a server that is
     not there, or a model that cannot be built, is for the user to mend; and so is what their code
-    raises before it has done a single step.
+    raises in the first step after the run was started or resumed.
     """
     if isinstance(error, ConfigError | ExhaustedError | InterruptedJobError | SavingError):
         return False
