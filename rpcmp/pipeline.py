@@ -164,8 +164,8 @@ class Pipeline:
     def state_dict(self) -> dict[str, Tensor]:
         """Parameters and buffers of the unsplit model, by name: copies, on the host.
 
-        What its `load_state_dict(strict=True)` takes: what is `tied` stands under each of its
-        names. Shapes and dtypes are those of the unsplit model.
+        What its `load_state_dict(strict=True)` takes: what is `tied` is one tensor under each of
+        its names, as in the `state_dict` of that model. Shapes and dtypes are its own.
         """
         state: dict[str, Tensor] = self._call("state_dict")
         return ties.under_all_names(state, self._tied_to)

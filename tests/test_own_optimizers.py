@@ -228,6 +228,15 @@ GROUPS = """
 """
 
 
+def test_what_no_file_can_hold_and_comes_late_ends_the_run_with_what_helps(job: JobFolder) -> None:
+    body = JOB.replace("MORTAL", "").replace("steps = 6", "steps = 40")
+    ended = rpcmp("drive", job.config(body + 'callable = "ownoptimizers:LateWindow"'))
+    assert ended.code == 1
+    last = ended.err[ended.err.rindex("rpcmp: ") :]
+    assert f"failed in saving at step {optimizers.WARM_UP + 1}: TypeError: deque is neither" in last
+    assert "recovery.enabled = false, without [checkpoint]" in last
+
+
 @pytest.mark.parametrize(
     "optimizer",
     [

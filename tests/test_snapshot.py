@@ -358,6 +358,27 @@ def test_names_that_collide_are_told_apart(memory: Memory) -> None:
     assert (found.state, found.groups) == (optimizer, written.groups)
 
 
+def test_tensors_come_back_as_they_lay_and_as_one_where_they_were_one(memory: Memory) -> None:
+    columns = torch.arange(24.0).reshape(2, 3, 4).permute(2, 0, 1)
+    shared = torch.ones(3)
+    holed, expanded = torch.arange(12.0).reshape(3, 4)[:, :2], torch.ones(1).expand(2, 2)
+    optimizer: dict[str, dict[str, Tensor]] = {
+        "a": {"columns": columns, "m": shared, "holed": holed, "expanded": expanded},
+        "b": {"m": shared, "equal": torch.ones(3), "empty": torch.ones(0)},
+    }
+    path = memory.keep(state(optimizer=optimizer))
+    found = unpack([path], "stage0", [], ["a", "b"]).state
+    for name, kept in optimizer.items():
+        assert all(torch.equal(found[name][key], value) for key, value in kept.items())
+    assert found["a"]["columns"].stride() == columns.stride()
+    assert found["a"]["m"] is found["b"]["m"]
+    assert found["b"]["equal"] is not found["b"]["m"]
+    assert found["a"]["holed"].is_contiguous()
+    assert found["a"]["expanded"].is_contiguous()
+    of_b = unpack([path], "stage0", [], ["b"]).state  # under another cut
+    assert torch.equal(of_b["b"]["m"], shared)
+
+
 @pytest.mark.parametrize("what", ["groups", "scheduler", "optimizer"])
 def test_what_cannot_be_stored_is_refused(what: str) -> None:
     with pytest.raises(TypeError, match="function is neither a tensor nor a plain value"):

@@ -1,6 +1,8 @@
 """Plain PyTorch on the user's modules, by the rules that make bits comparable.
 
-Imports none of the data plane, so an error there cannot hide here. The rules:
+Imports none of the data plane, so an error there cannot hide here. With the stages it shares how
+factories and parameter groups are made (`rpcmp.optimizers`) and how small a micro-batch may be
+(`rpcmp.microbatch`), which have tests of their own. The rules:
 
 - a mini-batch is cut by `torch.tensor_split` into slices of their own storage, no more than have
   `data.min_microbatch` samples; each slice's loss counts its share of the samples;

@@ -72,7 +72,13 @@ class StageSnapshots:
         """
         with self._activity.doing("saving", self._optimizer.steps):
             slot = self._free_slot()
-            tensors, about = pack(self._state())
+            try:
+                tensors, about = pack(self._state())
+            except TypeError as error:
+                raise TypeError(
+                    f"{error}: an optimizer or scheduler that goes on after a fault may keep no "
+                    "more; recovery.enabled = false, without [checkpoint], trains without recovery"
+                ) from error
             self._writer.write(slot, version, tensors, about, pin=save and self._saves)
         self._last = version
         self._tell({"event": "snapshot", "step": version})

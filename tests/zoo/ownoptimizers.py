@@ -9,6 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+WARM_UP = 25
+"""Steps after which some do something else; a trial has fewer."""
+
 
 class MyOpt(torch.optim.Optimizer):
     """As a tutorial has it: two defaults, momentum in the state."""
@@ -215,6 +218,16 @@ class Window(MyOpt):
         p -= group["lr"] * sum(state["last"])
 
 
+class LateWindow(MyOpt):
+    """The same, after a warm-up longer than any trial."""
+
+    def one(self, p: Tensor, grad: Tensor, state: Any, group: dict[str, Any]) -> None:
+        state["n"] = state.get("n", 0) + 1
+        if state["n"] > WARM_UP:
+            state.setdefault("last", deque(maxlen=3)).append(grad.clone())
+        p -= group["lr"] * grad
+
+
 class OwnDice(MyOpt):
     """A generator of its own, which no state_dict has."""
 
@@ -285,9 +298,6 @@ class Helper:
 
     def __init__(self) -> None:
         self.sums: dict[Any, Any] = {}
-
-
-WARM_UP = 25
 
 
 class LaterHidden(MyOpt):
