@@ -56,12 +56,11 @@ class Loaded(NamedTuple):
         Raises:
             ConfigError: inputs and targets differ in it, or are not made of tensors.
         """
-        samples = microbatch.num_samples(self.inputs)
-        if self.targets is not None and microbatch.num_samples(self.targets) != samples:
-            raise ConfigError(
-                f"{samples} inputs and {microbatch.num_samples(self.targets)} targets do not make "
-                "a mini-batch"
-            )
+        samples = microbatch.num_samples(self.inputs, "input")
+        if self.targets is None:
+            return samples
+        if (targets := microbatch.num_samples(self.targets, "target")) != samples:
+            raise ConfigError(f"{samples} inputs and {targets} targets do not make a mini-batch")
         return samples
 
 

@@ -62,15 +62,18 @@ def _uses_batch(layer: nn.Module) -> bool:
     return layer.training or (layer.running_mean is None and layer.running_var is None)
 
 
-def num_samples(batch: Any) -> int:
+def num_samples(batch: Any, what: str = "") -> int:
     """The size of the first dimension, which all tensors of `batch` must share.
+
+    Args:
+        what: the batch's name, for errors.
 
     Raises:
         ConfigError: a leaf is no tensor, has no dimension, or the sizes differ.
     """
     found: dict[int, str] = {}
     for path, leaf in tree.leaves_with_path(batch):
-        name = ".".join(str(key) for key in path) or "the batch"
+        name = ".".join(map(str, [what, *path] if what else path)) or "the batch"
         if not isinstance(leaf, torch.Tensor) or leaf.dim() == 0:
             raise ConfigError(
                 f"{name} is {tree.describe(leaf)}; a batch must be made of tensors whose first "

@@ -269,6 +269,12 @@ def test_a_list_of_pairs_is_a_dataset(monkeypatch: pytest.MonkeyPatch) -> None:
     assert targets.tolist() == [0, 1, 2]
 
 
+def test_what_is_no_tensor_is_named_with_the_part_of_the_batch_that_has_it() -> None:
+    batch = data.Loaded(torch.ones(2, 3), {"same": torch.ones(2), "name": ["a", "b"]})
+    with pytest.raises(ConfigError, match=r"^target\.name\.0 is str; a batch must be made of tens"):
+        _ = batch.num_samples
+
+
 def test_mappings_of_every_kind_become_dicts(monkeypatch: pytest.MonkeyPatch) -> None:
     pairs = [UserDict(tokens=UserDict(ids=torch.ones(2)), label=index) for index in range(3)]
     ((inputs, targets),) = load_returned(monkeypatch, pairs).epoch(1)

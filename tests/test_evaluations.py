@@ -292,6 +292,17 @@ def test_a_metric_for_which_one_mini_batch_is_not_enough_is_a_warning(
     assert committed(result) == committed(drive(untried))
 
 
+def test_what_fails_in_the_first_step_of_a_resumed_run_is_not_tried_again(job: JobFolder) -> None:
+    kept = '[checkpoint]\ndir = "kept"\nevery_steps = 2'
+    assert drive(Faults(job).config("steps = 2", stages=2, sections=kept)).code == 0
+    faults = Faults(job).fail_at(1, 3, "forward", "exception", again=True)
+    result = drive(faults.config("steps = 4", stages=2, sections=kept), "--resume")
+    assert result.code == 1, result.err
+    assert result.event("resumed")["step"] == 2
+    assert [(each["stage"], each["step"]) for each in faults.struck] == [(1, 3)]
+    assert not [event for event in result.events if event["event"] in ("step", "fault")]
+
+
 def test_what_fails_in_the_first_step_is_not_tried_again(job: JobFolder) -> None:
     faults = Faults(job).fail_at(1, 1, "forward", "exception", again=True)
     result = drive(faults.config("steps = 4", stages=2))

@@ -73,6 +73,7 @@ class Run:
         self._training = False
         self._has_begun = False
         self._history = History()
+        self._begun_at = 0
         self._steps_at_fault = 0
         self._first_fault: RpcmpError | None = None
         self._lost_at: float | None = None
@@ -203,6 +204,8 @@ class Run:
                 self._log.tell(told)
         else:
             self._log.step = step
+        if not self._has_begun:
+            self._begun_at = step
         self._has_begun = True
         checkpoints.remove_elsewhere = session.remove
         await checkpoints.remove_left_behind(ended_well=False)
@@ -273,9 +276,8 @@ class Run:
             self._history = replace(self._history, restarts=0)
             self._first_fault = None
         self._steps_at_fault = self.step
-        decision = decide(
-            error, self._history, recovery.max_restarts, self._has_begun, self.step > 0
-        )
+        has_stepped = self.step > self._begun_at
+        decision = decide(error, self._history, recovery.max_restarts, self._has_begun, has_stepped)
         self._history = decision.history
         try:
             if self.signals or not recovery.enabled or decision.error is not None:

@@ -230,7 +230,7 @@ class Stage:
         return self.model.signature()
 
     def smallest_microbatch(self) -> Future[Any]:
-        """Samples that a micro-batch should have to be trained with, and has to have."""
+        """Samples that a micro-batch needs to be trained with."""
         return self._compute.future(self.model.smallest_microbatch)
 
     def keep(self, version: int) -> Future[Any]:
