@@ -230,6 +230,44 @@ def test_a_server_that_does_not_know_our_ca_says_so(
     assert "does not know the CA of our certificate" in result.err
 
 
+def test_a_server_that_is_drained_says_so_before_it_hangs_up() -> None:
+    """The answer is written after the server has begun to close."""
+    code = f"""
+import asyncio
+from rpcmp.server.control import ControlServicer
+from rpcmp.server.doors import Doors
+from rpcmp.server.serve import serve
+from rpcmp.server.server import StageServer
+
+drain, close, closes = ControlServicer.Drain, Doors.close, asyncio.Event()
+
+async def slow_drain(self, request, grpc_context):
+    answer = await drain(self, request, grpc_context)
+    await closes.wait()
+    for _ in range(50):  # turns of the loop, in which anything that is ready to end does
+        await asyncio.sleep(0)
+    return answer
+
+async def noted_close(self):
+    closes.set()
+    await close(self)
+
+async def main():
+    await serve(StageServer(0), "{HERE}", 0, lambda port: print(port, flush=True))
+
+ControlServicer.Drain, Doors.close = slow_drain, noted_close
+asyncio.run(main())
+"""
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as run:
+        try:
+            assert run.stdout is not None
+            with grpc.insecure_channel(f"{HERE}:{run.stdout.readline().strip()}") as channel:
+                assert ControlStub(channel).Drain(pb.DrainRequest(), timeout=20).job == ""
+            assert run.wait(20) == 0
+        finally:
+            run.kill()
+
+
 def test_renewed_files_are_taken_up_without_a_restart(certs: Path) -> None:
     with serving(1, f"{HERE}:0", certs) as server:
         host, port = server.address.rsplit(":", 1)

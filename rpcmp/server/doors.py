@@ -86,9 +86,9 @@ class Doors:
         return bound
 
     async def close(self) -> None:
-        """End all connections."""
-        await self._front.stop()
+        """Let calls be answered, such as the one that drains this server; end all connections."""
         await asyncio.gather(*(server.stop(grace=0.5) for server in (self._drivers, self._peers)))
+        await self._front.stop()  # carries the answers, so it goes last
         scratch.remove(self._folder)
 
     async def set_health(self, status: health_pb2.HealthCheckResponse.ServingStatus) -> None:
