@@ -48,15 +48,14 @@ def config(faults: Faults) -> Path:
     return faults.config("steps = 40\nevaluate_every_steps = 2", stages=2, sections=SECTIONS)
 
 
-def decided(result: Result) -> tuple[list[dict[str, Any]], dict[str, Any], dict[str, Any]]:
-    """Every evaluation, why the run ended, and which step was the best."""
-    evaluations = [unstamped(event) for event in result.events if event["event"] == "eval"]
-    best = result.event("summary")["best"]
-    return (
-        evaluations,
-        unstamped(result.event("early_stop")),
-        {**best, "path": Path(best["path"]).name},
+def decided(result: Result) -> tuple[list[dict[str, Any]], list[dict[str, Any]], dict[str, Any]]:
+    """Every evaluation, why the run ended early if it did, and which step was the best."""
+    evaluations, stops = (
+        [unstamped(event) for event in result.events if event["event"] == kind]
+        for kind in ("eval", "early_stop")
     )
+    best = result.event("summary")["best"]
+    return evaluations, stops, {**best, "path": Path(best["path"]).name}
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +68,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[JobFolder, Re
 def test_a_run_ends_early_and_keeps_its_best_step(undisturbed: tuple[JobFolder, Result]) -> None:
     job, result = undisturbed
     steps, _ = committed(result)
-    evaluations, stopped, best = decided(result)
+    evaluations, (stopped,), best = decided(result)
     assert [step for step, _ in steps] == list(range(1, LAST + 1))
     assert [event["step"] for event in evaluations] == [2, 4, 6, 8, 10, 12]
     assert all(event["fit.samples"] == 23 for event in evaluations)
