@@ -94,6 +94,18 @@ def test_a_server_that_wants_tls_says_so(
         assert "wants TLS, and is spoken to in the open: give --certs" in found.err + found.out
 
 
+@pytest.mark.parametrize("options", [[], ["--insecure"]])
+def test_so_do_several_servers_at_once(
+    job: JobFolder, certs: Path, server: Server, options: list[str]
+) -> None:
+    config = job.config('[model]\nlayers = "zoo:mlp"\nbalance = [1, 3]')
+    with serving(1, f"{HERE}:0", certs) as other:
+        found = rpcmp("drive", config, "--connect", connect([server, other]), *options)
+    assert found.code == 2
+    assert "wants TLS, and is spoken to in the open: give --certs" in found.err
+    assert "Error:" not in found.err
+
+
 def test_no_server_begins_with_a_certificate_that_nobody_accepts(tmp_path: Path) -> None:
     cli(tmp_path, "init")
     for days, said in ((-5, "has expired on"), (5, "is valid from")):

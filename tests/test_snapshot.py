@@ -362,12 +362,14 @@ def test_tensors_come_back_as_they_lay_and_as_one_where_they_were_one(memory: Me
     columns = torch.arange(24.0).reshape(2, 3, 4).permute(2, 0, 1)
     shared = torch.ones(3)
     holed, expanded = torch.arange(12.0).reshape(3, 4)[:, :2], torch.ones(1).expand(2, 2)
+    turned = torch.tensor([1 + 2j, 3 - 4j], dtype=torch.complex64)
     optimizer: dict[str, dict[str, Tensor]] = {
         "a": {"columns": columns, "m": shared, "holed": holed, "expanded": expanded},
         "b": {"m": shared, "equal": torch.ones(3), "empty": torch.ones(0)},
+        "c": {"turned": turned, "back": turned.conj()},  # the same memory
     }
     path = memory.keep(state(optimizer=optimizer))
-    found = unpack([path], "stage0", [], ["a", "b"]).state
+    found = unpack([path], "stage0", [], ["a", "b", "c"]).state
     for name, kept in optimizer.items():
         assert all(torch.equal(found[name][key], value) for key, value in kept.items())
     assert found["a"]["columns"].stride() == columns.stride()
@@ -375,6 +377,9 @@ def test_tensors_come_back_as_they_lay_and_as_one_where_they_were_one(memory: Me
     assert found["b"]["equal"] is not found["b"]["m"]
     assert found["a"]["holed"].is_contiguous()
     assert found["a"]["expanded"].is_contiguous()
+    assert turned.data_ptr() == turned.conj().data_ptr()
+    assert torch.equal(found["c"]["turned"], turned)
+    assert torch.equal(found["c"]["back"], turned.conj())
     of_b = unpack([path], "stage0", [], ["b"]).state  # under another cut
     assert torch.equal(of_b["b"]["m"], shared)
 

@@ -102,6 +102,8 @@ async def compare(
     unfit: dict[str, str] = {}
     limits = limits or Limits()
     async with _started(contestants, unfit, progress, limits) as fit:
+        if not fit:
+            return Rounds([], 0, unfit)
         comparison = _Comparison(fit, pairs, steps, progress, limits)
         with contextlib.suppress(StoppedError):
             await comparison.run()

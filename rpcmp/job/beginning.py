@@ -94,7 +94,13 @@ class Beginning:
     async def _other_runs(self) -> str:
         """The runs that one could go on from instead, a line each."""
         found = await asyncio.to_thread(runs_in, self._config.checkpoint_folder)
-        others = [run for run in found if run.newest and run.name != self._fleet.run_folder]
+        others = [
+            run
+            for run in found
+            if run.name not in ("", self._fleet.run_folder)
+            and run.newest is not None
+            and run.newest.job == self._config.name
+        ]
         return "".join(
             f"\n  an earlier run left {run}; "
             f"--resume --set checkpoint.dir={run.folder.path} goes on from it"

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 
 def described(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -24,8 +25,8 @@ def described(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[st
     orders: dict[str, list[int]] = {}
     first: dict[Any, str] = {}
     for name, tensor in tensors.items():
-        key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
-        if tensor.numel() and key in first:
+        key = _place(tensor)
+        if key is not None and key in first:
             same[name] = first[key]
             continue
         first[key] = name
@@ -63,10 +64,18 @@ class Restored(Mapping[str, Tensor]):
         return len(self._tensors) + len(self._same)
 
 
+def _place(tensor: Tensor) -> Any:
+    """What two tensors have in common that are one; None for such as have no memory to share."""
+    if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided:
+        return None
+    place = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+    return (*place, tensor.is_conj(), tensor.is_neg()) if tensor.numel() else None
+
+
 def _order(tensor: Tensor) -> list[int] | None:
     """The dimensions by how they lie in memory, outermost first; None: as a contiguous tensor's,
     or with holes or overlaps, which are not kept."""
-    if tensor.is_contiguous():
+    if tensor.layout is not torch.strided or tensor.is_contiguous():
         return None
     order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
     return order if tensor.permute(order).is_contiguous() else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import socket
 import ssl
@@ -80,7 +81,9 @@ class Dialer:
                     _, writer = await asyncio.open_connection(
                         sock=connection, ssl=context, server_hostname=""
                     )
-                    writer.close()
+                    writer.transport.abort()  # not close: that waits for the other end's goodbye
+                    with contextlib.suppress(OSError):
+                        await writer.wait_closed()
         except (OSError, TimeoutError, EOFError, SecurityError):
             return None
         return SecurityError(

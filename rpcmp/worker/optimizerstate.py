@@ -92,7 +92,7 @@ class OptimizerState:
             ) from error
         self.defaults = dict(getattr(optimizer, "defaults", {}))
         self._built = copy.deepcopy(self._attributes())
-        self._hidden = HiddenState(self.hidden())
+        self._hidden = HiddenState(self.hidden(), self._named.values())
 
     def read(self) -> Kept:
         """What it keeps now; tensors are not copied."""

@@ -118,8 +118,8 @@ def _whole(
     for largest in (LARGEST, 0):
         kinds = _kinds(named, group_of, largest)
         _log.info("rehearsing the optimizer on %d parameters", len(kinds))
-        trial = _begun(build, kinds)
         try:
+            trial = _begun(build, kinds)
             _step(trial, 1, STEPS)
         except Exception as error:
             if not largest or all(kinds[name].shape == named[name].shape for name in kinds):

@@ -170,12 +170,9 @@ class Picky(MyOpt):
 
     def __init__(self, params: Any, sizes: list[int]) -> None:
         super().__init__(params)
-        self.sizes = sizes
-
-    def one(self, p: Tensor, grad: Tensor, state: Any, group: dict[str, Any]) -> None:
-        if p.numel() not in self.sizes:
-            raise ValueError(f"{p.numel()} elements")
-        super().one(p, grad, state, group)
+        for p in (p for group in self.param_groups for p in group["params"]):
+            if p.numel() not in sizes:
+                raise ValueError(f"{p.numel()} elements")
 
 
 RESTORED = (
@@ -309,6 +306,8 @@ class LaterHidden(MyOpt):
         self.device = torch.device("cpu")
         self.watched = [p for group in self.param_groups for p in group["params"]]
         self.lock = threading.Lock()
+        self.numbers = {p: number for number, p in enumerate(self.watched)}
+        self.table = {None, *range(2**18)}  # a set is nothing that a file holds
 
     def one(self, p: Tensor, grad: Tensor, state: Any, group: dict[str, Any]) -> None:
         state["n"] = state.get("n", 0) + 1
