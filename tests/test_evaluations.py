@@ -58,6 +58,14 @@ def decided(result: Result) -> tuple[list[dict[str, Any]], list[dict[str, Any]],
     return evaluations, stops, {**best, "path": Path(best["path"]).name}
 
 
+def require_refused(result: Result, which: str, said: str) -> None:
+    """The run ended before its first step, since a mini-batch could not be evaluated."""
+    assert result.code == 2
+    assert not [event for event in result.events if event["event"] in ("step", "fault")]
+    assert f"tried on the {which} mini-batch of data.test before the first step" in result.err
+    assert said in result.err
+
+
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[JobFolder, Result]:
     """A run that lost nothing, and its files; not to be changed."""
@@ -204,10 +212,7 @@ def test_a_metric_that_fails_does_so_before_the_first_step(
 ) -> None:
     path = config(Faults(job))
     result = drive(path, "--set", f"metrics.wrong={metric}", "--set", f"data.at={at}")
-    assert result.code == 2
-    assert not [e for e in result.events if e["event"] in ("step", "fault")]
-    assert "tried on the first mini-batch of data.test before the first step" in result.err
-    assert said in result.err
+    require_refused(result, "first", said)
 
 
 @pytest.mark.parametrize("at", ["driver", "stage"])
@@ -225,10 +230,7 @@ def test_an_evaluation_that_fails_does_so_before_the_first_step_without_any_metr
         at = "{at}"
     """)
     result = drive(path)
-    assert result.code == 2
-    assert not [e for e in result.events if e["event"] in ("step", "fault")]
-    assert "tried on the first mini-batch of data.test before the first step" in result.err
-    assert "mat1 and mat2 shapes cannot be multiplied" in result.err
+    require_refused(result, "first", "mat1 and mat2 shapes cannot be multiplied")
 
 
 @pytest.mark.parametrize("at", ["driver", "stage"])
@@ -252,10 +254,7 @@ def test_an_evaluation_whose_last_mini_batch_is_too_small_fails_before_the_first
         at = "{at}"
     """)
     result = drive(path)
-    assert result.code == 2
-    assert not [e for e in result.events if e["event"] in ("step", "fault")]
-    assert "tried on the last mini-batch of data.test before the first step" in result.err
-    assert "Expected more than 1 value per channel" in result.err
+    require_refused(result, "last", "Expected more than 1 value per channel")
 
 
 LATE = """

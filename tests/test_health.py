@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -88,6 +89,10 @@ def test_a_server_that_wants_tls_says_so(
     found = rpcmp("health", server.address, *options)
     assert found.code == 2
     assert f"{server.address} wants TLS, and is spoken to in the open: give --certs" in found.err
+    drained = rpcmp("drain", server.address, *options)
+    assert drained.err.startswith(
+        f"rpcmp: {server.address} wants TLS, "
+    )  # of no stage that it knows
     config = job.config('[model]\nlayers = "zoo:mlp"\nbalance = [4]')
     for command in ("drive", "status"):
         found = rpcmp(command, config, "--connect", server.address, *options)
@@ -108,12 +113,14 @@ def test_so_do_several_servers_at_once(
 
 def test_no_server_begins_with_a_certificate_that_nobody_accepts(tmp_path: Path) -> None:
     cli(tmp_path, "init")
-    for days, said in ((-5, "has expired on"), (5, "is valid from")):
+    for days, said, state in ((-5, "has expired on", "expired"), (5, "is valid from", "not yet")):
         begin = datetime.now(UTC) + timedelta(days=days)
         authority.issue(tmp_path, "stage0", role.stage(0), [HERE], days=1, begin=begin)
         refused = rpcmp("serve", "--stage", "0", "--certs", tmp_path / "stage0")
         assert (refused.code, refused.out) == (2, "")
         assert said in refused.err
+        shown = rpcmp("certs", "show", tmp_path / "stage0")
+        assert re.search(f"^valid .* UTC, {state}$", shown.out, re.MULTILINE)
 
 
 @pytest.mark.parametrize("who", ["stage0", "stage1", "driver"])

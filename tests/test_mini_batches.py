@@ -154,20 +154,25 @@ def test_the_config_may_say_how_many_are_enough(job: JobFolder) -> None:
     assert proved.code == 0, proved.err
 
 
-MADE = {
-    "dicts": """
-loss = "samples:mapped_loss"
+def of_mapped(loss: str, reads: str) -> str:
+    """A job of samples that are mappings; its first stage reads a part of one."""
+    return f"""
+loss = "{loss}"
 [[stages]]
 module = "torch.nn:Linear"
-kwargs = { in_features = 8, out_features = 8 }
-inputs = ["input.x"]
+kwargs = {{ in_features = 8, out_features = 8 }}
+inputs = ["{reads}"]
 [[stages]]
 module = "torch.nn:Linear"
-kwargs = { in_features = 8, out_features = 1 }
+kwargs = {{ in_features = 8, out_features = 1 }}
 [data]
 train = "samples:Mapped"
 test = "samples:Mapped"
-""",
+"""
+
+
+MADE = {
+    "dicts": of_mapped("samples:mapped_loss", "input.x"),
     "padded": """
 loss = "zoo:token_loss"
 [model]
@@ -178,20 +183,7 @@ train = "samples:Texts"
 collate = { callable = "samples:padded", kwargs = { value = 0 } }
 sampler = { callable = "samples:ByLength", kwargs = { group = 15 } }
 """,
-    "mappings": """
-loss = "tokenized:loss"
-[[stages]]
-module = "torch.nn:Linear"
-kwargs = { in_features = 8, out_features = 8 }
-inputs = ["input.more.x"]
-[[stages]]
-module = "torch.nn:Linear"
-kwargs = { in_features = 8, out_features = 1 }
-[data]
-train = "samples:Mapped"
-test = "samples:Mapped"
-collate = "tokenized:collate"
-""",
+    "mappings": of_mapped("tokenized:loss", "input.more.x") + 'collate = "tokenized:collate"',
     "weighted": """
 [model]
 layers = "zoo:mlp"

@@ -103,6 +103,15 @@ def runs_in(folder: Path) -> list[RunCheckpoints]:
     return sorted((run for run in looked if run.found), key=lambda run: run.written, reverse=True)
 
 
+def whole_runs(folder: Path, job: str) -> list[RunCheckpoints]:
+    """The runs of a job that have a checkpoint which is whole, the one that wrote last first.
+
+    Raises:
+        CheckpointError: the folder cannot be read.
+    """
+    return [run for run in runs_in(folder) if run.newest and run.newest.job == job]
+
+
 def newest_in(folder: Path, job: str = "") -> RunCheckpoints | None:
     """The run that wrote last; of this job, where there is one of it. None: there is no run.
 
@@ -146,5 +155,4 @@ def left_behind(folder: Path, job: str, asks: bool) -> list[RunCheckpoints]:
     Raises:
         CheckpointError: the folder cannot be read.
     """
-    ours = [run for run in runs_in(folder) if run.newest and run.newest.job == job]
-    return [run for run in ours if not (asks and run.was_asked_for)]
+    return [run for run in whole_runs(folder, job) if not (asks and run.was_asked_for)]

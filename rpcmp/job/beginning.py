@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Literal
 
-from rpcmp.checkpoint.runs import require_none_asked_for, runs_in
+from rpcmp.checkpoint.runs import require_none_asked_for, whole_runs
 from rpcmp.config import Config
 from rpcmp.errors import CheckpointError
 from rpcmp.job.begin import Begin, from_memory
@@ -83,7 +83,8 @@ class Beginning:
             if self._config.checkpoint is not None:
                 folder = self._config.checkpoint_folder
                 await asyncio.to_thread(require_none_asked_for, folder)
-            if left := await self._checkpoints.left_behind(but_old=True):
+            every = await self._checkpoints.left_behind()
+            if left := [run for run in every if not self._checkpoints.is_too_old(run)]:
                 text = (
                     f"an earlier run left a checkpoint in {left[0]}; --resume goes on from it, a "
                     "run that ends well removes it"
@@ -93,14 +94,9 @@ class Beginning:
 
     async def _other_runs(self) -> str:
         """The runs that one could go on from instead, a line each."""
-        found = await asyncio.to_thread(runs_in, self._config.checkpoint_folder)
-        others = [
-            run
-            for run in found
-            if run.name not in ("", self._fleet.run_folder)
-            and run.newest is not None
-            and run.newest.job == self._config.name
-        ]
+        folder, job = self._config.checkpoint_folder, self._config.name
+        found = await asyncio.to_thread(whole_runs, folder, job)
+        others = [run for run in found if run.name not in ("", self._fleet.run_folder)]
         return "".join(
             f"\n  an earlier run left {run}; "
             f"--resume --set checkpoint.dir={run.folder.path} goes on from it"

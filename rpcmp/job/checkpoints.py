@@ -263,20 +263,15 @@ class Checkpoints:
         except RpcmpError as error:
             self._report({"event": "warning", "text": f"old checkpoints stay: {error}"})
 
-    async def left_behind(self, but_old: bool = False) -> list[RunCheckpoints]:
-        """What runs of this job have left because they had to end, the newest first.
-
-        Args:
-            but_old: without what is older than `recovery.keep_days`.
-        """
+    async def left_behind(self) -> list[RunCheckpoints]:
+        """What runs of this job have left because they had to end, the newest first."""
         config = self._config
         asks = config.checkpoint is not None
-        found = await asyncio.to_thread(left_behind, config.checkpoint_folder, config.name, asks)
-        return [run for run in found if not (but_old and run.is_before(self._oldest))]
+        return await asyncio.to_thread(left_behind, config.checkpoint_folder, config.name, asks)
 
-    @property
-    def _oldest(self) -> datetime:
-        return datetime.now(UTC) - timedelta(days=self._config.recovery.keep_days)
+    def is_too_old(self, run: RunCheckpoints) -> bool:
+        """Whether what a run has left is older than `recovery.keep_days`."""
+        return run.is_before(datetime.now(UTC) - timedelta(days=self._config.recovery.keep_days))
 
     async def remove_left_behind(self, ended_well: bool) -> None:
         """Remove what runs of this job have left because they had to end.
@@ -290,7 +285,7 @@ class Checkpoints:
         reached = max(self._progress, default=0) if ended_well and not self._failed else -1
         try:
             for run in await self.left_behind():
-                is_old = run.is_before(self._oldest) and run.folder.path != self._folder.path
+                is_old = self.is_too_old(run) and run.folder.path != self._folder.path
                 if is_old or run.last_step <= reached:
                     for folder in run.to_remove:
                         await asyncio.to_thread(remove, folder)

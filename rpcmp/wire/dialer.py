@@ -76,8 +76,7 @@ class Dialer:
             async with asyncio.timeout(HINT_SECONDS):
                 connection = await _connect(host, port)
                 with connection:
-                    if not self.security.insecure:  # another user's server gets no byte of ours
-                        await require_own_server(connection, address)
+                    await self._require_own(connection, address)
                     _, writer = await asyncio.open_connection(
                         sock=connection, ssl=context, server_hostname=""
                     )
@@ -96,8 +95,7 @@ class Dialer:
         session = self._session(protocol, host)
         end = End(await _connect(host, port), session)
         try:
-            if session is None and not self.security.insecure:
-                await require_own_server(end.socket, address)
+            await self._require_own(end.socket, address)
             await end.shake_hands()
             if session is not None:
                 self._require(session, address, stage_index)
@@ -106,6 +104,15 @@ class Dialer:
             end.close()
             raise
         return end
+
+    async def _require_own(self, connection: socket.socket, address: str) -> None:
+        """Refuse another user's server, which without certificates gets no byte of ours.
+
+        Raises:
+            SecurityError: it is one, or the kernel does not say whose it is.
+        """
+        if self.security.credentials is None and not self.security.insecure:
+            await require_own_server(connection, address)
 
     def _session(self, protocol: str, host: str) -> Session | None:
         credentials = self.security.credentials

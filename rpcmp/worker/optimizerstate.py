@@ -150,15 +150,13 @@ class OptimizerState:
     def hidden(self) -> dict[str, Any]:
         """Its own attributes that no file can hold: without code, constants, and what has a
         `state_dict` that its own may contain."""
-        found = getattr(self._optimizer, "__dict__", {})
         return {
             key: value
-            for key, value in found.items()
-            if key not in _TORCHS_OWN
-            and not _is_plain(value)
-            and not isinstance(value, _CONSTANTS)
+            for key, value in self._own.items()
+            if not isinstance(value, _CONSTANTS)
             and not callable(value)
             and not hasattr(value, "state_dict")
+            and not _is_plain(value)  # last: it goes through the whole tree
         }
 
     def warn_of_hidden(self) -> None:
@@ -192,12 +190,13 @@ class OptimizerState:
 
     def _attributes(self) -> dict[str, Any]:
         """Its own attributes, those that a file can hold."""
+        return {key: value for key, value in self._own.items() if self._can_store(value)}
+
+    @property
+    def _own(self) -> dict[str, Any]:
+        """Its attributes but those of every optimizer of torch."""
         found = getattr(self._optimizer, "__dict__", {})
-        return {
-            key: value
-            for key, value in found.items()
-            if key not in _TORCHS_OWN and self._can_store(value)
-        }
+        return {key: value for key, value in found.items() if key not in _TORCHS_OWN}
 
     def _can_store(self, value: Any) -> bool:
         """Whether a file can hold it: it is plain, and none of the parameters themselves."""

@@ -112,32 +112,33 @@ def require_restorable(
 
 
 def _whole(
-    build: Build, named: Mapping[str, nn.Parameter], group_of: Callable[[str], int]
+    build: Build,
+    named: Mapping[str, nn.Parameter],
+    group_of: Callable[[str], int],
+    largest: float = LARGEST,
 ) -> tuple[dict[str, Tensor], _Trial]:
     """All steps on stand-ins; on such of full size, if it does not take smaller ones."""
-    for largest in (LARGEST, 0):
-        kinds = _kinds(named, group_of, largest)
-        _log.info("rehearsing the optimizer on %d parameters", len(kinds))
-        try:
-            trial = _begun(build, kinds)
-            _step(trial, 1, STEPS)
-        except Exception as error:
-            if not largest or all(kinds[name].shape == named[name].shape for name in kinds):
-                raise
-            _log.info("again, in full size: %s", one_line(error))
-            continue
-        break
+    kinds = _kinds(named, group_of, largest)
+    _log.info("rehearsing the optimizer on %d parameters", len(kinds))
+    try:
+        trial = _begun(build, kinds)
+        _step(trial, 1, STEPS)
+    except Exception as error:
+        if all(kinds[name].shape == named[name].shape for name in kinds):
+            raise
+        _log.info("again, in full size: %s", one_line(error))
+        return _whole(build, named, group_of, math.inf)
     return kinds, trial
 
 
 def _kinds(
-    named: Mapping[str, nn.Parameter], group_of: Callable[[str], int], largest: int
+    named: Mapping[str, nn.Parameter], group_of: Callable[[str], int], largest: float
 ) -> dict[str, Tensor]:
-    """What is tried: some of each kind of parameter, smaller; 0: in full size."""
+    """What is tried: some of each kind of parameter, of no more than `largest` elements."""
     found: dict[str, Tensor] = {}
     counts: dict[Any, int] = {}
     for name, parameter in named.items():
-        shape = _smaller(parameter.shape, largest) if largest else tuple(parameter.shape)
+        shape = _smaller(parameter.shape, largest)
         kind = (shape, parameter.dtype, parameter.device, group_of(name))
         counts[kind] = counts.get(kind, 0) + 1
         if counts[kind] <= ALIKE:
@@ -145,7 +146,7 @@ def _kinds(
     return found
 
 
-def _smaller(shape: Sequence[int], largest: int) -> tuple[int, ...]:
+def _smaller(shape: Sequence[int], largest: float) -> tuple[int, ...]:
     """The same number of dimensions, with no more than `largest` elements."""
     found = list(shape)
     while math.prod(found) > largest:
