@@ -3,7 +3,7 @@
 A process joins one group, once. The agent is built directly instead of by `init_rpc`, which would
 open a TCPStore and a Gloo group beside it: like this a worker has one listening socket. It is built
 in a thread that is in the private network of `rpcmp.process.network`, and with it its own. What we
-rely on in torch is pinned down by tests/test_torch_contract.py:
+rely on in torch is pinned down by tests/unit/test_torch_contract.py:
 
 - `TensorPipeAgent` needs a store with `set`, `get`, `compare_set`, and for a graceful shutdown
   `add` and `wait`; the Python store must stay referenced as long as the agent lives.

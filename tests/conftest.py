@@ -14,9 +14,9 @@ import psutil
 import pytest
 
 from rpcmp.process.forking import Forks
-from tests import processes
-from tests.processes import Server, poll_for
-from tests.sharedforks import borrowing
+from tests.support import processes
+from tests.support.processes import Server, poll_for
+from tests.support.sharedforks import borrowing
 
 hypothesis.settings.register_profile("rpcmp", deadline=None)  # this machine may be busy
 hypothesis.settings.load_profile("rpcmp")

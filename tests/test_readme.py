@@ -15,17 +15,16 @@ from click.testing import CliRunner
 from rpcmp import configdoc
 from rpcmp.bench.peers import group
 from rpcmp.cli import COMMANDS, cli
-from tests.commandlines import parsed
-from tests.lan import cli as certs
-from tests.processes import JobFolder, rpcmp
-from tests.readme import README, block, blocks, commands, commands_of, in_sentences, section
-
-ROOT = Path(__file__).parent.parent
+from tests.support.commandlines import parsed
+from tests.support.lan import cli as certs
+from tests.support.places import ROOT, TESTS
+from tests.support.processes import JobFolder, rpcmp
+from tests.support.readme import README, block, blocks, commands, commands_of, in_sentences, section
 
 ALL = commands(blocks("sh"))
 
 WORD_FOR_WORD = "From nothing to two hosts"
-"""The section whose commands tests/test_newcomer.py runs as they stand."""
+"""The section whose commands tests/system/test_newcomer.py runs as they stand."""
 
 RUN_BY = {
     ".ci/run": [
@@ -33,118 +32,118 @@ RUN_BY = {
         "pip install -e '.[examples]'",
         "pytest",
     ],
-    "tests/test_drive.py::test_digits_reaches_98_percent": [
+    "cluster/test_drive.py::test_digits_reaches_98_percent": [
         "rpcmp drive rpcmp/examples/digits.toml",
     ],
-    "tests/test_readme.py::test_the_model_and_config_run_as_they_stand": [
+    "test_readme.py::test_the_model_and_config_run_as_they_stand": [
         "rpcmp drive config.toml",
         "rpcmp verify config.toml --steps 5",
         "rpcmp drive config.toml --set 'model.balance=[1, 1, 2]' --set data.batch_size=128",
     ],
-    "tests/test_servers.py::test_the_default_ports_are_what_a_bare_connect_uses": [
+    "cluster/test_servers.py::test_the_default_ports_are_what_a_bare_connect_uses": [
         "rpcmp serve --stage 0",
         "rpcmp serve --stage 1",
         "rpcmp drive config.toml --connect",
         "rpcmp status config.toml",
     ],
-    "tests/test_lan.py::test_a_doctor_measures_every_way_and_finds_the_one_that_is_missing": [
+    "system/test_lan.py::test_a_doctor_measures_every_way_and_finds_the_one_that_is_missing": [
         "rpcmp doctor config.toml --connect host-a,host-b --certs certs/driver",
     ],
-    "tests/test_revocation.py::"
+    "unit/wire/test_revocation.py::"
     "test_renewal_keeps_role_hosts_and_the_authority_until_half_of_its_life": [
         "rpcmp certs renew certs",
     ],
-    "tests/test_revocation.py::test_a_running_job_ends_when_a_certificate_is_revoked": [
+    "unit/wire/test_revocation.py::test_a_running_job_ends_when_a_certificate_is_revoked": [
         "rpcmp certs revoke certs stage1",
     ],
-    "tests/test_explain_command.py::test_a_run_does_what_was_explained": [
+    "cli/test_explain.py::test_a_run_does_what_was_explained": [
         "rpcmp explain config.toml --connect host-a,host-b --certs certs/driver",
     ],
-    "tests/test_openmetrics.py::test_a_run_and_its_servers_are_scraped_while_one_is_lost": [
+    "unit/openmetrics/test_run.py::test_a_run_and_its_servers_are_scraped_while_one_is_lost": [
         "rpcmp drive config.toml --metrics 127.0.0.1:9464",
     ],
-    "tests/test_lan.py::test_nothing_but_the_one_port_of_each_server_answers": [
+    "system/test_lan.py::test_nothing_but_the_one_port_of_each_server_answers": [
         "rpcmp serve --stage 1 --certs stage1 --listen 0.0.0.0:50052 --metrics 0.0.0.0:9465",
     ],
-    "tests/test_confinement.py::"
+    "unit/process/test_confinement.py::"
     "test_data_that_a_server_does_not_grant_is_refused_before_anything_starts": [
         "rpcmp serve --stage 1 --certs stage1 --data /data",
     ],
-    "tests/test_page.py::test_a_run_that_trains_loses_a_stage_comes_back_and_ends": [
+    "system/test_page.py::test_a_run_that_trains_loses_a_stage_comes_back_and_ends": [
         "rpcmp drive config.toml --ui",
     ],
-    "tests/test_runfolder.py::test_the_command_writes_one_file_and_prints_its_path": [
+    "unit/runfolder/test_writer.py::test_the_command_writes_one_file_and_prints_its_path": [
         "rpcmp report runs/NAME-20261122-101500",
         "rpcmp report runs/NAME-1 runs/NAME-2",
     ],
-    "tests/test_runfolder.py::test_the_command_prints_tables": [
+    "unit/runfolder/test_writer.py::test_the_command_prints_tables": [
         "rpcmp report runs/NAME-1 runs/NAME-2 --text",
     ],
-    "tests/test_hosts.py::test_a_spare_takes_the_stage_of_a_host_that_stays_away": [
+    "cluster/test_hosts.py::test_a_spare_takes_the_stage_of_a_host_that_stays_away": [
         "rpcmp serve --spare --listen 127.0.0.1:50100",
     ],
-    "tests/test_servers.py::test_drain_ends_the_job_after_its_step_and_then_the_server": [
+    "cluster/test_servers.py::test_drain_ends_the_job_after_its_step_and_then_the_server": [
         "rpcmp drain 127.0.0.1:50052",
     ],
-    "tests/test_resume.py::test_resuming_in_the_middle_of_an_epoch_gives_the_same_bits": [
+    "cluster/test_resume.py::test_resuming_in_the_middle_of_an_epoch_gives_the_same_bits": [
         "rpcmp drive config.toml --resume",
         "rpcmp drive config.toml --resume --set 'model.balance=[1, 3]'",
     ],
-    "tests/test_resume.py::test_an_export_is_the_unsplit_models_state": [
+    "cluster/test_resume.py::test_an_export_is_the_unsplit_models_state": [
         "rpcmp export checkpoints model.safetensors",
     ],
-    "tests/test_resume.py::test_a_run_can_start_from_given_weights": [
+    "cluster/test_resume.py::test_a_run_can_start_from_given_weights": [
         "rpcmp drive config.toml --set init=model.safetensors",
     ],
-    "tests/test_export.py::test_the_best_is_taken_and_no_other_in_its_place": [
+    "unit/checkpoint/test_export.py::test_the_best_is_taken_and_no_other_in_its_place": [
         "rpcmp export --best checkpoints model.safetensors",
     ],
-    "tests/test_tune.py::test_it_measures_a_real_job": [
+    "unit/tune/test_tune.py::test_it_measures_a_real_job": [
         "rpcmp tune config.toml --png curve.png",
         "rpcmp tune config.toml --microbatches-per-message 1,4",
     ],
-    "tests/test_drive.py::test_a_trace_has_every_action_of_every_stage": [
+    "cluster/test_drive.py::test_a_trace_has_every_action_of_every_stage": [
         "rpcmp drive config.toml --trace run.json.gz",
     ],
-    "tests/test_trace_command.py::test_png_draws_the_last_two_complete_steps": [
+    "cli/test_trace.py::test_png_draws_the_last_two_complete_steps": [
         "rpcmp trace run.json.gz --png pipeline.png",
     ],
-    "tests/test_readme.py::test_bench_prints_ours_beside_a_peer": [
+    "test_readme.py::test_bench_prints_ours_beside_a_peer": [
         "rpcmp bench sleep --stages 8 --microbatches 16",
     ],
-    "tests/test_readme.py::test_bench_compares_ones_own_job": [
+    "test_readme.py::test_bench_compares_ones_own_job": [
         "rpcmp bench config.toml --peers torch-best --json",
     ],
-    "tests/test_bench_rounds.py::test_several_cases_are_a_table_each": [
+    "unit/bench/test_rounds.py::test_several_cases_are_a_table_each": [
         "rpcmp bench overhead transformer activations",
     ],
 }
 """Other commands: the test that runs each, with files and addresses of its own."""
 
 CHECKED_BY = {
-    "tests/test_revocation.py::test_a_crl_that_appears_is_taken_up_and_one_that_goes_stays": [
+    "unit/wire/test_revocation.py::test_a_crl_that_appears_is_taken_up_and_one_that_goes_stays": [
         "scp certs/stage1/* host-b:stage1/",
         "scp certs/ca.crl host-b:stage1/",
     ],
-    "tests/test_containers.py::test_the_dockerfile_is_valid": [
+    "system/test_containers.py::test_the_dockerfile_is_valid": [
         "docker build -f deploy/Dockerfile -t rpcmp:0.1.0 .",
     ],
-    "tests/test_containers.py::test_the_certificates_are_those_that_the_comment_makes": [
+    "system/test_containers.py::test_the_certificates_are_those_that_the_comment_makes": [
         "cd deploy",
         "rpcmp certs init certs --host stage0 --host stage1 --host stage2",
         "chmod 0750 certs/stage? certs/driver",
         "chmod 0640 certs/stage?/tls.key certs/driver/tls.key",
         "sudo chown -R root:10001 certs/stage? certs/driver",
     ],
-    "tests/test_containers.py::test_the_composition_is_valid": [
+    "system/test_containers.py::test_the_composition_is_valid": [
         "docker compose up --detach",
         "docker compose logs --follow driver",
     ],
-    "tests/test_kubernetes.py::test_every_resource_is_valid": [
+    "system/test_kubernetes.py::test_every_resource_is_valid": [
         "kubectl apply -f deploy/kubernetes.yaml",
         "kubectl -n rpcmp logs -f -l app.kubernetes.io/component=driver",
     ],
-    "tests/test_slurm.py::test_a_job_that_is_cut_short_saves_and_goes_on_the_next_time": [
+    "system/test_slurm.py::test_a_job_that_is_cut_short_saves_and_goes_on_the_next_time": [
         "sbatch --nodes=2 --time=4:00:00 deploy/slurm.sh config.toml --set checkpoint.shared=true",
     ],
 }
@@ -159,7 +158,7 @@ def test_every_command_has_its_test() -> None:
     assert sorted(set(ALL).difference(typed)) == sorted(command for command, *_ in listed)
     for command, test, table in listed:
         path, _, name = test.partition("::")
-        text = (ROOT / path).read_text()
+        text = (TESTS / path).read_text()
         if name:
             found = [n for n in ast.parse(text).body if isinstance(n, ast.FunctionDef)]
             assert name in [n.name for n in found], f"{command}: there is no {test}"

@@ -12,8 +12,8 @@ that torch gives to what rpcmp sends:
     tensors            a pickle of the tensors' shapes; their bytes travel by another connection
 
 The forms are those of torch 2.13: tensorpipe_utils.cpp and message.h of torch/csrc/distributed/rpc,
-torch/csrc/jit/serialization/pickler.cpp. tests/test_inspection.py compares them with what torch
-sends. Nothing here imports torch: this runs in supervisors.
+torch/csrc/jit/serialization/pickler.cpp. tests/unit/wire/test_inspection.py compares them with what
+torch sends. Nothing here imports torch: this runs in supervisors.
 """
 
 from __future__ import annotations

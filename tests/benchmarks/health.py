@@ -13,7 +13,7 @@ from pathlib import Path
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from tests.processes import JobFolder, connect, running, running_servers
+from tests.support.processes import JobFolder, connect, running, running_servers
 
 CHECKS = 100
 STARTS = 10

@@ -16,8 +16,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from tests.lan import Host, driving, issue, lan, serving
-from tests.processes import JobFolder
+from tests.support.lan import Host, driving, issue, lan, serving
+from tests.support.processes import JobFolder
 
 RATES = {"1gbit": 1e9, "200mbit": 2e8}
 """Bits a second."""

@@ -21,8 +21,9 @@ from typing import Any
 from playwright.sync_api import expect
 
 from rpcmp.bench import cases
-from tests.browsers import chromium, opened
-from tests.processes import EXAMPLES, rpcmp, running
+from tests.support.browsers import chromium, opened
+from tests.support.places import EXAMPLES
+from tests.support.processes import rpcmp, running
 
 PAIRS = 9
 STEPS, WARMUP = 22, 3

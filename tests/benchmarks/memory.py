@@ -14,7 +14,7 @@ import statistics
 import tempfile
 from pathlib import Path
 
-from tests.processes import JobFolder, rpcmp
+from tests.support.processes import JobFolder, rpcmp
 
 PAIRS = 5
 FEW, MANY = 8, 64

@@ -14,8 +14,7 @@ from rpcmp.process import exitcode
 from rpcmp.process.channel import Message
 from rpcmp.process.child import Child
 from rpcmp.process.environment import compute_environment
-
-ROOT = Path(__file__).parent.parent.parent
+from tests.support.places import ROOT
 
 
 class Ranks:

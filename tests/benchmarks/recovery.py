@@ -16,15 +16,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import psutil
 
 from rpcmp.bench.statistics import paired_ratio
-from tests.processes import runs
-
-EXAMPLES = Path(__file__).parent.parent.parent / "rpcmp" / "examples"
+from tests.support.places import EXAMPLES
+from tests.support.processes import runs
 
 FAULTS = {
     "worker, SIGKILL": ("rpcmp.worker", signal.SIGKILL),

@@ -21,7 +21,7 @@ from rpcmp.wire.credentials import RELAY, Credentials
 from rpcmp.wire.end import End
 from rpcmp.wire.session import Session
 from rpcmp.wire.splice import splice
-from tests.lan import issue
+from tests.support.lan import issue
 
 HERE = "127.0.0.1"
 ROUNDS = 5

@@ -30,7 +30,6 @@ import asyncio
 import dataclasses
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from rpcmp.bench import cases, rounds
 from rpcmp.bench.cases import Case
@@ -41,8 +40,9 @@ from rpcmp.bench.rounds import Series
 from rpcmp.bench.statistics import Estimate, paired_ratio, spread
 from rpcmp.errors import ConfigError, RpcmpError, UnfitError
 from tests.benchmarks.ranks import Ranks
+from tests.support.places import EXAMPLES
 
-EXAMPLE = Path(__file__).parent.parent.parent / "rpcmp" / "examples" / "residual_ddp.toml"
+EXAMPLE = EXAMPLES / "residual_ddp.toml"
 
 NUM_REPLICAS = 2
 

@@ -13,10 +13,11 @@ from pathlib import Path
 
 from playwright.sync_api import Browser, expect
 
-from tests.browsers import chromium, opened
-from tests.processes import EXAMPLES, Running, running
+from tests.support.browsers import chromium, opened
+from tests.support.places import EXAMPLES, ROOT
+from tests.support.processes import Running, running
 
-ASSETS = Path(__file__).parent.parent.parent / ".github" / "assets"
+ASSETS = ROOT / ".github" / "assets"
 
 KILLED_AFTER, SHOWN_AFTER = 40, 90
 """Steps."""

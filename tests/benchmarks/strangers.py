@@ -21,8 +21,8 @@ import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from tests.lan import cli, issue
-from tests.processes import JobFolder, Running, Server, connect, running
+from tests.support.lan import cli, issue
+from tests.support.processes import JobFolder, Running, Server, connect, running
 
 HERE = "127.0.0.1"
 DESCRIPTORS = ("prlimit", "--nofile=256:256")

@@ -1,0 +1,201 @@
+"""`rpcmp doctor` at real servers: what is in order, and what is not."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import socket
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rpcmp.wire import authority, role
+from tests.support.lan import cli, serving
+from tests.support.processes import (
+    JobFolder,
+    Result,
+    Server,
+    connect,
+    rpcmp,
+    running,
+)
+
+MODEL = '[model]\nlayers = "zoo:mlp"\nbalance = [2, 2]\n'
+
+HOST = "127.0.0.1"
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Two stage servers and a spare, which only let in who has a certificate."""
+
+    certs: Path
+    stages: list[Server]
+    spare: str
+
+    @property
+    def options(self) -> tuple[str | Path, ...]:
+        """What leads a driver there."""
+        return ("--connect", connect(self.stages), "--certs", self.certs / "driver")
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    certs = tmp_path_factory.mktemp("certs")
+    cli(certs, "init")
+    authority.issue(certs, "driver", role.DRIVER, [], days=5)
+    authority.issue(certs, "spare", role.SPARE, [HOST], days=90)
+    for index in range(2):
+        authority.issue(certs, f"stage{index}", role.stage(index), [HOST], days=90)
+    with contextlib.ExitStack() as started:
+        # The second as the README has it, for Prometheus on another machine.
+        more = [(), ("--metrics", "0.0.0.0:0")]
+        stages = [
+            started.enter_context(serving(index, f"{HOST}:0", certs, options=options))
+            for index, options in enumerate(more)
+        ]
+        command = ("serve", "--spare", "--listen", f"{HOST}:0", "--certs", certs / "spare")
+        spare = started.enter_context(running(*command))
+        yield Cluster(certs, stages, spare.wait_for_line(r"SERVING on (\S+)")[1])
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> JobFolder:
+    return JobFolder(tmp_path / "job")
+
+
+def doctor(config: Path, *options: str | Path) -> tuple[Result, list[dict[str, Any]]]:
+    """How it ends, and what it finds."""
+    result = rpcmp("doctor", config, "--json", *options)
+    said = json.loads(result.out)
+    assert said["exit_code"] == result.code
+    found: list[dict[str, Any]] = said["findings"]
+    return result, found
+
+
+def failed(found: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
+    return [(one["where"], one["check"]) for one in found if one["status"] == "failed"]
+
+
+def test_a_job_that_starts_its_own_servers_is_in_order(job: JobFolder) -> None:
+    result = rpcmp("doctor", job.config(MODEL))
+    assert (result.code, result.err) == (0, "")
+    lines = [line.rstrip() for line in result.out.splitlines()]
+    assert lines[-1] == f"0 failed, 0 warnings, {len(lines) - 2} checks"
+    assert any(line.split()[:3] == ["stage1", "software", "ok"] for line in lines)
+    assert sum(line.endswith("within one network") for line in lines) == 3
+
+
+def test_servers_with_certificates_and_the_ways_between_them(
+    job: JobFolder, cluster: Cluster
+) -> None:
+    config = job.config(
+        f'{MODEL}\n[checkpoint]\ndir = "kept"\nshared = true\n'
+        f'[recovery]\nspares = ["{cluster.spare}"]\n'
+    )
+    result, found = doctor(config, *cluster.options)
+    assert (result.code, result.err) == (0, "")
+    assert not (job.folder / "kept").exists()
+    doors = {one["where"]: one["text"] for one in found if one["check"] == "listeners"}
+    assert "alone, its figures at port" in doors["stage1"]
+    papers = {one["where"]: one for one in found if one["check"] == "certificate"}
+    assert papers["stage1"]["text"].startswith(f"stage 1 at {HOST}, until ")
+    assert papers[f"spare {cluster.spare}"]["text"].startswith("spare at")
+    assert papers["driver"]["status"] == "warning"
+    assert "(5 days): `rpcmp certs renew DIR`" in papers["driver"]["text"]
+    links = {one["where"]: one["text"] for one in found if one["check"] == "link"}
+    assert set(links) == {"driver - stage0", "driver - stage1", "stage0 - stage1"}
+    assert all("MB/s there" in text for text in links.values())
+
+
+def test_what_is_wrong_with_a_job(job: JobFolder, cluster: Cluster) -> None:
+    """Each at the host where it would go wrong, all at once, and nothing else."""
+    (job.folder / "kept").write_text("a file in the way")
+    (job.folder / "broken.py").write_text("raise SystemExit('I only run on Tuesdays')\n")
+    text = f"""
+loss = "torch.nn:MSELos"
+{MODEL}
+[metrics]
+odd = "broken:metric"
+[[stages]]
+device = "cuda:0"
+[[stages]]
+threads = 1000
+[checkpoint]
+dir = "kept"
+"""
+    result, found = doctor(job.config(text), *cluster.options)
+    assert result.code == 1
+    assert failed(found) == [
+        ("driver", "checkpoints"),
+        ("stage0", "device"),
+        ("stage0", "checkpoints"),
+        ("stage1", "code"),
+        ("stage1", "code"),
+        ("stage1", "checkpoints"),
+    ]
+    texts = "\n".join(one["text"] for one in found)
+    assert "loss = 'torch.nn:MSELos' does not import" in texts
+    assert "I only run on Tuesdays" in texts
+    assert "1000 of" in texts
+
+
+def test_who_cannot_be_trusted(job: JobFolder, cluster: Cluster, tmp_path: Path) -> None:
+    """Stage 1's certificate has expired meanwhile; in stage 0's place is stage 1's server."""
+    old = tmp_path / "old"
+    shutil.copytree(cluster.certs, old)
+    begin = datetime.now(UTC) - timedelta(days=5)
+    with serving(1, f"{HOST}:0", old) as expired:
+        authority.issue(old, "stage1", role.stage(1), [HOST], days=1, begin=begin)
+        where = ("--connect", f"{cluster.stages[1].address},{expired.address}")
+        result, found = doctor(job.config(MODEL), *where, "--certs", cluster.certs / "driver")
+    assert result.code == 1
+    assert failed(found) == [("stage0", "certificate"), ("stage1", "certificate")]
+    texts = {one["where"]: one["text"] for one in found if one["check"] == "certificate"}
+    assert "has a certificate for stage 1, not for stage 0" in texts["stage0"]
+    assert "certificate has expired" in texts["stage1"]
+
+
+@pytest.mark.long
+def test_code_that_differs_from_host_to_host(job: JobFolder, tmp_path: Path) -> None:
+    """Without the config's files being sent, what is installed on each host counts."""
+    with contextlib.ExitStack() as started:
+        found = []
+        for index in range(2):
+            site = tmp_path / f"site{index}"
+            shutil.copytree(job.folder, site / "installed")
+            (site / "installed" / "__init__.py").write_text(f"version = {index}\n")
+            command = ("serve", "--stage", str(index), "--listen", f"{HOST}:0", "--no-code")
+            run = started.enter_context(running(*command, under=("env", f"PYTHONPATH={site}")))
+            found.append(Server(run, run.wait_for_line(r"SERVING on (\S+)")[1]))
+        config = job.config(
+            'ship_code = false\n[model]\nlayers = "installed.zoo:mlp"\nbalance = [2, 2]\n'
+            '[data]\ntrain = "installed.zoo:regression"\nbatch_size = 10'
+        )
+        with running(
+            *("doctor", config, "--json", "--connect", connect(found)),
+            under=("env", f"PYTHONPATH={tmp_path / 'site0'}"),
+        ) as run:
+            result = run.wait()
+    findings = json.loads(result.out)["findings"]
+    assert failed(findings) == [("stage1", "code")]
+    assert "'installed' is other code than that of driver" in result.out
+
+
+def test_servers_that_are_away_or_busy_may_come_back(job: JobFolder, cluster: Cluster) -> None:
+    slow = job.config(f"steps = 1000000\n{MODEL}", "slow.toml")
+    with running("drive", slow, "--json", *cluster.options) as run:
+        run.wait_for_line('"step": 3,')
+        busy = cluster.stages[0].address
+        with socket.create_server((HOST, 0)) as closed:
+            away = f"{HOST}:{closed.getsockname()[1]}"
+        where = ("--connect", f"{busy},{away}", "--certs", cluster.certs / "driver")
+        result, found = doctor(job.config(MODEL), *where)
+        assert result.code == 75
+        assert failed(found) == [("stage0", "free"), ("stage1", "reach")]
+        assert run.process.poll() is None

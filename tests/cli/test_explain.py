@@ -1,0 +1,219 @@
+"""`rpcmp explain` from the outside: what it says, and what a run then does."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import statistics
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import psutil
+import pytest
+from click.testing import CliRunner
+
+from rpcmp.cli import cli
+from rpcmp.errors import ConfigError
+from rpcmp.trace import chrome
+from tests.support.processes import (
+    JobFolder,
+    Server,
+    connect,
+    poll_for,
+    rpcmp,
+    running,
+    running_servers,
+    status,
+)
+from tests.support.runs import checkpoints_in
+
+SLEEPS_S = 0.02
+
+SLOW_LAST = f"""
+    schedule = "zero-bubble"
+    steps = 100000
+    optimizer = {{ callable = "torch.optim:Adam", kwargs = {{ lr = 0.01 }} }}
+    [model]
+    layers = "zoo:lopsided"
+    kwargs = {{ milliseconds = {SLEEPS_S * 1000} }}
+    balance = [1, 1, 3]
+    [checkpoint]
+    dir = "kept"
+"""
+"""The last stage takes all of the time, so that nobody's order is left to chance."""
+
+JOINED = """
+    steps = 2
+    [[stages]]
+    name = "left"
+    module = "zoo:Encoder"
+    inputs = ["input"]
+    [[stages]]
+    name = "right"
+    module = "zoo:TwoHeads"
+    inputs = ["input"]
+    frozen = true
+    [[stages]]
+    name = "join"
+    module = "zoo:Join"
+    kwargs = { inputs = 2 }
+    inputs = ["left", "right.left"]
+    replicas = 2
+"""
+
+
+@pytest.fixture
+def three() -> Iterator[list[Server]]:
+    """Three running stage servers."""
+    with running_servers(3) as started:
+        yield started
+
+
+def test_a_run_does_what_was_explained(job: JobFolder, three: list[Server]) -> None:
+    """Every number and name that is said before is that of the run that follows."""
+    config, path = job.config(SLOW_LAST), job.folder / "run.json"
+    where = ("--connect", connect(three))
+    explained = rpcmp("explain", config, "--json", *where)
+    assert explained.code == 0, explained.err
+    said: dict[str, Any] = json.loads(explained.out)
+    with running("drive", config, "--json", "--trace", path, *where) as drive:
+        drive.wait_for_line('"step": 7,')
+        labels = {drive.pid: "driver", **{s.pid: f"stage{i}" for i, s in enumerate(three)}}
+        listening = {labels[pid]: listeners(pid) for pid in labels}
+        parameters = [one["parameters"] for one in status(config, three)]
+        predicted = {tuple(pair) for link in said["links"] for pair in link["dials"]}
+        seen: set[tuple[str, str]] = set()
+
+        def dialled() -> bool:
+            seen.update(dials(labels, three))
+            return seen >= predicted
+
+        poll_for(dialled, f"{predicted} to be dialled")
+        drive.process.send_signal(signal.SIGINT)  # the running step ends, and is saved
+        result = drive.wait()
+    assert result.code == 128 + signal.SIGINT, result.err
+    assert seen == predicted
+    assert listening == {
+        "driver": [],
+        **{one["stage"]: [one["address"]] for one in said["listeners"]},
+    }
+    assert [stage["addresses"] for stage in said["stages"]] == [[s.address] for s in three]
+    assert [stage["parameters"] for stage in said["stages"]] == parameters
+    assert said["steps"] == result.event("start")["steps"] == 100000
+    for track in chrome.read(path).tracks:
+        actions = [action[1:] for action in said["actions"][track.stage]]
+        for step in range(2, 7):
+            mine = [s for s in track.spans if s.step == step and s.microbatch >= 0]
+            assert [span.label for span in mine] == actions, f"step {step} of {track.stage}"
+    steps = [event["step_s"] for event in result.events if event["event"] == "step"]
+    for seconds in (said["prediction"]["step_s"], statistics.median(steps)):
+        assert seconds >= 4 * 2 * SLEEPS_S  # nothing can be faster
+    peaks = result.event("summary")["memory"]
+    for stage in said["stages"]:
+        assert 0.5 < stage["memory"]["total"] / peaks[stage["name"]]["peak"] < 2
+    (checkpoint,) = checkpoints_in(job.folder / "kept").valid()
+    folder = checkpoints_in(job.folder / "kept").path_of(checkpoint.step)
+    for stage in said["stages"]:
+        length = (folder / f"{stage['name']}.safetensors").stat().st_size
+        assert 0 <= 3 * length - stage["memory"]["snapshots"] < 3 * 8192  # names and shapes
+    again = rpcmp("explain", config, "--json", "--no-measure", *where)
+    (file,) = [one for one in json.loads(again.out)["files"] if one["what"] == "checkpoints"]
+    assert (file["path"], file["is_in_the_way"]) == (str(job.folder / "kept"), True)
+
+
+def listeners(pid: int) -> list[str]:
+    """Where a process listens for TCP."""
+    found = psutil.Process(pid).net_connections(kind="tcp")
+    return [f"{c.laddr.ip}:{c.laddr.port}" for c in found if c.status == psutil.CONN_LISTEN]
+
+
+def dials(labels: dict[int, str], servers: Sequence[Server]) -> Iterator[tuple[str, str]]:
+    """Who has a connection to whose port, apart from itself."""
+    ports = {int(s.address.rpartition(":")[2]): f"stage{i}" for i, s in enumerate(servers)}
+    for pid, label in labels.items():
+        for connection in psutil.Process(pid).net_connections(kind="tcp"):
+            other = ports.get(connection.raddr.port) if connection.raddr else None
+            if other is not None and other != label:
+                yield label, other
+
+
+def test_a_graph_on_this_machine_for_people(job: JobFolder) -> None:
+    result = rpcmp("explain", job.config(JOINED))
+    assert result.code == 0, result.err
+    lines = [" ".join(line.split()) for line in result.out.splitlines()]
+    assert lines[0] == "job: 2 steps, mini-batches of 10 samples in 4 micro-batches, 1f1b"
+    assert lines[1] == "161 parameters in 3 stages"
+    assert "1 right input here (cpu) 1: right 72 frozen" in lines
+    assert "2 join left, right.left 2 replicas here (cpu) 1: join 17" in lines
+    assert any(line.startswith("predicted ") for line in lines)
+    assert sum(line.startswith("0 left F0 ") for line in lines) == 1
+    assert "join:0 127.0.0.1, a free port you and root, on this machine" in result.out.replace(
+        "  ", " "
+    ) or any(line.startswith("join:0 127.0.0.1, a free port") for line in lines)
+    assert any(line.startswith("driver - left driver -> left batches") for line in lines)
+    assert any(line.startswith("code ") for line in lines)
+
+
+def test_nobody_has_to_be_there_where_nothing_is_measured(job: JobFolder) -> None:
+    away = ("--connect", "127.0.0.1:1,127.0.0.1:2", "--json", "--no-measure")
+    model = '[model]\nlayers = "zoo:mlp"\nbalance = [2, 2]'
+    result = rpcmp("explain", job.config(model), *away)
+    assert result.code == 0, result.err
+    said = json.loads(result.out)
+    assert said["prediction"] is None
+    assert said["actions"]["stage0"][:3] == ["0F0", "0F1", "0B0"]
+    assert [one["address"] for one in said["listeners"]] == ["127.0.0.1:1", "127.0.0.1:2"]
+    assert [one["exposed"] for one in said["listeners"]] == [None, None]
+
+
+def test_the_balance_is_the_one_that_a_run_will_measure(job: JobFolder) -> None:
+    body = SLOW_LAST.replace("balance = [1, 1, 3]", 'balance = "auto"\nnum_stages = 3')
+    result = rpcmp("explain", job.config(body), "--json", "--set", "data.batch_size=2")
+    assert result.code == 0, result.err
+    said = json.loads(result.out)
+    assert said["balance"] == said["prediction"]["balance"] == [2, 1, 2]
+    assert [len(stage["layers"]) for stage in said["stages"]] == [2, 1, 2]
+    assert said["num_microbatches"] == 2  # what is measured is a step of so many, too
+    for stage in said["prediction"]["stages"].values():
+        assert stage["busy_s"] <= said["prediction"]["step_s"]
+
+
+def test_what_may_be_in_flight_is_judged_by_what_the_config_says(job: JobFolder) -> None:
+    given = ["schedule=gpipe", "max_in_flight=2", "data.batch_size=2", "model.balance=[2, 2]"]
+    sets = [part for one in given for part in ("--set", one)]
+    config = job.config('[model]\nlayers = "zoo:mlp"')
+    result = CliRunner().invoke(cli, ["explain", str(config), "--no-measure", *sets])
+    assert isinstance(result.exception, ConfigError)
+    assert "gpipe holds all 4 micro-batches" in str(result.exception)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("model.balance=[1, 1]", "adds up to 2, but the model has 4 layers"),
+        ('loss="torch.nn:MSELos"', "loss = 'torch.nn:MSELos' does not import"),
+        ('data.train="zoo:nowhere"', "data.train = 'zoo:nowhere' does not import"),
+    ],
+)
+def test_what_a_run_would_refuse_is_refused_in_its_words(
+    job: JobFolder, override: str, message: str
+) -> None:
+    config = job.config('[model]\nlayers = "zoo:mlp"\nbalance = [2, 2]')
+    explained, driven = (
+        rpcmp(command, config, "--set", override) for command in ("explain", "drive")
+    )
+    assert explained.code == driven.code == 2
+    assert message in explained.err
+    told = (result.err.partition("\ntry: ")[0] for result in (explained, driven))
+    assert len(set(told)) == 1  # what helps next differs: the one is a remedy for the other
+    assert explained.out == ""
+
+
+def test_a_balance_that_is_measured_needs_a_measurement(job: JobFolder) -> None:
+    config = job.config('[model]\nlayers = "zoo:mlp"\nbalance = "auto"\nnum_stages = 2')
+    result = CliRunner().invoke(cli, ["explain", str(config), "--no-measure"])
+    assert isinstance(result.exception, ConfigError)
+    assert "without --no-measure" in str(result.exception)
+    with contextlib.suppress(FileNotFoundError):
+        assert not list(job.folder.glob("rpcmp-*"))

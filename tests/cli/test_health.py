@@ -1,0 +1,199 @@
+"""`rpcmp health`: what an orchestrator hears of a stage server, by its exit code and its words."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+
+from rpcmp.wire import authority, role
+from tests.support.lan import cli, issue, serving
+from tests.support.processes import (
+    JobFolder,
+    Result,
+    Server,
+    connect,
+    poll_for,
+    rpcmp,
+    running,
+    status,
+)
+
+HERE = "127.0.0.1"
+
+NAME = "stage-a.example.org"
+
+
+@pytest.fixture(scope="module")
+def certs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of a stage that is reached by a name, and of another that is not."""
+    return issue(tmp_path_factory.mktemp("certs"), NAME, HERE)
+
+
+@pytest.fixture(scope="module")
+def server(certs: Path) -> Iterator[Server]:
+    with serving(0, f"{HERE}:0", certs) as started:
+        yield started
+
+
+def ask(server: Server, folder: Path, *options: str) -> Result:
+    return rpcmp("health", server.address, "--certs", folder, *options)
+
+
+def test_a_server_that_serves_is_healthy(servers: list[Server]) -> None:
+    found = rpcmp("health", servers[0].address)
+    assert (found.code, found.out, found.err) == (0, f"{servers[0].address} is SERVING\n", "")
+
+
+def test_one_that_drains_is_not(job: JobFolder, servers: list[Server]) -> None:
+    config = job.config('steps = 100000\n[model]\nlayers = "zoo:mlp"\nbalance = [2, 2]')
+    patient = ("--set", "recovery.heartbeat_timeout=600.0")
+    with running("drive", config, "--connect", connect(servers), "--json", *patient) as run:
+        run.wait_for_line('"step"')
+        worker = status(config, servers)[0]["worker_pid"]
+        os.kill(worker, signal.SIGSTOP)  # its step does not end, and so the server neither
+        os.kill(servers[0].pid, signal.SIGTERM)
+        found = poll_for(
+            lambda: (answer := rpcmp("health", servers[0].address)).code and answer, "a drain"
+        )
+        assert (found.code, found.out) == (1, f"{servers[0].address} is NOT_SERVING\n")
+        assert rpcmp("health", servers[1].address).code == 0
+        for process in (run.process, *(server.run.process for server in servers)):
+            process.kill()  # nothing is left to wait for
+
+
+@pytest.mark.parametrize("options", [[], ["--certs", "driver"]])
+def test_nobody_there(certs: Path, options: list[str]) -> None:
+    with socket.create_server((HERE, 0)) as listener:
+        address = f"{HERE}:{listener.getsockname()[1]}"
+    options = [str(certs / option) if option == "driver" else option for option in options]
+    found = rpcmp("health", address, *options)
+    assert (found.code, found.out) == (75, "")
+    assert f"rpcmp: {address} cannot be reached" in found.err
+    assert "is `rpcmp serve` running there?" in found.err
+
+
+@pytest.mark.parametrize("options", [[], ["--certs", "driver"]])
+def test_somebody_who_says_nothing(certs: Path, options: list[str]) -> None:
+    options = [str(certs / option) if option == "driver" else option for option in options]
+    with socket.create_server((HERE, 0)) as listener:
+        address = f"{HERE}:{listener.getsockname()[1]}"
+        found = rpcmp("health", address, "--timeout", "0.5", *options)
+    assert found.code == 75
+    assert f"{address} does not answer within 0.5 s" in found.err
+
+
+@pytest.mark.parametrize("options", [[], ["--insecure"]])
+def test_a_server_that_wants_tls_says_so(
+    job: JobFolder, server: Server, options: list[str]
+) -> None:
+    found = rpcmp("health", server.address, *options)
+    assert found.code == 2
+    assert f"{server.address} wants TLS, and is spoken to in the open: give --certs" in found.err
+    drained = rpcmp("drain", server.address, *options)
+    assert drained.err.startswith(
+        f"rpcmp: {server.address} wants TLS, "
+    )  # of no stage that it knows
+    config = job.config('[model]\nlayers = "zoo:mlp"\nbalance = [4]')
+    for command in ("drive", "status"):
+        found = rpcmp(command, config, "--connect", server.address, *options)
+        assert "wants TLS, and is spoken to in the open: give --certs" in found.err + found.out
+
+
+@pytest.mark.parametrize("options", [[], ["--insecure"]])
+def test_so_do_several_servers_at_once(
+    job: JobFolder, certs: Path, server: Server, options: list[str]
+) -> None:
+    config = job.config('[model]\nlayers = "zoo:mlp"\nbalance = [1, 3]')
+    with serving(1, f"{HERE}:0", certs) as other:
+        found = rpcmp("drive", config, "--connect", connect([server, other]), *options)
+    assert found.code == 2
+    assert "wants TLS, and is spoken to in the open: give --certs" in found.err
+    assert "Error:" not in found.err
+
+
+def test_no_server_begins_with_a_certificate_that_nobody_accepts(tmp_path: Path) -> None:
+    cli(tmp_path, "init")
+    for days, said, state in ((-5, "has expired on", "expired"), (5, "is valid from", "not yet")):
+        begin = datetime.now(UTC) + timedelta(days=days)
+        authority.issue(tmp_path, "stage0", role.stage(0), [HERE], days=1, begin=begin)
+        refused = rpcmp("serve", "--stage", "0", "--certs", tmp_path / "stage0")
+        assert (refused.code, refused.out) == (2, "")
+        assert said in refused.err
+        shown = rpcmp("certs", "show", tmp_path / "stage0")
+        assert re.search(f"^valid .* UTC, {state}$", shown.out, re.MULTILINE)
+
+
+@pytest.mark.parametrize("who", ["stage0", "stage1", "driver"])
+def test_all_certificates_of_the_job_may_ask(certs: Path, server: Server, who: str) -> None:
+    found = ask(server, certs / who, "--server-name", NAME)
+    assert (found.code, found.out) == (0, f"{server.address} is SERVING\n")
+
+
+@pytest.mark.parametrize("name", [None, "host-b.example.org", ".", "a" * 64])
+def test_the_server_has_to_be_whom_we_mean(certs: Path, server: Server, name: str | None) -> None:
+    found = ask(server, certs / "driver", *([] if name is None else ["--server-name", name]))
+    assert found.code == 2
+    assert HERE in found.err if name is None else name in found.err
+    assert "Traceback" not in found.err
+
+
+def test_a_server_of_another_authority_is_not_trusted(
+    certs: Path, server: Server, tmp_path: Path
+) -> None:
+    cli(tmp_path, "init")
+    found = ask(server, tmp_path / "driver", "--server-name", NAME)
+    assert found.code == 2
+    assert f"{server.address} is not trusted" in found.err
+
+
+def test_a_certificate_that_the_server_does_not_trust_is_refused(
+    certs: Path, server: Server, tmp_path: Path
+) -> None:
+    cli(tmp_path, "init")
+    (tmp_path / "driver" / "ca.crt").write_bytes((certs / "ca.crt").read_bytes())
+    found = ask(server, tmp_path / "driver", "--server-name", NAME)
+    assert found.code == 2
+    assert f"{server.address} refuses us" in found.err
+
+
+def test_a_server_without_certificates_is_not_asked_with_one(
+    certs: Path, servers: list[Server]
+) -> None:
+    found = ask(servers[0], certs / "driver")
+    assert found.code == 2
+    assert "does not speak TLS at all" in found.err
+
+
+def test_a_name_to_check_needs_something_to_check_it_against() -> None:
+    found = rpcmp("health", "--server-name", NAME)
+    assert found.code == 2
+    assert "give --certs DIR" in found.err
+
+
+def test_other_machines_are_not_asked_in_the_open() -> None:
+    found = rpcmp("health", "192.0.2.7")
+    assert found.code == 2
+    assert "192.0.2.7:50051 is not a loopback address" in found.err
+
+
+def test_a_probe_loads_neither_configs_nor_the_control_service() -> None:
+    code = """
+import sys
+from rpcmp.cli import cli
+try:
+    cli.main(["health", "1"], standalone_mode=False)
+except Exception as error:
+    assert "cannot be reached" in str(error), error
+print([name for name in ("torch", "numpy", "pydantic", "cryptography") if name in sys.modules])
+"""
+    command = [sys.executable, "-c", code]
+    assert subprocess.check_output(command, text=True, timeout=60).strip() == "[]"

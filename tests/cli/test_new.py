@@ -1,0 +1,97 @@
+"""`rpcmp new`: files that run as they are, and names that cannot be."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from rpcmp import configfile
+from rpcmp.errors import ConfigError
+from rpcmp.starter.create import STARTER, create, examples
+from tests.support.processes import rpcmp
+
+
+def test_what_it_writes_trains_and_has_the_bits_of_one_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    made = rpcmp("new", "spirals")
+    assert made.code == 0, made.err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["spirals.py", "spirals.toml"]
+    said = re.findall(r"(?m)^  rpcmp (.*?) +#", made.out)
+    assert [command.split()[:2] for command in said] == [
+        [command, "spirals.toml"] for command in ("drive", "verify", "doctor")
+    ]
+    driven = rpcmp(*said[0].split(), "--json")
+    assert driven.code == 0, driven.err
+    assert driven.event("summary")["metrics"]["accuracy"] > 0.9
+    verified = rpcmp(*said[1].split())
+    assert verified.code == 0, verified.err
+
+
+def test_the_settings_that_are_off_are_ones(tmp_path: Path) -> None:
+    _, path = create("spirals", tmp_path)
+    text = re.sub(r"(?m)^#(?! |$)", "", path.read_text())
+    text = text.replace("epochs = 10 ", "steps = 200 ")
+    path.write_text(text)
+    config = configfile.load(path)
+    assert config.addresses == ["host-a:50051", "host-b:50052"]
+    assert config.checkpoint is not None
+    assert config.tensorboard_folder == tmp_path / "curves"
+    assert (config.steps, config.schedule, config.num_stages) == (200, "zero-bubble", 2)
+
+
+@pytest.mark.parametrize("example", examples())
+def test_a_job_may_begin_as_an_example(tmp_path: Path, example: str) -> None:
+    model, path = create("mine", tmp_path, example)
+    assert model.read_text() == (STARTER.parent.parent / "examples" / f"{example}.py").read_text()
+    own = {
+        name for name in configfile.load(path).modules if not name.startswith(("torch", "rpcmp"))
+    }
+    assert own == {"mine"}
+    assert "rpcmp drive mine.toml" in path.read_text()
+    assert "rpcmp/examples" not in path.read_text()
+
+
+def test_nothing_is_overwritten(tmp_path: Path) -> None:
+    create("mine", tmp_path)
+    (tmp_path / "mine.py").unlink()
+    (tmp_path / "mine.toml").write_text("mine")
+    with pytest.raises(ConfigError, match=r"mine.toml is there already: choose another name"):
+        create("mine", tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.toml"]
+    assert (tmp_path / "mine.toml").read_text() == "mine"
+
+
+def test_a_name_may_be_any_that_python_takes(tmp_path: Path) -> None:
+    assert create("größe", tmp_path) == [tmp_path / "größe.py", tmp_path / "größe.toml"]
+    assert 'layers = "größe:layers"' in (tmp_path / "größe.toml").read_text()
+    config = configfile.load(tmp_path / "größe.toml", ["epochs=1"])
+    assert config.name == "gr--e"  # what files and hosts are called by is plain
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("my-model", "'my-model' cannot be a Python module's name"),
+        ("2d", "cannot be a Python module's name"),
+        ("class", "cannot be a Python module's name"),
+        ("../out", "cannot be a Python module's name"),
+        ("", "cannot be a Python module's name"),
+        ("torch", r"there is a module 'torch' already \(.*\), which torch.py would hide"),
+        ("json", "there is a module 'json' already"),
+    ],
+)
+def test_names_that_cannot_be(tmp_path: Path, name: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        create(name, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_example_that_is_not_there_and_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no example 'resnet': choose one of .*resnet50"):
+        create("mine", tmp_path, "resnet")
+    with pytest.raises(ConfigError, match=r"cannot write .*mine\.py: No such file"):
+        create("mine", tmp_path / "nowhere")

@@ -1,0 +1,101 @@
+"""`balance = "auto"` from the outside: measured, chosen, trained, and the same bits."""
+
+from __future__ import annotations
+
+import re
+import signal
+
+import pytest
+
+from rpcmp.v1 import control_pb2 as pb
+from tests.support.places import EXAMPLES
+from tests.support.processes import JobFolder, Server, connect, describe, poll_for, rpcmp, running
+
+LOPSIDED = """
+    schedule = "zero-bubble"
+    [model]
+    layers = "zoo:lopsided"
+    balance = "auto"
+    num_stages = 3
+"""
+
+TWO = """
+    [model]
+    layers = "zoo:lopsided"
+    kwargs = {{ milliseconds = {milliseconds} }}
+    balance = "auto"
+    num_stages = 2
+"""
+
+
+@pytest.mark.long
+def test_a_layer_as_slow_as_all_others_together_stands_alone(job: JobFolder) -> None:
+    result = rpcmp("drive", job.config(LOPSIDED), "--json")
+    assert result.code == 0, result.err
+    plan, summary = result.event("plan"), result.event("summary")
+    assert plan["balance"] == summary["plan"]["balance"] == [2, 1, 2]
+    # Four micro-batches sleep 30 ms twice; nothing else can make a step shorter.
+    assert summary["plan"]["measured_step_s"] >= 0.24
+    assert plan["step_s"] == summary["plan"]["predicted_step_s"] >= 0.24
+    assert plan["stages"]["stage1"]["bubble"] < plan["stages"]["stage0"]["bubble"]
+    assert all(0 < s["memory_bytes"] < s["limit_bytes"] for s in plan["stages"].values())
+
+
+@pytest.mark.long
+def test_servers_that_stay_measure_and_then_train(job: JobFolder, servers: list[Server]) -> None:
+    config = job.config(TWO.format(milliseconds=1))
+    result = rpcmp("verify", config, "--steps", "2", "--connect", connect(servers))
+    assert result.code == 0, result.err
+    assert "identical: 2 losses" in result.out
+
+
+def test_digits_trains_and_shows_prediction_and_measurement() -> None:
+    config = EXAMPLES / "digits.toml"
+    result = rpcmp("drive", config, "--steps", "5", "--set", "model.balance=auto")
+    assert result.code == 0, result.err
+    first, *stages = result.out.splitlines()[:3]
+    assert first.startswith("balance = [")
+    assert "predicted: step" in first
+    assert [line.split()[0] for line in stages] == ["stage0", "stage1"]
+    assert all("memory" in line and "bubble" in line for line in stages)
+    assert "measured" in result.out.splitlines()[-2]
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("model.num_stages=6", "6 stages need at least as many layers, but the model has 5"),
+        ('stages=[{ memory = "1 MiB" }, {}, {}]', "stage 'stage0' needs .* and may have 1.0 MiB"),
+        pytest.param(
+            "model.kwargs.milliseconds=nothing",
+            "layer 'sleeper' failed to build: TypeError",
+            marks=pytest.mark.long,
+        ),
+    ],
+)
+def test_what_cannot_be_balanced_is_refused_before_training(
+    job: JobFolder, override: str, message: str
+) -> None:
+    result = rpcmp("drive", job.config(LOPSIDED), "--set", override)
+    assert result.code == 2
+    assert re.search(message, result.err), result.err
+    assert result.out == ""
+
+
+@pytest.mark.long
+def test_a_driver_that_dies_leaves_a_server_that_is_free(
+    job: JobFolder, servers: list[Server]
+) -> None:
+    config = job.config(TWO.format(milliseconds=60_000))
+    with running("drive", config, "--connect", connect(servers)) as drive:
+        poll_for(
+            lambda: describe(servers[0]).state == pb.SERVER_STATE_PROFILING,
+            "the first server to measure",
+        )
+        busy = rpcmp("drive", config, "--connect", connect(servers), "--set", "model.balance=[1,4]")
+        assert busy.code == 75
+        assert "busy measuring for job 'job'" in busy.err
+        drive.process.send_signal(signal.SIGKILL)
+        poll_for(
+            lambda: describe(servers[0]).state == pb.SERVER_STATE_IDLE, "the server to be free"
+        )

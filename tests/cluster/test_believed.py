@@ -1,0 +1,292 @@
+"""What a supervisor believes of its children and of other servers: no more than it has seen."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import mmap
+import os
+import socket
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rpcmp import sealed
+from rpcmp.checkpoint.inside import beneath
+from rpcmp.control.options import machine
+from rpcmp.errors import ConfigError, JobError, UnreachableError, from_wire
+from rpcmp.job.outputs import Outputs
+from rpcmp.process.activity import Activity
+from rpcmp.server import mirror, saving
+from rpcmp.server.stream import MEMORY, receive
+from rpcmp.snapshot.slots import NUM_SLOTS, Slots
+from rpcmp.v1 import control_pb2 as pb
+from rpcmp.wire.dialer import Dialer
+from rpcmp.wire.security import Security
+from tests.support.processes import JobFolder, rpcmp, running_servers
+
+
+def request(fds: list[int], pid: int = 0) -> pb.MirrorRequest:
+    return pb.MirrorRequest(
+        supervisor_pid=pid or os.getpid(),
+        snapshot_fds=fds,
+        snapshot_inodes=[os.fstat(fd).st_ino for fd in fds],
+    )
+
+
+def test_a_neighbours_memory_is_memory_of_snapshots(tmp_path: Path) -> None:
+    slots = Slots.create()
+    opened = mirror._open(request(list(slots.fds)))
+    assert opened is not None
+    opened.close()
+    path = tmp_path / "file"
+    path.write_bytes(b"kept" * 4096)
+    with path.open("r+b") as file:
+        for fds in (
+            [file.fileno()] * (1 + NUM_SLOTS),
+            [*slots.fds[:-1], file.fileno()],
+            list(slots.fds[:-1]),
+            list(reversed(slots.fds)),
+            [*slots.fds, slots.fds[-1]],
+        ):
+            assert mirror._open(request(fds)) is None
+    assert path.read_bytes() == b"kept" * 4096
+    other = [os.memfd_create("rpcmp-other") for _ in range(1 + NUM_SLOTS)]
+    assert mirror._open(request(other)) is None
+    for fd in other:
+        os.close(fd)
+    slots.close()
+
+
+@pytest.mark.parametrize(
+    ("size", "parts", "why"),
+    [
+        (10, [bytes(8), bytes(8)], "more than 10 bytes"),
+        (10, [bytes(8)], "only 8 of 10 bytes"),
+        (MEMORY + 1, [], "more than this host's memory"),
+    ],
+)
+def test_a_snapshot_is_as_large_as_was_said(size: int, parts: list[bytes], why: str) -> None:
+    async def stream() -> AsyncIterator[pb.FetchResponse]:
+        yield pb.FetchResponse(step=1, size=size)
+        for part in parts:
+            yield pb.FetchResponse(data=part)
+
+    slots = Slots.create()
+    with pytest.raises(UnreachableError, match=why):
+        asyncio.run(receive(stream(), slots))
+    assert slots.all() == []
+    assert max(os.fstat(slots.fd(index)).st_size for index in range(len(slots))) <= 10
+    slots.close()
+
+
+def test_a_header_of_a_snapshot_is_read_within_bounds(tmp_path: Path) -> None:
+    slots = Slots.create()
+    fd = slots.fd(0)
+    data = (2**27).to_bytes(8, "little") + b"[" * 2**20
+    os.ftruncate(fd, 2**27 + 8)
+    os.pwrite(fd, data, 0)
+    snapshot = slots.commit(0, 1, 2**27 + 8)
+    saved = saving._save(slots, snapshot, "a", beneath(tmp_path, str(tmp_path / "job")))
+    assert "header has" in saved.error
+    slots.close()
+
+
+def test_a_snapshot_whose_memory_was_cut_off_is_an_error(tmp_path: Path) -> None:
+    slots = Slots.create()
+    about = json.dumps({"__metadata__": {"rpcmp": json.dumps({"groups": [], "scheduler": None})}})
+    data = len(about).to_bytes(8, "little") + about.encode()
+    os.pwrite(slots.fd(0), data, 0)
+    for length, error in ((2**23, "memory has been cut off"), (len(data), "")):
+        place = beneath(tmp_path, str(tmp_path / "job"))
+        saved = saving._save(slots, slots.commit(0, 1, length), "a", place)
+        assert saved.error.endswith(error)
+        assert bool(saved.error) == bool(error)
+    (file,) = tmp_path.rglob("*.safetensors")
+    assert file.read_bytes() == data
+    assert saved.sha256 == hashlib.sha256(data).hexdigest()
+    slots.close()
+
+
+def test_memory_of_another_server_than_the_neighbours_is_not_opened() -> None:
+    async def opened_of(pid: int, address: str) -> bool:
+        wanted = request(list(slots.fds), pid)
+        wanted.machine, wanted.address = machine(), address
+        found = await mirror.open_memory(wanted, Dialer(Security()))
+        if found is not None:
+            found.close()
+        return found is not None
+
+    slots = Slots.create()
+    with running_servers(1) as (server,), socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.setblocking(False)
+
+        async def accepting() -> bool:
+            asyncio.get_running_loop().add_reader(listener, accept)
+            return await opened_of(os.getpid(), f"127.0.0.1:{listener.getsockname()[1]}")
+
+        accepted: list[socket.socket] = []
+
+        def accept() -> None:
+            accepted.append(listener.accept()[0])
+
+        assert asyncio.run(accepting())
+        assert not asyncio.run(opened_of(os.getpid(), server.address))
+        accepted[0].close()
+    assert not asyncio.run(opened_of(os.getpid(), server.address))
+    slots.close()
+
+
+def test_only_files_of_the_driver_process_are_delivered(tmp_path: Path) -> None:
+    scratch, secret, place = tmp_path / "scratch", tmp_path / "key", tmp_path / "run" / "trace.json"
+    scratch.mkdir()
+    place.parent.mkdir()
+    secret.write_text("secret")
+    outputs = Outputs(scratch)
+    written = Path(outputs.redirect({"trace": str(place)})["trace"])
+    for make in (written.symlink_to, written.hardlink_to):
+        make(secret)
+        with pytest.raises(ConfigError, match="cannot write"):
+            outputs.deliver()
+        written.unlink()
+        assert not place.exists()
+    os.mkfifo(written)
+    with pytest.raises(ConfigError, match="cannot write"):
+        outputs.deliver()
+    written.unlink()
+    outputs.deliver()  # there is none
+    with written.open("wb") as sparse:
+        sparse.truncate(2**40)
+    with pytest.raises(ConfigError, match="cannot write"):
+        outputs.deliver()
+    assert place.stat().st_size == 0
+    written.write_text("a trace")
+    outputs.deliver()
+    assert place.read_text() == "a trace"
+    written.replace(Path(outputs.redirect({"trace": str(tmp_path / "no" / "place")})["trace"]))
+    with pytest.raises(ConfigError, match="no/place: No such file"):
+        outputs.deliver()
+
+
+def test_shared_memory_is_not_cut_off() -> None:
+    fd = sealed.memory("test", 4096)
+    for size in (0, 8192):
+        with pytest.raises(PermissionError):
+            os.ftruncate(fd, size)
+    os.close(fd)
+
+
+GARBAGE = st.binary(min_size=40, max_size=40)
+
+
+@given(GARBAGE)
+def test_whatever_lies_in_shared_memory_is_something_to_say(garbage: bytes) -> None:
+    fd = sealed.memory("test", mmap.PAGESIZE)
+    os.pwrite(fd, garbage, 0)
+    told = pb.Doing(**Activity(fd).read()._asdict())
+    assert 0.0 <= told.seconds <= time.monotonic()
+    os.close(fd)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        "{}",
+        '{"type": 1}',
+        '{"type": []}',
+        '{"type": "JobError", "fields": {"no": 1}}',
+        '{"type": "InterruptedJobError", "fields": {"signum": "a", "step": 1}}',
+        "[" * 60_000,
+    ],
+)
+def test_an_error_that_is_none_is_shown_as_it_is(text: str) -> None:
+    error = from_wire(text)
+    assert isinstance(error, JobError)
+    assert repr(text[:50])[:-1] in str(error)
+
+
+NONSENSE = {
+    "deep": b"[" * 60_000,
+    "no event": b"{}",
+    "no object": b"[]",
+    "an event that is none": b'{"event": []}',
+    "types": b'{"event": "built", "num_parameters": "many", "device": []}',
+    "no character": b'{"event": "built", "num_parameters": 1, "device": "\\ud800"}',
+    "a step": b'{"event": "snapshot", "step": -1}',
+    "ways": b'{"event": "beat", "ways": 1, "tensors": []}',
+    "a question": b'{"event": "store", "id": "x"}',
+    "questions": b'{"event": "store", "id": 1, "call": "get", "keys": ["no/such/key"]}\n' * 200,
+}
+"""What a broken worker, or a confined one that means no good, may say to its supervisor."""
+
+
+WORKERS_ALONE = ("types", "no character", "a step")
+
+SAYING = [("worker", which) for which in NONSENSE]
+SAYING += [("driver", which) for which in NONSENSE if which not in WORKERS_ALONE]
+
+
+@pytest.mark.parametrize(("whose", "which"), SAYING)
+def test_nonsense_of_a_child_ends_the_job_by_name(job: JobFolder, whose: str, which: str) -> None:
+    (job.folder / "nonsense.py").write_text(TALKING.format(said=NONSENSE[which]))
+    path = "nonsense:layers" if whose == "worker" else "zoo:mlp"
+    data = "nonsense:data" if whose == "driver" else "zoo:regression"
+    config = job.config(
+        f"""
+        steps = 1000
+        [model]
+        layers = "{path}"
+        balance = [2, 2]
+        [data]
+        train = {{ callable = "{data}" }}
+        batch_size = 10
+        [recovery]
+        max_restarts = 0
+        """
+    )
+    result = rpcmp("drive", config, "--json")
+    assert result.code not in (0, 1)
+    assert "speaks nonsense" in result.err
+    assert "Traceback" not in result.err
+
+
+TALKING = """
+import os, stat, sys, zoo
+from torch import nn
+
+SAID = {said!r} + b"\\n"
+
+def talk():
+    channel = int(sys.argv[1])
+    assert stat.S_ISSOCK(os.fstat(channel).st_mode)
+    os.write(channel, SAID)
+
+class Talking(nn.Module):
+    def forward(self, x):
+        if self.training:
+            talk()
+        return x
+
+def layers():
+    first, *others = zoo.mlp()
+    return [first, ("talking", Talking), *others[1:]]
+
+class Samples:
+    def __init__(self):
+        self.inner = zoo.regression()
+    def __len__(self):
+        return len(self.inner)
+    def __getitem__(self, index):
+        talk()
+        return self.inner[index]
+
+def data():
+    return Samples()
+"""

@@ -1,0 +1,193 @@
+"""`rpcmp drive` from the outside: what it shows, and one hash for every way to cut a model."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import pty
+import re
+import subprocess
+import sys
+from collections import Counter
+
+import pytest
+
+from rpcmp.trace import chrome
+from tests.support.places import EXAMPLES
+from tests.support.processes import JobFolder, rpcmp
+
+
+def test_digits_reaches_98_percent() -> None:
+    result = rpcmp("drive", EXAMPLES / "digits.toml", "--json")
+    assert result.code == 0, result.err
+    summary = result.event("summary")
+    assert summary["metrics"]["accuracy"] >= 0.98
+    assert summary["steps"] == len(result.losses)
+    assert len(summary["parameters_sha256"]) == 64
+    assert list(summary["memory"]) == ["stage0", "stage1"]
+    assert all(0 < stage["idle"] <= stage["peak"] for stage in summary["memory"].values())
+    assert result.event("eval")["accuracy"] == summary["metrics"]["accuracy"]
+    step = result.event("step")
+    assert step["loss"] == summary["loss"]
+    assert step["samples_per_s"] > 0
+    assert set(step["busy"]) == {"stage0", "stage1"}
+    assert [event["event"] for event in result.events[-2:]] == ["summary", "end"]
+    assert (result.events[-1]["outcome"], result.events[-1]["error"]) == ("done", "")
+    first, group, start, *_ = result.events
+    assert [event["event"] for event in (first, group, start)] == ["run", "generation", "start"]
+    assert [(stage["name"], stage["inputs"]) for stage in first["graph"]["stages"]] == [
+        ("stage0", ["input"]),
+        ("stage1", ["stage0"]),
+    ]
+    assert {label: place["host"] for label, place in group["workers"].items()} == {
+        "stage0": platform.node(),
+        "stage1": platform.node(),
+    }
+    assert all(place["pid"] > 0 and place["address"] for place in group["workers"].values())
+    assert set(step["busy_seconds"]["stage0"]) == {"F", "B", "W", "O"}
+    assert sum(step["busy_seconds"]["stage0"].values()) / step["step_s"] == step["busy"]["stage0"]
+    assert set(step["learning_rates"].values()) == {step["learning_rate"]}
+    times = [event["time"] for event in result.events]
+    assert times == sorted(times)
+    assert {event["generation"] for event in result.events} == {1}
+
+
+@pytest.mark.long
+def test_one_hash_for_every_balance_and_schedule(job: JobFolder) -> None:
+    config = job.config('[model]\nlayers = "zoo:mlp"')
+    hashes = {
+        rpcmp(
+            *("drive", config, "--json", "--steps", "3"),
+            *("--set", f"model.num_stages={num_stages}", "--set", f"schedule={schedule}"),
+        ).event("summary")["parameters_sha256"]
+        for num_stages, schedule in ((1, "1f1b"), (2, "gpipe"), (3, "zero-bubble"), (4, "1f1b"))
+    }
+    assert len(hashes) == 1
+
+
+@pytest.mark.usefixtures("own_forks")  # nothing that any process prints may be missed
+def test_plain_lines_where_there_is_no_terminal(job: JobFolder) -> None:
+    config = job.config("""
+        epochs = 2
+        report = "zoo:report"
+        [model]
+        layers = "zoo:mlp"
+        num_stages = 2
+        [metrics]
+        error = "zoo:error"
+        [data]
+        train = "zoo:regression"
+        test = { callable = "zoo:regression", kwargs = { samples = 7 } }
+        batch_size = 25
+        num_workers = 1
+    """)
+    text = config.read_text().replace("steps = 2", "")
+    config.write_text(text)
+    result = rpcmp("drive", config, "-v")
+    assert result.code == 0, result.err
+    lines = result.out.splitlines()
+    assert lines[0] == "job: 4 steps, 1f1b, stages stage0, stage1"
+    assert [line.split()[1] for line in lines if line.startswith("step")] == [
+        "1/4",
+        "2/4",
+        "3/4",
+        "4/4",
+    ]
+    evaluations = [line for line in lines if line.startswith("evaluation")]
+    assert len(evaluations) == 2
+    for step, line in zip((2, 4), evaluations, strict=True):
+        assert re.fullmatch(rf"evaluation after step {step}: loss [\d.]+(, \w+ [\d.]+)*", line)
+        assert "time" not in line
+    assert "the report says (7, 1)" in result.out
+    memory, parameters, kept = lines[-3:]
+    assert re.fullmatch(r"peak memory(,? stage\d [\d,]+ MiB \(idle [\d,]+\)){2}", memory)
+    assert parameters.startswith("parameters sha256 ")
+    assert re.match(r"done: \d+ steps, loss \d+\.\d{4} -> \d+\.\d{4}", lines[-4])
+    assert re.fullmatch(rf"kept in {job.folder}/runs/job-\d{{8}}-\d{{6}}", kept)
+    assert result.err == ""
+
+
+def test_a_trace_has_every_action_of_every_stage(job: JobFolder) -> None:
+    config = job.config("""
+        schedule = "zero-bubble"
+        steps = 3
+        [model]
+        layers = "zoo:mlp"
+        num_stages = 2
+    """)
+    path = job.folder / "run.json.gz"
+    result = rpcmp("drive", config, "--trace", path, "--quiet")
+    assert result.code == 0, result.err
+    shown = [line.split()[0] for line in result.out.splitlines()]
+    assert shown == ["done:", "peak", "parameters"]
+    found = {
+        track.stage: Counter(str(span.kind) for span in track.spans)
+        for track in chrome.read(path).tracks
+    }
+    assert found == {  # the first reads only the batch: its backwards are whole
+        "stage0": {"F": 12, "B": 12, "O": 3},
+        "stage1": {"F": 12, "B": 12, "W": 12, "O": 3},
+    }
+    shares = rpcmp("trace", path, "--json")
+    assert shares.code == 0, shares.err
+    assert [stage["stage"] for stage in json.loads(shares.out)["stages"]] == list(found)
+
+
+def test_a_progress_bar_on_a_terminal(job: JobFolder) -> None:
+    config = job.config('steps = 30\n[model]\nlayers = "zoo:mlp"\nnum_stages = 2')
+    master, slave = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "rpcmp", "drive", config],
+        stdout=slave,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "COLUMNS": "140", "TERM": "xterm-256color"},
+    )
+    os.close(slave)
+    shown = b""
+    while True:
+        try:
+            shown += os.read(master, 65536)
+        except OSError:  # the terminal's other end is closed
+            break
+    os.close(master)
+    assert process.wait(60) == 0
+    text = shown.decode()
+    assert "samples/s" in text
+    assert "ETA" in text
+    assert "30/30" in text
+    assert "busy" in text
+    assert "parameters sha256" in text
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [*(pytest.param(name, marks=pytest.mark.long) for name in ("gpipe", "1f1b")), "zero-bubble"],
+)
+@pytest.mark.parametrize("steps", [50, pytest.param(1000, marks=pytest.mark.long)])
+def test_jitter_in_every_action_does_not_hang(job: JobFolder, schedule: str, steps: int) -> None:
+    config = job.config("""
+        num_microbatches = 8
+        optimizer = "zoo:JitterSGD"
+        [model]
+        layers = "zoo:jittery"
+        num_stages = 3
+        [data]
+        train = { callable = "zoo:regression", kwargs = { samples = 64 } }
+        batch_size = 16
+    """)
+    overrides = ("--set", f"schedule={schedule}", "--steps", str(steps))
+    result = rpcmp("drive", config, "--json", *overrides, timeout=280)
+    assert result.code == 0, result.err
+    assert len(result.losses) == steps
+
+
+@pytest.mark.long
+def test_loader_processes_do_not_change_the_order(job: JobFolder) -> None:
+    config = job.config('[model]\nlayers = "zoo:mlp"\nnum_stages = 1')
+    results = [
+        rpcmp("drive", config, "--json", "--set", f"data.num_workers={count}") for count in (0, 1)
+    ]
+    assert results[0].losses == results[1].losses
+    assert len(results[1].losses) == 2
+    assert "leaked" not in results[1].err

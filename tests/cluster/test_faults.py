@@ -1,0 +1,403 @@
+"""Faults on real processes: a clear error, and the stage servers are free again afterwards.
+
+Recovery is off in most of these, so that the first error ends the job; see test_recovery.py.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import psutil
+import pytest
+
+from tests.support.places import EXAMPLES
+from tests.support.processes import (
+    JobFolder,
+    Server,
+    connect,
+    describe,
+    poll_for,
+    rpcmp,
+    running,
+    running_servers,
+    runs,
+    status,
+    with_token,
+)
+
+
+@pytest.fixture(scope="module")
+def shared_servers() -> Iterator[list[Server]]:
+    """Servers that outlive all faults of this module, which is the point of it."""
+    with running_servers(2) as started:
+        yield started
+
+
+def drive(job: JobFolder, servers: list[Server], text: str, *options: str) -> tuple[int, str]:
+    """Exit code and standard error of a job on `servers`, which must be idle afterwards."""
+    config = job.config(text)
+    at_once = ("--set", "recovery.enabled=false")
+    result = rpcmp("drive", config, "--connect", connect(servers), *at_once, *options)
+    for server in servers:
+        found = describe(server)
+        assert (found.job, found.worker_pid, found.draining) == ("", 0, False)
+    return result.code, result.err
+
+
+def troubled(balance: str, **arguments: object) -> str:
+    kwargs = ", ".join(f"{key} = {value!r}" for key, value in arguments.items())
+    return f'[model]\nlayers = "zoo:troubled"\nbalance = {balance}\nkwargs = {{ {kwargs} }}'
+
+
+ENDLESS = "steps = 100000\nrecovery = { enabled = false }"
+
+LAST, FIRST = (2, "stage1"), (0, "stage0")
+
+
+@pytest.mark.parametrize(
+    ("phase", "position", "stage", "schedule"),
+    [
+        ("forward", *LAST, "1f1b"),
+        ("backward", *LAST, "zero-bubble"),
+        pytest.param("backward", *FIRST, "1f1b", marks=pytest.mark.long),
+        pytest.param("forward", *FIRST, "zero-bubble", marks=pytest.mark.long),
+        pytest.param("backward", *LAST, "1f1b", marks=pytest.mark.long),
+    ],
+)
+def test_an_exception_in_the_model_names_stage_step_and_microbatch(
+    job: JobFolder,
+    shared_servers: list[Server],
+    phase: str,
+    position: int,
+    stage: str,
+    schedule: str,
+) -> None:
+    text = troubled("[2, 2]", phase=phase, position=position, step=2)
+    code, err = drive(job, shared_servers, text, "--set", f"schedule={schedule}")
+    assert code == 1
+    assert f"stage '{stage}' failed in {phase} of micro-batch 0 at step 2: ValueError" in err
+    assert "planted: größer als erlaubt" in err
+    assert "zoo.py" in err  # the remote traceback, in the user's own file
+    assert "in trouble" in err
+
+
+@pytest.mark.parametrize("schedule", ["zero-bubble", pytest.param("1f1b", marks=pytest.mark.long)])
+def test_an_exception_in_an_optimizer_names_stage_and_step(
+    job: JobFolder, shared_servers: list[Server], schedule: str
+) -> None:
+    text = 'steps = 5\noptimizer = "zoo:TroubledSGD"\n[model]\nlayers = "zoo:mlp"\nbalance = [2, 2]'
+    code, err = drive(job, shared_servers, text, "--set", f"schedule={schedule}")
+    assert code == 1
+    assert re.search("stage 'stage[01]' failed in optimizer at step 2: ValueError: planted", err)
+    assert "zoo.py" in err
+
+
+def test_a_shape_mismatch_names_both_stages_and_the_shapes(
+    job: JobFolder, shared_servers: list[Server]
+) -> None:
+    code, err = drive(job, shared_servers, '[model]\nlayers="zoo:mismatched"\nbalance=[1, 1]')
+    assert code == 1
+    assert "stage 'stage1' failed in forward of micro-batch 0 at step 1" in err
+    assert "it had received from 'stage0': float32[3, 5]" in err
+    assert "(3x5 and 20x1)" in err
+
+
+def test_a_loss_that_is_not_finite_stops_the_job(
+    job: JobFolder, shared_servers: list[Server]
+) -> None:
+    text = troubled("[2, 2]", phase="forward", step=2, kind="nan")
+    code, err = drive(job, shared_servers, text)
+    assert code == 1
+    assert "the loss is nan in micro-batch 0 at step 2" in err
+
+
+def test_a_remote_factory_that_raises_names_the_stage(
+    job: JobFolder, shared_servers: list[Server]
+) -> None:
+    text = '[model]\nlayers = "zoo:broken_layers"\nbalance = [1, 1]'
+    code, err = drive(job, shared_servers, text)
+    assert code == 2
+    assert "stage 'stage1' failed in build" in err
+    assert "this factory is broken" in err
+    assert "broken_factory" in err
+
+
+def test_a_remote_module_that_does_not_import_names_the_stage(
+    job: JobFolder, shared_servers: list[Server]
+) -> None:
+    text = """
+        [[stages]]
+        module = "zoo:Encoder"
+        [[stages]]
+        module = "zoo:NoSuchThing"
+    """
+    code, err = drive(job, shared_servers, text)
+    assert code == 2
+    assert "stage 'stage1' failed in build" in err
+    assert "has no attribute 'NoSuchThing'" in err
+
+
+@pytest.mark.parametrize(
+    ("key", "said"),
+    [
+        ('optimizer={callable="zoo:TroubledSGD",kwargs={lrr=1}}', "'lrr'; did you mean 'lr'?"),
+        (
+            'loss={callable="zoo:token_loss",kwargs={scael=1}}',
+            "unexpected keyword argument 'scael'",
+        ),
+    ],
+)
+def test_a_misspelt_argument_of_the_users_own_is_an_error_of_the_config(
+    job: JobFolder, shared_servers: list[Server], key: str, said: str
+) -> None:
+    text = '[model]\nlayers = "zoo:mlp"\nbalance = [2, 2]'
+    code, err = drive(job, shared_servers, text, "--set", key)
+    assert code == 2
+    assert "failed in build" in err
+    assert said in err
+
+
+def test_sys_exit_in_the_model_is_an_error_like_any_other(
+    job: JobFolder, shared_servers: list[Server]
+) -> None:
+    text = troubled("[2, 2]", phase="forward", position=2, kind="sys.exit")
+    code, err = drive(job, shared_servers, text)
+    assert code == 1
+    assert "stage 'stage1' failed in forward of micro-batch 0 at step 1: SystemExit: 3" in err
+
+
+def test_an_output_that_cannot_travel_is_refused(
+    job: JobFolder, shared_servers: list[Server]
+) -> None:
+    code, err = drive(job, shared_servers, '[model]\nlayers="zoo:opaque"\nbalance=[1, 1]')
+    assert code == 1
+    assert "stage 'stage0' failed in forward" in err
+    assert "a stage returned Holder; return tensors" in err
+
+
+@pytest.mark.parametrize(
+    ("kind", "how"),
+    [
+        ("fork", "signal 9"),
+        ("exit", "code 7"),
+        pytest.param("kill", "signal 9", marks=pytest.mark.long),
+    ],
+)
+def test_a_worker_that_dies_is_named(
+    job: JobFolder, shared_servers: list[Server], kind: str, how: str
+) -> None:
+    text = troubled("[2, 2]", phase="backward", position=0, step=2, kind=kind)
+    code, err = drive(job, shared_servers, text)
+    assert code == 1
+    assert "the worker of stage 'stage0'" in err
+    assert how in err
+
+
+def test_a_busy_stage_names_the_other_job_which_goes_on(
+    job: JobFolder, shared_servers: list[Server]
+) -> None:
+    where = connect(shared_servers)
+    text = 'name = "other"\nsteps = 100000\n[model]\nlayers="zoo:jittery"\nbalance=[3, 2]'
+    other = job.config(text, "other.toml")
+    with running("drive", other, "--connect", where, "--json") as first:
+        first.wait_for_line('"step"')
+        second = rpcmp("drive", job.config(text, "second.toml"), "--connect", where)
+        assert second.code == 75
+        assert "busy with job 'other'" in second.err
+        ahead = first.result().event("step")["step"]
+        first.wait_for_line(f'"step": {ahead + 5},')
+        first.process.send_signal(signal.SIGINT)
+        assert first.wait().code == 130
+
+
+def test_an_unreachable_stage_is_named(job: JobFolder, shared_servers: list[Server]) -> None:
+    config = job.config('[model]\nlayers = "zoo:mlp"\nbalance = [2, 2]')
+    nobody = "127.0.0.1:1"
+    where = f"{shared_servers[0].address},{nobody}"
+    result = rpcmp("drive", config, "--connect", where, timeout=60)
+    assert result.code == 75
+    assert f"stage 'stage1' at {nobody} does not answer" in result.err
+    assert describe(shared_servers[0]).job == ""
+
+
+@pytest.mark.usefixtures("own_forks")
+def test_the_driver_killed_leaves_idle_servers(
+    job: JobFolder, shared_servers: list[Server]
+) -> None:
+    config = job.config('steps = 100000\n[model]\nlayers = "zoo:mlp"\nbalance = [2, 2]')
+    with running("drive", config, "--connect", connect(shared_servers), "--json") as run:
+        run.wait_for_line('"step"')
+        driver = psutil.Process(run.pid).children()
+        run.process.kill()
+        run.wait()
+
+    def idle() -> bool:
+        stages = status(config, shared_servers)
+        return all((s["health"], s["job"], s["worker_pid"]) == ("SERVING", "", 0) for s in stages)
+
+    poll_for(idle, "idle servers", timeout=10)
+    poll_for(lambda: not any(p.is_running() for p in driver), "the driver process to end")
+
+
+@pytest.mark.parametrize(
+    ("signum", "code"),
+    [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.long)],
+)
+def test_a_signal_lets_the_step_finish_and_the_job_end(
+    job: JobFolder, shared_servers: list[Server], signum: signal.Signals, code: int
+) -> None:
+    config = job.config('steps = 100000\n[model]\nlayers = "zoo:jittery"\nbalance = [3, 2]')
+    with running("drive", config, "--connect", connect(shared_servers), "--json") as run:
+        run.wait_for_line('"step"')
+        run.process.send_signal(signum)
+        result = run.wait()
+    assert result.code == code
+    assert result.event("summary")["steps"] == result.event("step")["step"]
+    assert f"ended by {signum.name} after step" in result.err
+    assert [describe(server).job for server in shared_servers] == ["", ""]
+
+
+def test_a_second_signal_ends_the_job_at_once(job: JobFolder) -> None:
+    text = '[model]\nlayers = "zoo:jittery"\nbalance = [3, 2]\nkwargs = { milliseconds = 60000.0 }'
+    with running("drive", job.config(text), "--json") as run:
+        run.wait_for_line('"start"')
+        run.process.send_signal(signal.SIGINT)
+        run.process.send_signal(signal.SIGTERM)
+        assert run.wait().code in (130, 143)
+
+
+def test_a_server_told_to_stop_ends_the_job_after_its_step(job: JobFolder) -> None:
+    config = job.config(f'{ENDLESS}\n[model]\nlayers = "zoo:jittery"\nbalance = [3, 2]')
+    with running_servers(2) as servers:
+        with running("drive", config, "--connect", connect(servers), "--json") as run:
+            run.wait_for_line('"step"')
+            servers[1].run.process.terminate()
+            result = run.wait()
+        assert servers[1].run.wait().code == 0
+        assert result.code == 75
+        assert "the server of stage 'stage1' is being stopped" in result.err
+        servers[0].run.process.send_signal(signal.SIGINT)
+        assert servers[0].run.wait().code == 130
+
+
+@pytest.mark.usefixtures("own_forks")
+def test_a_signal_to_all_processes_ends_the_job_as_one_to_the_driver_does(
+    job: JobFolder, token: str
+) -> None:
+    config = job.config('steps = 100000\n[model]\nlayers = "zoo:jittery"\nbalance = [3, 2]')
+    with running("drive", config, "--json") as run:
+        run.wait_for_line('"step"')
+        servers = [p for p in with_token(token) if runs(p, "serve")]
+        for process in with_token(token):
+            if process not in servers:
+                process.terminate()
+        result = run.wait()
+    assert result.code == 143
+    assert result.event("summary")["steps"] == result.event("step")["step"]
+
+
+def test_a_ctrl_c_on_a_busy_server_ends_the_job_after_its_step(job: JobFolder) -> None:
+    config = job.config(f'{ENDLESS}\n[model]\nlayers = "zoo:jittery"\nbalance = [5]')
+    with running_servers(1) as servers:
+        with running("drive", config, "--connect", connect(servers), "--json") as run:
+            run.wait_for_line('"step"')
+            servers[0].run.process.send_signal(signal.SIGINT)
+            result = run.wait()
+        assert result.code == 75
+        assert "the server of stage 'stage0' is being stopped" in result.err
+        assert servers[0].run.wait().code == 130
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("own_forks")
+def test_output_that_is_read_late_is_complete(job: JobFolder, token: str) -> None:
+    config = job.config('steps = 300\n[model]\nlayers = "zoo:mlp"\nbalance = [2, 2]')
+    command = [sys.executable, "-m", "rpcmp", "drive", str(config), "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline().startswith("{")
+        workers = [p for p in with_token(token) if runs(p, "rpcmp.driver")]
+        poll_for(lambda: not workers[0].is_running(), "the driver process to end")
+        lines = process.stdout.readlines()
+    assert process.returncode == 0
+    assert sum('"step"' in line for line in lines) >= 300
+    assert '"summary"' in lines[-3]
+
+
+def test_a_server_killed_ends_the_job(job: JobFolder) -> None:
+    config = job.config(f'{ENDLESS}\n[model]\nlayers = "zoo:mlp"\nbalance = [2, 2]')
+    with running_servers(2) as servers:
+        with running("drive", config, "--connect", connect(servers), "--json") as run:
+            run.wait_for_line('"step"')
+            servers[1].run.process.kill()
+            result = run.wait()
+        assert result.code == 75
+        assert "lost stage 'stage1'" in result.err
+
+
+def test_a_port_in_use_is_refused() -> None:
+    with running_servers(1) as (server,):
+        result = rpcmp("serve", "--stage", "0", "--listen", server.address)
+    assert result.code == 2
+    assert f"cannot listen on {server.address}" in result.err
+
+
+def test_code_is_refused_by_a_server_that_takes_none(job: JobFolder) -> None:
+    config = job.config('[model]\nlayers = "zoo:mlp"\nbalance = [4]')
+    with running_servers(1, "--no-code") as servers:
+        result = rpcmp("drive", config, "--connect", connect(servers))
+    assert result.code == 2
+    files = len(list(job.folder.glob("*.py")))
+    assert f"--no-code and refuses {files} Python files" in result.err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--set", "num_microbatch=3"], "unknown key; did you mean 'num_microbatches'?"),
+        (["--set", "schedule=gpipe", "--set", "max_in_flight=1"], "max_in_flight = 1: gpipe holds"),
+        (["--set", "autocast=float16"], "loses small gradients without loss scaling: add a sec"),
+        (["--set", "schedule=interleaved"], "'gpipe', '1f1b' or 'zero-bubble'"),
+        (["--set", "model.balance=[9, 9]"], "adds up to 18, but the model has 6 layers"),
+        pytest.param(
+            ["--set", "model.layers='digits:nothing'"],
+            "has no attribute 'nothing'",
+            marks=pytest.mark.long,
+        ),
+        (["--set", "data.train='missing_module:x'"], "No module named 'missing_module'"),
+        (["--set", "loss='torch.nn:CrossEntropy'"], "loss = 'torch.nn:CrossEntropy'"),
+        (["--set", "model.layer='x'"], "unknown key; did you mean 'layers'?"),
+        (["--trace", "/nowhere/at/all.json"], "cannot write /nowhere/at/all.json: No such file"),
+        (["--connect", "10.0.0.1:50051,10.0.0.2:50051"], "not a loopback address"),
+        (["--connect", "127.0.0.1:50051"], "2 stages need as many addresses"),
+        (["--connect", "127.0.0.1:50051,127.0.0.1:50051"], "127.0.0.1:50051 is given twice"),
+    ],
+)
+def test_bad_input_fails_before_anything_starts(options: list[str], message: str) -> None:
+    result = rpcmp("drive", EXAMPLES / "digits.toml", *options)
+    assert result.code == 2, result.err
+    assert message in result.err
+    assert result.out == ""
+
+
+def test_a_cycle_is_refused_before_anything_starts() -> None:
+    override = 'stages.0.inputs=["classifier"]'
+    result = rpcmp("drive", EXAMPLES / "two_towers.toml", "--set", override)
+    assert result.code == 2
+    assert "cycle: 'image' reads 'classifier' reads 'image'" in result.err
+
+
+@pytest.mark.usefixtures("own_forks")
+def test_the_driver_killed_takes_its_own_servers_along(job: JobFolder, token: str) -> None:
+    config = job.config('steps = 100000\n[model]\nlayers = "zoo:mlp"\nbalance = [2, 2]')
+    with running("drive", config, "--json") as run:
+        run.wait_for_line('"step"')
+        # The driver, its fork server, its process, two servers, two workers.
+        assert len(with_token(token)) == 7
+        run.process.kill()
+        run.wait()
+        poll_for(lambda: not with_token(token), "all processes to end", timeout=10)

@@ -1,0 +1,218 @@
+"""What a run that had to end leaves by itself, and what the next one does with it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+
+from rpcmp.checkpoint.folder import CheckpointFolder
+from rpcmp.checkpoint.runs import runs_in
+from tests.support.faults import committed
+from tests.support.processes import JobFolder, Result, rpcmp, running, small_disk
+
+BODY = """
+steps = 10
+[optimizer]
+callable = "torch.optim:AdamW"
+kwargs = { lr = 0.02 }
+[model]
+layers = "zoo:mlp"
+balance = [2, 2]
+[data]
+train = { callable = "zoo:Unreadable", kwargs = { at = 37 } }
+batch_size = 10
+shuffle = false
+"""
+MENDED = ("--set", "data.train.kwargs.at=-1")
+
+
+def drive(config: Path, *options: str) -> Result:
+    return rpcmp("drive", config, "--json", *options)
+
+
+def left_in(folder: Path) -> list[int]:
+    """The last step of each run that has left something, the newest run first."""
+    return [run.last_step for run in runs_in(folder)]
+
+
+class Failed:
+    """A job that has failed, and left a checkpoint.
+
+    Attributes:
+        config: of the job.
+        folder: where the checkpoint is.
+        step: of the checkpoint: samples are loaded ahead, so it may be one or another.
+    """
+
+    def __init__(self, job: JobFolder, section: str = "") -> None:
+        self.config = job.config(BODY + section)
+        self.folder = job.folder / ("kept" if section else "rpcmp-job")
+        result = drive(self.config)
+        assert result.code == 1
+        assert "sample 37 is no picture" in result.err
+        (self.step,) = left_in(self.folder)
+        assert 1 <= self.step <= 3
+
+    def age(self, **by: float) -> None:
+        """Make the checkpoint older than it is."""
+        (run,) = runs_in(self.folder)
+        assert run.newest is not None
+        written = (datetime.now(UTC) - timedelta(**by)).isoformat(timespec="seconds")
+        aged = run.newest.model_copy(update={"written": written})
+        CheckpointFolder(run.folder.path).commit(aged)
+
+
+@pytest.fixture
+def failed(job: JobFolder) -> Failed:
+    return Failed(job)
+
+
+def warned(result: Result) -> str:
+    return "\n".join(event["text"] for event in result.events if event["event"] == "warning")
+
+
+def test_the_mended_run_begins_at_once_and_clears_up(failed: Failed) -> None:
+    wrong = drive(failed.config, *MENDED, "--set", "optimizer.kwargs.lrr=1")
+    assert "lrr" in wrong.err  # its own mistake, and not what the one before has left
+    short = drive(failed.config, *MENDED, "--set", "steps=1", "--set", "seed=1")
+    assert short.code == 0
+    assert f"(step {failed.step}, written" in warned(short)
+    assert "--resume goes on from it" in warned(short)
+    assert left_in(failed.folder) == [failed.step] * (failed.step > 1)  # if it has not come as far
+    mended = drive(failed.config, *MENDED)
+    assert mended.code == 0
+    assert not failed.folder.exists()
+
+
+def test_what_was_left_is_gone_on_with_when_asked(failed: Failed) -> None:
+    resumed = drive(failed.config, *MENDED, "--resume")
+    assert resumed.event("resumed")["step"] == failed.step
+    assert resumed.code == 0
+    assert not failed.folder.exists()
+    assert committed(resumed)[1] == committed(drive(failed.config, *MENDED))[1]
+
+
+def test_no_other_runs_checkpoint_is_offered_to_go_on_from(failed: Failed) -> None:
+    failed.age(seconds=2)
+    ended = rpcmp("drive", failed.config, "--set", "data.train.kwargs.at=0")
+    assert ended.code == 1
+    assert "--resume" not in ended.err.partition("try:")[2]
+    again = rpcmp("drive", failed.config)
+    assert "--resume" in again.err.partition("try:")[2]
+
+
+def test_what_is_old_is_removed_and_not_offered(failed: Failed) -> None:
+    failed.age(days=15)
+    fails = ("--set", "data.train.kwargs.at=0", "--set", "num_microbatches=1")
+    drive(failed.config, *fails, "--set", "recovery.keep_days=16")
+    assert left_in(failed.folder) == [failed.step]
+    removing = drive(failed.config, *fails)
+    assert "--resume" not in warned(removing)
+    assert left_in(failed.folder) == []
+
+
+@pytest.mark.parametrize("on_error", ["fail", "warn"])
+def test_what_was_left_stays_if_the_run_after_it_could_not_save(
+    job: JobFolder, on_error: str
+) -> None:
+    failed = Failed(job, '[checkpoint]\ndir = "kept"\nevery_steps = 100\n')
+    with small_disk(job.folder / "other", "100k"):
+        left = next(failed.folder.iterdir())
+        shutil.move(left, job.folder / "other" / left.name)
+        larger = ("--set", "model.kwargs.blocks=200", "--set", "model.balance=[2, 199]")
+        where = ("--set", "checkpoint.dir=other", "--set", f"checkpoint.on_error={on_error}")
+        ended = drive(failed.config, *MENDED, *larger, *where)
+        assert ended.code == (on_error == "fail")
+        assert "No space left on device" in warned(ended)
+        assert left_in(job.folder / "other") == [failed.step]
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_saves_what_a_checkpoint_section_asked_for(
+    job: JobFolder, signum: signal.Signals
+) -> None:
+    """The next run asks: what a signal saved was to be gone on with."""
+    body = BODY.replace("steps = 10", "steps = 1000000")
+    config = job.config(body + '[checkpoint]\ndir = "kept"\nevery_steps = 1000000\n')
+    with running("drive", config, "--json", *MENDED) as run:
+        run.wait_for_line('"event": "step"')
+        run.process.send_signal(signum)
+        assert run.wait().code == 128 + signum
+    assert len(left_in(job.folder / "kept")) == 1
+    again = rpcmp("drive", config, *MENDED)
+    assert again.code == 2
+    assert "go on with --resume, or begin anew beside them with --fresh" in again.err
+
+
+def test_a_run_that_is_damaged_is_not_passed_over_for_an_older_one(job: JobFolder) -> None:
+    failed = Failed(job, '[checkpoint]\ndir = "kept"\nevery_steps = 1\n')
+    failed.age(days=1)
+    (older,) = runs_in(failed.folder)
+    assert drive(failed.config, *MENDED, "--fresh", "--set", "steps=5", "--set", "seed=1").code == 0
+    newer = next(run for run in runs_in(failed.folder) if run.name != older.name)
+    for manifest in newer.folder.path.glob("*/manifest.json"):
+        manifest.write_text("{}")
+    refused = rpcmp("drive", failed.config, *MENDED, "--resume")
+    assert refused.code != 0
+    assert "no checkpoint can be used" in refused.err
+    assert newer.name in refused.err
+    going_on = f"--set checkpoint.dir={older.folder.path}"
+    assert f"an earlier run left {older}; --resume {going_on} goes on from it" in refused.err
+    exported = rpcmp("export", failed.folder, job.folder / "model.safetensors")
+    assert exported.code != 0
+    assert "can be exported" in exported.err
+    assert drive(failed.config, *MENDED, "--resume", *going_on.split()).code == 0
+
+
+def test_to_go_on_and_to_begin_anew_at_once_is_refused(failed: Failed) -> None:
+    both = rpcmp("drive", failed.config, *MENDED, "--resume", "--fresh")
+    assert both.code == 2
+    assert "give one of them" in both.err
+    assert left_in(failed.folder) == [failed.step]
+
+
+def test_a_new_run_beside_checkpoints_that_were_asked_for(job: JobFolder) -> None:
+    failed = Failed(job, '[checkpoint]\ndir = "kept"\nevery_steps = 1\n')
+    refused = rpcmp("drive", failed.config, *MENDED)
+    assert refused.code == 2
+    assert "begin anew beside them with --fresh" in refused.err
+    assert "--resume" in refused.err.partition("try:")[2]
+    fresh = drive(failed.config, *MENDED, "--fresh")
+    assert fresh.code == 0
+    assert left_in(failed.folder) == [10, failed.step]
+    exported = rpcmp("export", failed.folder, job.folder / "model.safetensors")
+    assert exported.out.startswith("step 10")
+    resumed = drive(failed.config, *MENDED, "--resume", "--steps", "12")
+    assert resumed.event("resumed")["step"] == 10
+    assert left_in(failed.folder) == [12, failed.step]
+    (older,) = [run for run in runs_in(failed.folder) if run.last_step == failed.step]
+    of_that = ("--set", f"checkpoint.dir=kept/{older.name}")
+    first = drive(failed.config, *MENDED, "--resume", *of_that)
+    assert first.event("resumed")["step"] == failed.step
+    assert committed(first)[1] == committed(fresh)[1]
+
+
+def test_what_was_left_before_any_that_was_asked_for_is_in_nobodys_way(job: JobFolder) -> None:
+    failed = Failed(job, '[checkpoint]\ndir = "kept"\nevery_steps = 5\n')
+    mended = drive(failed.config, *MENDED)
+    assert mended.code == 0
+    assert left_in(failed.folder) == [10]
+
+
+def test_a_recovery_that_fails_says_what_it_followed(job: JobFolder) -> None:
+    """Neither fault hides the other."""
+    data = '\nbatch_size = 10\nshuffle = false\ntrain = { callable = "zoo:lost", kwargs = { '
+    marker = f'marker = "{job.folder / "opened"}" }} }}'
+    ended = rpcmp("drive", job.config(BODY.partition("[data]")[0] + "[data]" + data + marker))
+    assert ended.code == 2
+    last = ended.err[ended.err.rindex("rpcmp: ") :]
+    (run,) = (job.folder / "runs").glob("*/run.json")
+    assert "this followed a fault after step" in json.loads(run.read_text())["error"]
+    assert "the disk is gone" in last
+    assert "this followed a fault after step" in last
+    assert "sample 37 is no picture" in last

@@ -1,0 +1,169 @@
+"""Output that cannot be written, and a terminal that is gone: neither is the run."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pty
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rpcmp.process.signals import wishes
+from tests.support.processes import JobFolder, poll_for, rpcmp, running
+from tests.support.runs import checkpoints_in
+
+RPCMP = [sys.executable, "-m", "rpcmp"]
+HEARS = ["env", "--default-signal=HUP"]
+"""Before a command: these tests may have been started under nohup themselves."""
+
+INT, TERM, HUP = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
+LONG = "steps = 100000\nnum_microbatches = 1\n[model]\nlayers = 'zoo:mlp'\nbalance = [2, 2]\n"
+SHORT = LONG.replace("100000", "5")
+
+
+def shell(command: str, config: Path) -> subprocess.CompletedProcess[str]:
+    """Run a line of a shell, `$RPCMP` and `$CONFIG` in it; its output is that of standard error."""
+    environment = {**os.environ, "RPCMP": " ".join(RPCMP), "CONFIG": str(config)}
+    return subprocess.run(
+        ["bash", "-c", command],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("options", ["", "--json", "-v", "-q"])
+def test_a_full_disk_costs_what_is_shown_and_nothing_else(job: JobFolder, options: str) -> None:
+    ended = shell(f"$RPCMP drive $CONFIG {options} > /dev/full", job.config(SHORT))
+    assert ended.returncode == 0
+    assert ended.stderr.count("No space left on device; what is done goes on") == 1
+    assert "Traceback" not in ended.stderr
+    assert len(ended.stderr.splitlines()) == 1
+
+
+def test_a_reader_who_has_had_enough_ends_no_run(job: JobFolder) -> None:
+    ended = shell("$RPCMP drive $CONFIG -v | head -1; exit ${PIPESTATUS[0]}", job.config(SHORT))
+    assert ended.returncode == 0
+    assert ended.stdout.startswith("job: 5 steps")
+    assert ended.stderr.count("Broken pipe; what is done goes on") == 1
+
+
+def test_a_runs_exit_code_is_its_own_without_any_output(job: JobFolder) -> None:
+    config = job.config(SHORT)
+    for closed in ("> /dev/full 2> /dev/full", "2>&-", "<&- >&- 2>&-"):
+        assert shell(f"$RPCMP drive $CONFIG {closed}", config).returncode == 0, closed
+        wrong = shell(f"$RPCMP drive $CONFIG --set loss=torch.nn:None {closed}", config)
+        assert wrong.returncode == 2, closed
+
+
+def test_what_was_wanted_and_is_lost_is_an_error(job: JobFolder) -> None:
+    lost = shell("$RPCMP explain $CONFIG --no-measure > /dev/full", job.config(SHORT))
+    assert lost.returncode == 1
+    assert "No space left on device" in lost.stderr
+    assert "Traceback" not in lost.stderr
+    enough = shell(
+        "$RPCMP explain $CONFIG --no-measure | head -1; exit ${PIPESTATUS[0]}", job.config(SHORT)
+    )
+    assert (enough.returncode, enough.stderr) == (0, "")
+
+
+@contextlib.contextmanager
+def on_a_terminal(
+    folder: Path, *command: str | Path
+) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
+    """A process whose terminal it is, and the other end of that, to be closed."""
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [*HEARS, "setsid", "--ctty", *command],
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        cwd=folder,
+    )
+    os.close(theirs)
+    try:
+        yield process, ours
+    finally:
+        with contextlib.suppress(OSError):
+            os.close(ours)
+        process.kill()
+        process.wait()
+
+
+def read_until(terminal: int, text: bytes) -> None:
+    seen = b""
+
+    def found() -> bool:
+        nonlocal seen
+        seen += os.read(terminal, 65536)
+        return text in seen
+
+    poll_for(found, f"{text!r} on the terminal")
+
+
+def test_a_terminal_that_is_gone_ends_a_run_with_what_it_has(job: JobFolder) -> None:
+    config = job.config(LONG)
+    with on_a_terminal(job.folder, *RPCMP, "drive", config, "-v") as (process, terminal):
+        read_until(terminal, b"step 3/")
+        os.close(terminal)
+        assert process.wait(60) == 128 + signal.SIGHUP
+    left = checkpoints_in(job.folder / "rpcmp-job").valid()[0].step
+    assert left >= 3
+    resumed = rpcmp("drive", config, "--json", "--resume", "--set", f"steps={left + 1}")
+    assert resumed.event("resumed")["step"] == left
+
+
+@pytest.mark.parametrize("under", [["nohup"], []])
+def test_a_run_that_was_told_to_outlive_its_terminal_does(job: JobFolder, under: list[str]) -> None:
+    """By nohup; or by setsid, after which it is nobody's terminal."""
+    config = job.config(LONG.replace("100000", "400"))
+    command: list[str | Path] = [*under, *RPCMP, "drive", config, "-v"]
+    away = ["setsid", "--wait"] if not under else []
+    with on_a_terminal(job.folder, *away, *command) as (process, terminal):
+        if under:  # its output is in a file of its own
+            poll_for(lambda: (job.folder / "runs").exists(), "the run")
+        else:
+            read_until(terminal, b"step 3/")
+        os.close(terminal)
+        if under:
+            assert process.wait(60) == 0
+        else:
+            process.wait(60)  # the setsid that waits, not the run
+    (path,) = (job.folder / "runs").glob("job-*")
+    poll_for(lambda: '"outcome": "done"' in (path / "run.json").read_text(), "the end of the run")
+
+
+def test_a_server_whose_terminal_is_gone_drains(job: JobFolder) -> None:
+    serve = ("serve", "--stage", "0", "--listen", "127.0.0.1:0")
+    with running(*serve, under=tuple(HEARS)) as server:
+        server.wait_for_line("SERVING on")
+        os.kill(server.pid, signal.SIGHUP)
+        assert server.wait().code == 0
+
+
+@pytest.mark.parametrize(
+    ("received", "found"),
+    [
+        ([], 0),
+        ([INT], 1),
+        ([TERM], 1),
+        ([HUP], 1),
+        ([INT, INT], 2),
+        ([TERM, TERM], 2),
+        ([TERM, INT], 2),
+        ([HUP, HUP], 1),  # the shell's, and the kernel's
+        ([HUP, HUP, TERM], 1),  # and a session's manager's
+        ([TERM, HUP], 1),
+        ([HUP, TERM, TERM], 2),
+        ([HUP, INT], 2),
+    ],
+)
+def test_a_dropped_session_is_one_wish(received: list[int], found: int) -> None:
+    assert wishes(received) == found

@@ -1,0 +1,336 @@
+"""Checkpoints of real runs: resumed with identical bits, exported, damaged, on disks that fail."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import rpcmp as library
+from rpcmp.checkpoint.folder import CheckpointFolder, remove
+from rpcmp.runfolder.compare import compare
+from rpcmp.runfolder.reader import read
+from tests.support.faults import committed
+from tests.support.processes import JobFolder, Result, rpcmp, running, small_disk, unstamped
+from tests.support.runs import checkpoints_in
+
+STEPS = 14
+"""Of five mini-batches an epoch."""
+
+BODY = f"""
+steps = {STEPS}
+evaluate_every = 1
+max_grad_norm = 1.0
+[optimizer]
+callable = "torch.optim:AdamW"
+kwargs = {{ lr = 0.02 }}
+[scheduler]
+callable = "torch.optim.lr_scheduler:ReduceLROnPlateau"
+kwargs = {{ patience = 0, factor = 0.5 }}
+[model]
+layers = "zoo:mlp"
+balance = [2, 2]
+[checkpoint]
+dir = "saved"
+every_steps = 3
+[data]
+train = "zoo:regression"
+test = "zoo:regression"
+batch_size = 10
+"""
+
+
+def drive(config: Path, *options: str) -> Result:
+    return rpcmp("drive", config, "--json", *options)
+
+
+def checkpoints(job: JobFolder) -> CheckpointFolder:
+    return checkpoints_in(job.folder / "saved")
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[JobFolder, Result]:
+    """A run from its beginning to its end, and its files; not to be changed."""
+    job = JobFolder(tmp_path_factory.mktemp("whole") / "job")
+    return job, drive(job.config(BODY))
+
+
+@pytest.fixture
+def left(whole: tuple[JobFolder, Result], job: JobFolder) -> Path:
+    """The config of a job that has the checkpoints of the whole run up to step 9."""
+    config = job.config(BODY)
+    shutil.copytree(whole[0].folder / "saved", job.folder / "saved")
+    for step in (12, STEPS):
+        remove(checkpoints(job).path_of(step))
+    return config
+
+
+def after(result: Result, step: int) -> tuple[list[tuple[int, str]], str]:
+    """What a run committed after a step."""
+    steps, parameters = committed(result)
+    return [found for found in steps if found[0] > step], parameters
+
+
+def test_a_run_leaves_its_last_checkpoints(whole: tuple[JobFolder, Result]) -> None:
+    job, result = whole
+    assert [manifest.step for manifest in checkpoints(job).valid()] == [STEPS, 12, 9]
+    newest = checkpoints(job).valid()[0]
+    assert newest.layers == ["block0", "block1", "block2", "head"]
+    assert (newest.cursor.epoch, newest.cursor.batch) == (3, 4)
+    told = [event for event in result.events if event["event"] == "checkpoint"]
+    assert [event["step"] for event in told] == [3, 6, 9, 12, STEPS]
+    assert all(event["seconds"] > 0 for event in told)
+    assert told[-1]["bytes"] == sum(stage.size for stage in newest.stages)
+
+
+@pytest.mark.parametrize(
+    "balance",
+    [
+        "[1, 3]",
+        pytest.param("[2, 2]", marks=pytest.mark.long),
+        pytest.param("[1, 1, 1, 1]", marks=pytest.mark.long),
+        pytest.param("[4]", marks=pytest.mark.long),
+    ],
+)
+def test_resuming_in_the_middle_of_an_epoch_gives_the_same_bits(
+    whole: tuple[JobFolder, Result], left: Path, balance: str
+) -> None:
+    result = drive(left, "--resume", "--set", f"model.balance={balance}")
+    assert after(result, 0) == after(whole[1], 9)
+    assert result.event("resumed")["step"] == 9
+    assert unstamped(result.event("eval")) == unstamped(whole[1].event("eval"))
+
+
+def test_a_changed_learning_rate_holds_after_resuming(left: Path) -> None:
+    """No scheduler has moved it yet; what becomes of those is in test_stage_optimizer."""
+    result = drive(left, "--resume", "--steps", "10", "--set", "optimizer.kwargs.lr=0.002")
+    assert "optimizer.kwargs.lr" in result.event("resumed")["changed"]
+    assert result.event("step")["learning_rate"] == 0.002
+
+
+@pytest.mark.long
+def test_resuming_right_after_an_epoch_ends_it_first(
+    whole: tuple[JobFolder, Result], job: JobFolder
+) -> None:
+    config = job.config(BODY)
+    first = drive(config, "--steps", "10", "--set", "checkpoint.every_steps=10")
+    assert first.event("eval")["step"] == 10
+    result = drive(config, "--resume")
+    assert after(result, 0) == after(whole[1], 10)
+    assert [e["step"] for e in result.events if e["event"] == "eval"] == [10, STEPS]
+
+
+def test_resuming_a_run_that_was_killed(whole: tuple[JobFolder, Result], job: JobFolder) -> None:
+    config = job.config(BODY)
+    with running("drive", config, "--json") as run:
+        run.wait_for_line('"checkpoint", "step": 6')
+        os.kill(run.pid, signal.SIGKILL)
+        run.process.wait()
+    result = drive(config, "--resume")
+    begin = result.event("resumed")["step"]
+    assert begin >= 6
+    assert after(result, 0) == after(whole[1], begin)
+    killed, resumed = map(read, sorted((job.folder / "runs").glob("job-*")))
+    assert (killed.info.outcome, resumed.info.outcome) == ("running", "done")
+    assert (killed.info.continues, resumed.info.continues) == (None, killed.name)
+    assert [event["step"] for event in resumed.all("step")] == list(range(begin + 1, STEPS + 1))
+    (first,) = (whole[0].folder / "runs").glob("job-*")
+    for later in (killed, resumed):  # each line is whole
+        found = compare([read(first), later])
+        assert (found.shared, found.first_difference) == (len(later.all("step")), None)
+
+
+@pytest.mark.parametrize("section", [pytest.param(True, marks=pytest.mark.long), False])
+def test_a_signal_saves_and_the_run_can_be_resumed(
+    whole: tuple[JobFolder, Result], job: JobFolder, section: bool
+) -> None:
+    text = BODY if section else BODY.replace('[checkpoint]\ndir = "saved"\nevery_steps = 3\n', "")
+    config = job.config(text)
+    with running("drive", config, "--json") as run:
+        run.wait_for_line('"step", "step": 4')
+        os.kill(run.pid, signal.SIGTERM)
+        ended = run.wait()
+    assert ended.code == 128 + signal.SIGTERM
+    step = ended.event("checkpoint")["step"]
+    folder = job.folder / ("saved" if section else "rpcmp-job")
+    assert ended.event("checkpoint")["path"] == str(checkpoints_in(folder).path_of(step))
+    assert step == ended.event("step")["step"]
+    result = drive(config, "--resume")
+    assert after(result, 0) == after(whole[1], step)
+
+
+@pytest.mark.long
+def test_resuming_a_run_that_has_ended_does_nothing_new(
+    whole: tuple[JobFolder, Result], job: JobFolder
+) -> None:
+    config = job.config(BODY)
+    shutil.copytree(whole[0].folder / "saved", job.folder / "saved")
+    result = drive(config, "--resume")
+    assert after(result, 0) == ([], committed(whole[1])[1])
+
+
+def test_resuming_without_a_checkpoint_starts_from_the_beginning(job: JobFolder) -> None:
+    result = drive(job.config(BODY), "--resume", "--steps", "1")
+    assert result.code == 0
+    assert result.event("resumed")["step"] == 0
+
+
+def test_the_checkpoints_of_another_run_are_not_touched(left: Path, job: JobFolder) -> None:
+    result = drive(left)
+    assert result.code == 2
+    assert "--resume" in result.err
+    assert [manifest.step for manifest in checkpoints(job).valid()] == [9]
+
+
+def test_an_export_is_the_unsplit_models_state(whole: tuple[JobFolder, Result]) -> None:
+    job, result = whole
+    target = job.folder / "model.safetensors"
+    exported = rpcmp("export", job.folder / "saved", target)
+    assert exported.code == 0, exported.err
+    state = load_file(target)
+    assert library.parameters_sha256(state) == result.event("summary")["parameters_sha256"]
+    assert all(not name.startswith("model.") for name in state)
+
+
+def test_a_run_can_start_from_given_weights(
+    whole: tuple[JobFolder, Result], job: JobFolder
+) -> None:
+    config = job.config(BODY)
+    rpcmp("export", whole[0].folder / "saved", job.folder / "model.safetensors")
+    given = ("--set", "init=model.safetensors", "--steps", "2")
+    verified = rpcmp("verify", config, *given)
+    assert verified.code == 0, verified.err
+    result = drive(config, *given)
+    assert result.losses[0] < 0.5 * whole[1].losses[0]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("unknown", "has tensors of no layer: other.weight"),
+        pytest.param("missing", 'Missing key(s) in state_dict: "bias"', marks=pytest.mark.long),
+        pytest.param("nothing", "cannot be read", marks=pytest.mark.long),
+    ],
+)
+def test_weights_that_do_not_fit_are_refused(
+    whole: tuple[JobFolder, Result], job: JobFolder, change: str, message: str
+) -> None:
+    config, path = job.config(BODY), job.folder / "model.safetensors"
+    if change != "nothing":
+        rpcmp("export", whole[0].folder / "saved", path)
+        state = load_file(path)
+        state.pop("head.bias") if change == "missing" else state.update(
+            {"other.weight": torch.ones(1)}
+        )
+        save_file(state, path)
+    result = drive(config, "--set", "init=model.safetensors")
+    assert result.code in (1, 2)
+    assert message in result.err
+
+
+def test_a_damaged_checkpoint_is_never_loaded(
+    whole: tuple[JobFolder, Result], job: JobFolder
+) -> None:
+    config = job.config(BODY)
+    shutil.copytree(whole[0].folder / "saved", job.folder / "saved")
+    _flip_a_bit(checkpoints(job).path_of(STEPS) / "stage1.safetensors")
+    with (checkpoints(job).path_of(12) / "stage0.safetensors").open("r+b") as file:
+        file.truncate(1000)
+    result = drive(config, "--resume")
+    assert after(result, 0) == after(whole[1], 9)
+    warnings = [event["text"] for event in result.events if event["event"] == "warning"]
+    assert any("stage1.safetensors" in text and "damaged" in text for text in warnings)
+    assert any("stage0.safetensors" in text and "damaged" in text for text in warnings)
+
+
+def test_nothing_but_damaged_checkpoints_is_an_error(left: Path, job: JobFolder) -> None:
+    _flip_a_bit(checkpoints(job).path_of(9) / "stage0.safetensors")
+    result = drive(left, "--resume")
+    assert result.code == 2
+    assert "no checkpoint can be used" in result.err
+    assert "stage0.safetensors" in result.err
+
+
+def test_a_checkpoint_of_another_model_is_refused(left: Path) -> None:
+    result = drive(
+        left, "--resume", "--set", "model.kwargs.blocks=4", "--set", "model.balance=[2,3]"
+    )
+    assert result.code == 2
+    assert "block3" in result.err
+
+
+@pytest.mark.long
+def test_a_disk_that_fills_up_costs_checkpoints_and_nothing_else(
+    whole: tuple[JobFolder, Result], job: JobFolder
+) -> None:
+    config = job.config(BODY)
+    more = ("--set", "checkpoint.keep=50", "--set", "checkpoint.every_steps=1")
+    with small_disk(job.folder / "saved", "100k"):
+        result = drive(config, *more, "--set", "checkpoint.on_error=warn")
+        assert committed(result) == committed(whole[1])
+        warnings = [event["text"] for event in result.events if event["event"] == "warning"]
+        assert any("No space left on device" in text for text in warnings)
+        good = checkpoints(job).valid()
+        assert good
+        assert good[0].step < STEPS
+        seldom = ("--set", "checkpoint.every_steps=100", "--set", "checkpoint.on_error=warn")
+        resumed = drive(config, "--resume", *seldom)
+        assert after(resumed, 0) == after(whole[1], good[0].step)
+
+
+def test_a_folder_that_cannot_be_written_is_found_before_the_first_step(job: JobFolder) -> None:
+    (job.folder / "saved").write_text("a file in the way")
+    refused = drive(job.config(BODY))
+    assert refused.code == 2
+    assert f"cannot be written to {job.folder / 'saved'} on " in refused.err
+    assert not [event for event in refused.events if event["event"] in ("generation", "step")]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("checkpoint.every_steps=1", "checkpoint.keep=50"), "(3 in a row; the newest is of step "),
+        (
+            ("checkpoint.every_steps=100", "model.kwargs.blocks=200"),
+            "(the last one; there is none)",
+        ),
+    ],
+)
+def test_a_run_whose_checkpoints_are_lost_does_not_end_well(
+    job: JobFolder, options: tuple[str, ...], said: str
+) -> None:
+    config = job.config(BODY.replace("[model]", "[model]\nkwargs = { blocks = 3 }"))
+    with small_disk(job.folder / "saved", "100k"):
+        more = [part for option in options for part in ("--set", option)]
+        balance = "[2, 199]" if "blocks=200" in options[-1] else "[2, 2]"
+        result = drive(config, *more, "--set", f"model.balance={balance}")
+    assert result.code == 1
+    assert said in result.err
+    assert "No space left on device" in result.err
+    assert 'checkpoint.on_error = "warn"' in result.err
+    told = [event["event"] for event in result.events]
+    assert ("summary" in told) == ("the last one" in said)
+
+
+@pytest.mark.long
+def test_a_folder_that_vanishes_is_made_again(
+    whole: tuple[JobFolder, Result], job: JobFolder
+) -> None:
+    config = job.config(BODY)
+    with running("drive", config, "--json", "--set", "checkpoint.every_steps=1") as run:
+        run.wait_for_line('"event": "checkpoint"')
+        shutil.rmtree(checkpoints(job).path, ignore_errors=True)
+        result = run.wait()
+    assert committed(result) == committed(whole[1])
+    assert checkpoints(job).valid()[0].step == STEPS
+
+
+def _flip_a_bit(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-100] ^= 4
+    path.write_bytes(data)

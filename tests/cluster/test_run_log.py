@@ -1,0 +1,138 @@
+"""What a job's processes say reaches the driver's log and events, and its servers' logs."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.processes import JobFolder, Result, connect, poll_for, rpcmp, running_servers
+
+ANY_TIME = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3}"
+
+
+def config(job: JobFolder, says: dict[str, str], stages: int = 3, more: str = "") -> Path:
+    said = ", ".join(f'{name} = "{what}"' for name, what in says.items())
+    return job.config(f"""
+        steps = 3
+        {more}
+        [model]
+        layers = "talkative:layers"
+        balance = {[1] * (stages - 1) + [5 - stages]}
+        [model.kwargs]
+        says = {{ {said} }}
+        marker = "{job.folder / "died"}"
+        [data]
+        train = "talkative:dataset"
+        batch_size = 10
+    """)
+
+
+def lines(result: Result, stage: str) -> list[dict[str, Any]]:
+    """The events for what a stage has said."""
+    return [each for each in result.events if each["event"] == "log" and each["stage"] == stage]
+
+
+@pytest.mark.usefixtures("own_forks")  # what is written to file descriptors is looked at as well
+def test_an_ordinary_end_is_silent_on_every_host(job: JobFolder) -> None:
+    """Not a warning of TensorPipe's, of which each connection that closes is worth one to it."""
+    path = config(job, {})
+    text = path.read_text().replace("talkative:dataset", "zoo:regression")
+    path.write_text(text)
+    with running_servers(3) as servers:
+        for _ in range(2):
+            result = rpcmp("drive", path, "--connect", connect(servers), "--json")
+            assert (result.code, result.err) == (0, "")
+        said = ["".join(server.run.err) for server in servers]
+    assert said == ["", "", ""]
+
+
+@pytest.mark.usefixtures("own_forks")
+def test_all_that_a_stage_says_in_mid_run_is_in_the_drivers_log(job: JobFolder) -> None:
+    result = rpcmp("drive", config(job, {"second": "everything", "third": "lines"}), "--json")
+    assert result.code == 0, result.err
+    said = lines(result, "stage1")
+    assert [(each["level"], each["logger"]) for each in said] == [
+        ("INFO", "stdout"),
+        ("WARNING", "talkative"),
+        ("WARNING", "py.warnings"),
+        ("WARNING", "py.warnings"),
+        ("INFO", "stdout"),
+    ]
+    texts = [each["text"] for each in said]
+    assert texts[:2] == ["printed", "logged 3"]
+    assert texts[2].startswith("UserWarning: deprecated by its author (")
+    assert "array is not writable" in texts[3]
+    assert "characters left out" in texts[4]
+    assert {(each["generation"], each["step"], each["count"]) for each in said} == {(1, 1, 1)}
+    assert [each["text"] for each in lines(result, "driver")] == ["a dataset of 50 samples"]
+
+    flood = lines(result, "stage2")
+    assert len(flood) < 10
+    assert sum(each["count"] for each in flood) == 500
+    assert flood[-1]["text"] == "sample 499 of 500"
+
+    (kept,) = job.folder.glob("runs/*/log.txt")
+    assert "INFO generation 1 stage1 step 1: printed\n" in kept.read_text()
+    log = [line for line in result.err.splitlines() if line != "written by C"]
+    assert "written by C\n" in result.err  # as it came, from the file descriptor
+    assert len(log) == len(said) + len(flood) + 1
+    printed = re.compile(f"{ANY_TIME} INFO generation 1 stage1 step 1: printed")
+    assert sum(printed.fullmatch(line) is not None for line in log) == 1
+    assert "sample 499 of 500 (... 494 more like it)" in result.err
+
+
+def test_the_last_words_of_a_worker_come_before_its_fault(job: JobFolder) -> None:
+    path = config(job, {"second": "last words"})
+    result = rpcmp("drive", path, "--json")
+    assert result.code == 0, result.err
+    said = lines(result, "stage1")
+    assert said[-1]["text"] == "dividing by 1"
+    assert sum(each["count"] for each in said) == 300
+    assert {each["generation"] for each in said} == {1}
+    kinds = [event["event"] for event in result.events]
+    last = max(n for n, event in enumerate(result.events) if event in said)
+    assert last < kinds.index("fault")
+    undisturbed = rpcmp("drive", path, "--json")  # it has died once
+    assert not lines(undisturbed, "stage1")
+    assert (
+        result.event("summary")["parameters_sha256"]
+        == (undisturbed.event("summary")["parameters_sha256"])
+    )
+
+
+def test_a_server_has_its_workers_lines_in_its_own_log(job: JobFolder) -> None:
+    path = config(job, {"first": "everything"}, stages=2)
+    with running_servers(2, "--log-json") as servers:
+        options = ("--connect", connect(servers), "--log-json", "--quiet")
+        result = rpcmp("drive", path, *options)
+        assert result.code == 0, result.err
+        poll_for(lambda: len(servers[0].run.err) >= 5, "the lines of the worker")
+        there = [json.loads(line) for line in servers[0].run.err]
+        assert servers[1].run.err == []
+    here = [json.loads(line) for line in result.err.splitlines()]
+    parts = ("stage", "generation", "step", "level", "logger", "message", "count")
+    of_stage = [[one[part] for part in parts] for one in here if one["stage"] == "stage0"]
+    assert of_stage == [[one[part] for part in parts] for one in there]
+    assert of_stage[0] == ["stage0", 1, 1, "INFO", "stdout", "printed", 1]
+
+
+def test_an_error_is_the_last_of_a_log_for_machines(tmp_path: Path) -> None:
+    result = rpcmp("drive", tmp_path / "nowhere.toml", "--log-json")
+    assert result.code == 2
+    error, remedy = (json.loads(line) for line in result.err.splitlines())
+    assert (error["level"], remedy["level"]) == ("ERROR", "INFO")
+    assert "cannot read" in error["message"]
+    assert remedy["message"] == "try: rpcmp drive --help"
+
+
+def test_only_what_is_severe_enough_is_shown(job: JobFolder) -> None:
+    path = config(job, {"first": "everything"}, stages=2)
+    result = rpcmp("drive", path, "--json", "--log-level", "warning")
+    assert result.code == 0, result.err
+    assert "printed" not in result.err
+    assert "logged 3" in result.err
+    assert "printed" in [each["text"] for each in lines(result, "stage0")]

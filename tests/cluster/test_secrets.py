@@ -1,0 +1,207 @@
+"""What nobody must find anywhere but where it was put: private keys, and what configs bring along.
+
+A job with everything on, and a fault in it, so that there are errors and tracebacks as well.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import secrets
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+
+from rpcmp.checkpoint.redaction import redacted
+from rpcmp.wire.authority import CA_KEY
+from rpcmp.wire.credentials import KEY
+from tests.support.faults import Faults
+from tests.support.lan import issue, serving
+from tests.support.processes import JobFolder, Running, rpcmp, running, with_token
+
+HERE = "127.0.0.1"
+
+WINDOW = 24
+"""So many characters of a key must not be seen in a row."""
+
+COMMON = 48
+"""Characters that all keys of this kind begin with."""
+
+
+VAULT = """
+import zoo
+
+def data(token):
+    return zoo.regression(10)
+
+def broken(token):
+    raise PermissionError("the token is no good")
+"""
+
+CHECKPOINT = """
+[checkpoint]
+dir = "saved"
+every_steps = 2
+"""
+
+
+@dataclass
+class Collected:
+    """All that a job leaves for others to see.
+
+    Attributes:
+        found: by where it was found.
+    """
+
+    found: dict[str, bytes] = field(default_factory=dict)
+
+    def add(self, where: str, content: bytes) -> None:
+        """Take what was found somewhere."""
+        self.found[where] = self.found.get(where, b"") + content
+
+    def where(self, part: bytes) -> list[str]:
+        """Where something was found."""
+        return [where for where, content in self.found.items() if part in content]
+
+
+@pytest.fixture(scope="module")
+def certs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return issue(tmp_path_factory.mktemp("certs"), HERE, HERE)
+
+
+@contextlib.contextmanager
+def watching(token: str, collected: Collected) -> Iterator[None]:
+    """Look at the command lines, titles and environments of a test's processes, all the time."""
+    ended = threading.Event()
+
+    def watch() -> None:
+        while not ended.wait(0.05):
+            for process in with_token(token):
+                _look_at(process.pid, collected)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        watcher.join()
+
+
+def _look_at(pid: int, collected: Collected) -> None:
+    for what in ("cmdline", "environ", "comm"):
+        with contextlib.suppress(OSError):
+            content = Path(f"/proc/{pid}/{what}").read_bytes()
+            if content not in collected.found.get(f"{what} of {pid}", b"\n"):
+                collected.add(f"{what} of {pid}", content)
+
+
+def parts_of(path: Path) -> list[bytes]:
+    """Everything by which the content of a private key could be known."""
+    text = path.read_bytes()
+    body = b"".join(text.splitlines()[1:-1])
+    key = serialization.load_pem_private_key(text, None)
+    assert isinstance(key, ec.EllipticCurvePrivateKey)
+    number = key.private_numbers().private_value
+    raw = number.to_bytes(32, "big")
+    windows = [body[at : at + WINDOW] for at in range(COMMON, len(body) - WINDOW + 1)]
+    return [*windows, raw[:16], raw[16:], raw.hex().encode(), str(number).encode()]
+
+
+@pytest.fixture(scope="module")
+def secret() -> str:
+    """What a config brings along for its own code, such as a token to download data with."""
+    return secrets.token_urlsafe(30)
+
+
+@pytest.mark.usefixtures("own_forks")
+def test_secrets_are_nowhere_to_be_found(
+    certs: Path, job: JobFolder, token: str, secret: str, tmp_path: Path
+) -> None:
+    """Neither keys nor what the config brings along, in all that a job with a fault leaves."""
+    faults = Faults(job).fail_at(1, 3, "backward", "SIGKILL").fail_at(0, 4, "forward", "exception")
+    config = faults.config(stages=2)
+    test = f'test = {{ callable = "vault:data", kwargs = {{ token = "{secret}" }} }}'
+    config.write_text(f"{config.read_text()}\n{test}\n{CHECKPOINT}")
+    (job.folder / "vault.py").write_text(VAULT)
+    collected = Collected()
+    trace = tmp_path / "trace.json"
+    free = ["--no-confine"]  # a fault leaves a mark on the disk
+    with (
+        watching(token, collected),
+        serving(0, f"{HERE}:0", certs, options=free) as first,
+        serving(1, f"{HERE}:0", certs, options=free) as second,
+    ):
+        where = ("--connect", f"{first.address},{second.address}", "--certs", certs / "driver")
+        for how in (["--json", "--trace", trace], ["-v", "--resume"]):
+            with running("drive", config, *where, *how) as run:
+                result = run.wait()
+            assert result.code == 0, result.err
+            _add_output(f"drive {how[0]}", run, collected)
+        assert len(faults.struck) == 2
+        with running("status", config, *where) as run:
+            assert run.wait().code == 0
+            _add_output("status", run, collected)
+    for server in (first, second):
+        _add_output(f"server at {server.address}", server.run, collected)
+    collected.add("trace", trace.read_bytes())
+    for manifest in job.folder.glob("saved/**/*"):
+        if manifest.is_file():
+            collected.add(str(manifest), manifest.read_bytes())
+    assert_complete(collected)
+    keys = [certs / CA_KEY, *(certs / name / KEY for name in ("stage0", "stage1", "driver"))]
+    for part in (*(part for key in keys for part in parts_of(key)), secret.encode()):
+        assert collected.where(part) == []
+
+
+def _add_output(name: str, run: Running, collected: Collected) -> None:
+    collected.add(f"output of {name}", "".join([*run.out, *run.err]).encode())
+
+
+def assert_complete(collected: Collected) -> None:
+    """That there is something to be seen everywhere, or nothing would be proven."""
+    for kind in ("rpcmp.worker", "rpcmp.driver", "rpcmp.process", "serve", "drive"):
+        assert [where for where in collected.where(kind.encode()) if "cmdline" in where], kind
+    assert collected.where(b"planted")
+    assert [where for where in collected.found if where.endswith("manifest.json")]
+    assert json.loads(collected.found["trace"])
+
+
+def test_an_error_of_the_users_code_does_not_repeat_what_it_was_given(
+    job: JobFolder, secret: str
+) -> None:
+    (job.folder / "vault.py").write_text(VAULT)
+    config = job.config(f"""
+        [model]
+        layers = "zoo:mlp"
+        balance = [2, 2]
+        [data]
+        train = {{ callable = "vault:broken", kwargs = {{ token = "{secret}" }} }}
+    """)
+    result = rpcmp("drive", config, "-v")
+    assert result.code == 2
+    assert "the token is no good" in result.err
+    assert secret not in result.out + result.err
+
+
+def test_a_manifest_tells_of_arguments_only_whether_they_have_changed() -> None:
+    given = {
+        "name": "job",
+        "optimizer": {"callable": "torch.optim:SGD", "kwargs": {"lr": 0.1, "mode": "secret"}},
+        "stages": [
+            {"device": "cpu", "optimizer": {"mode": "secret"}, "scheduler": {"key": "secret"}},
+            {"optimizer": {"callable": "m:Own", "kwargs": {"mode": "secret"}}},
+        ],
+    }
+    told = redacted(given)
+    assert "secret" not in str(told)
+    assert (told["name"], told["optimizer"]["callable"]) == ("job", "torch.optim:SGD")
+    assert told["stages"][0]["device"] == "cpu"
+    assert told["optimizer"]["kwargs"]["mode"] == told["stages"][0]["optimizer"]["mode"]
+    assert told["stages"][1]["optimizer"]["callable"] == "m:Own"
+    assert redacted(told) == told

@@ -1,0 +1,247 @@
+"""Stage servers started by hand, as on several hosts: they outlive jobs, and can be looked into."""
+
+from __future__ import annotations
+
+import socket
+import sys
+from pathlib import Path
+
+import grpc
+import psutil
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from rpcmp import addresses
+from rpcmp.v1 import control_pb2 as pb
+from rpcmp.v1.control_pb2_grpc import ControlStub
+from rpcmp.v1.doctor_pb2 import ExamineRequest
+from rpcmp.v1.doctor_pb2_grpc import DoctorStub
+from tests.support.processes import (
+    JobFolder,
+    Server,
+    connect,
+    poll_for,
+    rpcmp,
+    running,
+    running_servers,
+    runs,
+    status,
+)
+
+LONG_JOB = 'name = "long-job"\nsteps = 100000\n[model]\nlayers = "zoo:jittery"\nbalance = [3, 2]'
+
+
+def test_servers_take_one_job_after_the_other(job: JobFolder, servers: list[Server]) -> None:
+    config = job.config('[model]\nlayers = "zoo:mlp"\nbalance = [2, 2]')
+    hashes = set()
+    for _ in range(2):
+        result = rpcmp("drive", config, "--connect", connect(servers), "--json")
+        assert result.code == 0, result.err
+        hashes.add(result.event("summary")["parameters_sha256"])
+    assert len(hashes) == 1
+
+
+@pytest.mark.long
+def test_stages_that_cannot_read_each_others_memory_use_their_sockets(
+    job: JobFolder, servers: list[Server]
+) -> None:
+    """As two containers on one host; stages of one user there copy from memory to memory."""
+    config = job.config('[model]\nlayers = "zoo:mlp"\nbalance = [2, 2]')
+    apart = ["unshare", "--user", "--map-root-user", "--pid", "--fork", "--kill-child"]
+    with running("serve", "--stage", "1", "--listen", "127.0.0.1:0", under=apart) as run:
+        other = Server(run, run.wait_for_line(r"SERVING on (\S+)")[1])
+        result = rpcmp("verify", config, "--connect", connect([servers[0], other]), "--steps", "2")
+        run.process.kill()
+    assert result.code == 0, result.err
+    assert "identical" in result.out
+
+
+@pytest.mark.usefixtures("own_forks")
+def test_status_shows_a_running_job(job: JobFolder, servers: list[Server]) -> None:
+    config = job.config(LONG_JOB)
+    with running("drive", config, "--connect", connect(servers), "--json") as run:
+        run.wait_for_line('"step": 3')
+        stages = poll_for(
+            lambda: (s := status(config, servers))[0]["step"] > 0 and s, "a step in the status"
+        )
+        for stage, server in zip(stages, servers, strict=True):
+            worker = psutil.Process(stage["worker_pid"])
+            assert stage["supervisor_pid"] == server.pid == worker.parents()[1].pid
+            assert stage["address"] == server.address
+            assert (stage["job"], stage["generation"]) == ("long-job", 1)
+            assert (stage["health"], stage["state"]) == ("SERVING", "running")
+            assert stage["memory"] > 2**20
+        assert [stage["name"] for stage in stages] == ["stage0", "stage1"]
+        assert [stage["parameters"] for stage in stages] == [3 * 72, 72 + 9]
+        table = rpcmp("status", config, "--connect", connect(servers))
+        assert "long-job" in table.out
+        assert servers[1].address in table.out
+
+
+def private_listeners(process: psutil.Process) -> set[str]:
+    """Where anybody listens in the network of a process's RPC agent, which is not the host's."""
+    found = set()
+    for thread in Path(f"/proc/{process.pid}/task").iterdir():
+        if (thread / "ns/net").readlink() != Path("/proc/self/ns/net").readlink():
+            rows = [row.split() for row in (thread / "net/tcp").read_text().splitlines()[1:]]
+            found |= {row[1] for row in rows if row[3] == "0A"}
+    return {
+        socket.inet_ntoa(int(address.partition(":")[0], 16).to_bytes(4, sys.byteorder))
+        for address in found
+    }
+
+
+@pytest.mark.usefixtures("own_forks")
+def test_only_a_group_itself_reaches_its_workers(job: JobFolder, servers: list[Server]) -> None:
+    config = job.config(LONG_JOB)
+    with running("drive", config, "--connect", connect(servers), "--json") as run:
+        run.wait_for_line('"step"')
+        children = psutil.Process(run.pid).children(recursive=True)
+        (driver,) = [child for child in children if runs(child, "rpcmp.driver")]
+        workers = [psutil.Process(stage["worker_pid"]) for stage in status(config, servers)]
+        for process in [*workers, driver]:
+            assert process.net_connections("inet") == []
+            assert private_listeners(process) == {"127.77.0.1", "127.77.0.2", "127.77.0.3"}
+        for server in servers:
+            sockets = psutil.Process(server.pid).net_connections("inet")
+            listening = [s for s in sockets if s.status == psutil.CONN_LISTEN]
+            assert [s.laddr.ip for s in listening] == ["127.0.0.1"]
+
+
+NO_NAMESPACES = 'echo 0 > /proc/sys/user/max_net_namespaces && exec "$@"'
+
+
+def test_where_the_kernel_makes_no_networks_a_job_runs_and_says_so(job: JobFolder) -> None:
+    config = job.config('[model]\nlayers = "zoo:mlp"\nbalance = [2, 2]')
+    under = ("unshare", "--user", "--map-root-user", "sh", "-c", NO_NAMESPACES, "sh")
+    with running("drive", config, "--json", under=under) as run:
+        result = run.wait()
+    said = result.event("warning")["text"]
+    assert "other users of their hosts can reach the processes of stage0, stage1, driver" in said
+    expected = rpcmp("drive", config, "--json").event("summary")["parameters_sha256"]
+    assert result.event("summary")["parameters_sha256"] == expected
+
+
+def test_drain_ends_the_job_after_its_step_and_then_the_server(
+    job: JobFolder, servers: list[Server]
+) -> None:
+    config = job.config(LONG_JOB)
+    at_once = ("--set", "recovery.give_up_after=0.0")
+    with running("drive", config, "--connect", connect(servers), "--json", *at_once) as run:
+        run.wait_for_line('"step"')
+        with grpc.insecure_channel(servers[0].address) as channel:
+            answer = ControlStub(channel).Drain(pb.DrainRequest(), timeout=5)
+            assert (answer.job, answer.generation) == ("long-job", 1)
+        assert run.wait().code == 75
+    assert servers[0].run.wait().code == 0
+    with grpc.insecure_channel(servers[1].address) as channel:
+        assert ControlStub(channel).Drain(pb.DrainRequest(), timeout=5).job == ""
+    assert servers[1].run.wait().code == 0
+
+
+def test_health_answers_for_each_service(servers: list[Server]) -> None:
+    with grpc.insecure_channel(servers[0].address) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        serving = health_pb2.HealthCheckResponse.SERVING
+        for service in ("", "rpcmp.v1.Control", "rpcmp.v1.Rendezvous"):
+            request = health_pb2.HealthCheckRequest(service=service)
+            assert stub.Check(request, timeout=5).status == serving
+        with pytest.raises(grpc.RpcError) as unknown:
+            stub.Check(health_pb2.HealthCheckRequest(service="nonsense"), timeout=5)
+        assert unknown.value.code() is grpc.StatusCode.NOT_FOUND
+
+
+def test_other_versions_are_refused_and_named(servers: list[Server]) -> None:
+    with grpc.insecure_channel(servers[0].address) as channel:
+        stub = ControlStub(channel)
+        versions = stub.Describe(pb.DescribeRequest(), timeout=5).versions
+        versions.torch, versions.python = "1.13.0", "3.8"
+        request = pb.PrepareRequest(job="j", job_id="1", generation=1, versions=versions)
+        with pytest.raises(grpc.RpcError) as refused:
+            stub.Prepare(request, timeout=5)
+        details = refused.value.details() or ""
+        assert "VersionError" in details
+        assert "1.13.0 there" in details
+        assert "python: 3.11 here, 3.8 there" in details or "3.8 there" in details
+
+
+def test_a_message_of_a_generation_that_is_gone_is_refused(servers: list[Server]) -> None:
+    with grpc.insecure_channel(servers[0].address) as channel:
+        stub = ControlStub(channel)
+        with pytest.raises(grpc.RpcError) as refused:
+            stub.Stop(pb.StopRequest(job_id="old", generation=3), timeout=5)
+        assert "generation 3" in (refused.value.details() or "")
+
+
+def test_the_default_ports_are_what_a_bare_connect_uses(job: JobFolder) -> None:
+    config = job.config('[model]\nlayers = "zoo:mlp"\nbalance = [2, 2]')
+    with running("serve", "--stage", "0") as first, running("serve", "--stage", "1") as second:
+        for stage, server in enumerate((first, second)):
+            line = server.wait_for_line("SERVING on|cannot listen")
+            assert str(addresses.default_port(stage)) in line.string
+        result = rpcmp("drive", config, "--connect", "--json")
+        assert result.code == 0, result.err
+        assert rpcmp("status", config).code == 0
+    assert rpcmp("status", config).code == 75
+
+
+def test_a_server_for_another_stage_is_refused(job: JobFolder) -> None:
+    config = job.config('[model]\nlayers = "zoo:mlp"\nbalance = [2, 2]')
+    with running_servers(2) as servers:
+        result = rpcmp("drive", config, "--connect", connect(servers[::-1]))
+        assert result.code == 2
+        assert "serves stage 1 replica 0, not stage 0" in result.err
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ([], "give --stage N, or --spare"),
+        (["--stage", "0", "--spare"], "give --stage N, or --spare"),
+        (["--spare"], "a spare has no port of its own: give --listen HOST:PORT"),
+        (["--spare", "--listen", "127.0.0.1:0", "--replica", "1"], "leave --replica out"),
+        (["--stage", "0", "--replica", "200"], "stage 0 replica 200 has no default port"),
+        (["--stage", "0", "--replica", "-1"], "-1 is not in the range x>=0"),
+    ],
+)
+def test_what_cannot_be_served_is_refused(options: list[str], said: str) -> None:
+    result = rpcmp("serve", *options)
+    assert result.code == 2
+    assert said in result.err
+
+
+def test_an_address_off_loopback_is_refused() -> None:
+    result = rpcmp("serve", "--stage", "0", "--listen", "0.0.0.0:0")
+    assert result.code == 2
+    assert "not a loopback address" in result.err
+
+
+def test_servers_of_a_job_work_for_it_alone(job: JobFolder) -> None:
+    """A process of the same user, such as a layer of another job, gets nothing of them."""
+    config = job.config('steps = 100000\n[model]\nlayers = "zoo:mlp"\nbalance = [2, 2]')
+    with running("drive", config, "--json") as run:
+        run.wait_for_line('"step": 2,')
+        found = [
+            connection.laddr
+            for child in psutil.Process(run.pid).children(recursive=True)
+            if "serve" in child.cmdline()
+            for connection in child.net_connections("tcp")
+            if connection.status == "LISTEN"
+        ]
+        assert len(found) == 2
+        for host, port in found:
+            with grpc.insecure_channel(f"{host}:{port}") as channel:
+                control = ControlStub(channel)
+                said = control.Describe(pb.DescribeRequest(), timeout=20)
+                assert said == pb.DescribeResponse()
+                for call in (
+                    lambda: control.Prepare(pb.PrepareRequest()),  # noqa: B023
+                    lambda: control.Profile(pb.ProfileRequest()),  # noqa: B023
+                    lambda: control.Drain(pb.DrainRequest()),  # noqa: B023
+                    lambda: DoctorStub(channel).Examine(ExamineRequest()),
+                ):
+                    with pytest.raises(grpc.RpcError) as refused:
+                        call()
+                    assert refused.value.code() is grpc.StatusCode.PERMISSION_DENIED
+        count = len(run.out)
+        poll_for(lambda: len(run.out) > count + 3, "more steps")

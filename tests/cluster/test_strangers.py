@@ -1,0 +1,132 @@
+"""Connections that strangers hold open, at every door, while there are few file descriptors."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from rpcmp.page.place import Place
+from rpcmp.page.server import Page
+from rpcmp.wire.budget import Budget
+from tests.support.lan import cli, issue
+from tests.support.processes import (
+    JobFolder,
+    Server,
+    connect,
+    rpcmp,
+    running,
+)
+from tests.support.scraping import HERE, scrape, url_of, value
+from tests.unit.wire.test_localpeer import MALLORY, TRENT, acting_as
+
+JOB = """
+steps = 40
+[model]
+layers = "zoo:mlp"
+balance = [2, 2]
+"""
+
+
+def limited(count: int) -> tuple[str, ...]:
+    """What runs a program that may have so many descriptors."""
+    return ("prlimit", f"--nofile={count}:{count}")
+
+
+@contextlib.contextmanager
+def silent(port: int, count: int) -> Iterator[list[socket.socket]]:
+    """Connections of two other users of this machine that say nothing."""
+    with contextlib.ExitStack() as stack:
+        found = []
+        for number in range(count):
+            with acting_as((MALLORY, TRENT)[number % 2]):
+                connection = stack.enter_context(socket.socket())
+            connection.setblocking(False)  # a door that is full may let them wait
+            connection.connect_ex((HERE, port))
+            found.append(connection)
+        yield found
+
+
+def port_of(url: str) -> int:
+    return int(re.findall(r":(\d+)/", url)[0])
+
+
+def descriptors(pid: int) -> int:
+    return psutil.Process(pid).num_fds()
+
+
+@pytest.fixture
+def certs(tmp_path: Path) -> Path:
+    folder = issue(tmp_path / "certs", HERE)
+    cli(folder, "issue", "--driver", "--name", "driver-here", "--host", HERE)
+    return folder / "driver-here"
+
+
+@pytest.mark.usefixtures("own_forks")
+def test_a_run_outlives_strangers_at_its_page_and_its_metrics(job: JobFolder, certs: Path) -> None:
+    """More of them than the driver may have descriptors, while its group forms and to its end."""
+    options: list[str | Path] = [
+        "--ui",
+        "0.0.0.0:0",
+        "--metrics",
+        f"{HERE}:0",
+        "--certs",
+        certs,
+        "--json",
+    ]
+    with running("drive", job.config(JOB), *options, under=limited(1024)) as run:
+        metrics = url_of(run)
+        page = int(run.wait_for_line(r'"url": "https://[^"]*:(\d+)/')[1])
+        with silent(page, 1300), silent(port_of(metrics), 300):
+            assert descriptors(run.pid) < 512
+            result = run.wait()
+    assert result.code == 0, result.err
+    assert len(result.losses) == 40
+    assert not [event for event in result.events if event["event"] in ("fault", "warning")]
+
+
+@pytest.mark.usefixtures("own_forks")
+@pytest.mark.parametrize("has_certs", [False, True], ids=["plain", "tls"])
+def test_servers_with_few_descriptors_serve_on(
+    job: JobFolder, tmp_path: Path, has_certs: bool
+) -> None:
+    folder = issue(tmp_path / "certs", HERE, HERE) if has_certs else None
+    with contextlib.ExitStack() as stack:
+        runs = []
+        for index in range(2):
+            place = ["--stage", str(index), "--listen", f"{HERE}:0", "--metrics", f"{HERE}:0"]
+            secured = [] if folder is None else ["--certs", str(folder / f"stage{index}")]
+            command = running("serve", *place, *secured, under=limited(256))
+            runs.append(stack.enter_context(command))
+        servers = [Server(run, run.wait_for_line(r"SERVING on (\S+)")[1]) for run in runs]
+        for server in servers:
+            stack.enter_context(silent(int(server.address.rpartition(":")[2]), 400))
+            stack.enter_context(silent(port_of(url_of(server.run)), 300))
+        secured = [] if folder is None else ["--certs", str(folder / "driver")]
+        result = rpcmp("drive", job.config(JOB), "--json", "--connect", connect(servers), *secured)
+        assert result.code == 0, result.err
+        assert "fault" not in {event["event"] for event in result.events}
+        for server in servers:
+            assert descriptors(server.pid) < 128
+            found = scrape(url_of(server.run))
+            assert value(found, "rpcmp_server_jobs_total") == 1
+            assert "Traceback" not in "".join(server.run.err)
+
+
+def test_silent_connections_to_the_page_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What has said nothing for some time goes, whether there is room or not."""
+
+    monkeypatch.setattr(Budget.__init__, "__defaults__", (None, 0.2))
+    place = Place.open(f"{HERE}:0", None)
+    page = Page(place)
+    try:
+        with socket.create_connection((HERE, place.port), 30) as connection:
+            connection.sendall(b"GET / HTTP/1.1\r\nX-Slow: ")
+            assert connection.recv(1) == b""
+    finally:
+        page.close()

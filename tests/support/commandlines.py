@@ -1,0 +1,49 @@
+"""Command lines of rpcmp that stand in other files: whether they are ones, and what they say."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from rpcmp import configfile
+from rpcmp.cli import cli
+from rpcmp.config import Config
+from tests.support.places import EXAMPLES
+
+
+def parsed(command: Sequence[str]) -> dict[str, Any]:
+    """The options and arguments of a command, which "command" names.
+
+    Args:
+        command: without the program's name.
+
+    Raises:
+        click.UsageError: rpcmp has no such command or option.
+    """
+    name, *rest = command
+    group = click.Context(cli)
+    found = cli.get_command(group, name)
+    if found is None:
+        raise click.UsageError(f"no command {name!r}")
+    values, surplus, _ = found.make_parser(click.Context(found)).parse_args(list(rest))
+    if surplus:
+        raise click.UsageError(f"{name} does not take {surplus}")
+    return {"command": name, **values}
+
+
+def config_of(drive: dict[str, Any]) -> Config:
+    """The config of a parsed `rpcmp drive`, which is one of the examples that are in the image."""
+    folder, name = Path(drive["config"]).parent, Path(drive["config"]).name
+    assert folder == Path("/examples")
+    return configfile.load(EXAMPLES / name, drive["overrides"])
+
+
+def instructions(dockerfile: Path) -> list[tuple[str, str]]:
+    """The instructions of a Dockerfile, with what follows each: ("USER", "1:1")."""
+    text = re.sub(r"(?m)^\s*#.*\n", "", dockerfile.read_text()).replace("\\\n", " ")
+    found = (line.split(maxsplit=1) for line in text.splitlines() if line.strip())
+    return [(name, " ".join(rest.split())) for name, rest in found]

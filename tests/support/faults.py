@@ -1,0 +1,104 @@
+"""Jobs with planted faults, and what their runs must have in common with an undisturbed one."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.support.processes import JobFolder, Result, running
+
+PHASES = ("joining", "forward", "backward", "optimizer", "saving")
+HOWS = ("SIGKILL", "SIGSTOP", "SIGSEGV", "exception", "deadlock", "cut")
+
+NUM_STEPS = 6
+STEP = 3
+"""In which faults strike, unless a test says otherwise."""
+
+
+@dataclass
+class Faults:
+    """Faults that are planted in one job.
+
+    Args:
+        job: where the job's files lie.
+    """
+
+    job: JobFolder
+    planted: list[dict[str, Any]] = field(default_factory=list)
+
+    def fail_at(self, stage: int, step: int, phase: str, how: str, again: bool = False) -> Faults:
+        """Plant a fault: in `phase` of `step` at `stage`; "building" and "joining" are of step 0.
+
+        Args:
+            again: whether it strikes every time that this is reached, or once.
+        """
+        fault = {"stage": stage, "step": step, "phase": phase, "how": how, "again": again}
+        marker = self.job.folder / f"struck-{len(self.planted)}"
+        self.planted.append({**fault, "marker": str(marker)})
+        return self
+
+    @property
+    def planned(self) -> list[list[Any]]:
+        """Stage, phase and step of each."""
+        return [[fault[key] for key in ("stage", "phase", "step")] for fault in self.planted]
+
+    @property
+    def struck(self) -> list[dict[str, Any]]:
+        """What those that have struck say: process, phase, step."""
+        markers = [Path(fault["marker"]) for fault in self.planted]
+        return [json.loads(marker.read_text()) for marker in markers if marker.exists()]
+
+    def config(
+        self, text: str = "", stages: int = 3, milliseconds: float = 0.0, sections: str = ""
+    ) -> Path:
+        """The job's config; `text` is added to it before its sections, `sections` after them."""
+        at = ", ".join(
+            "{ " + ", ".join(f"{k} = {json.dumps(v)}" for k, v in fault.items()) + " }"
+            for fault in self.planted
+        )
+        body = f"""
+            steps = {NUM_STEPS}
+            {text}
+            [optimizer]
+            callable = "faults:WatchedSGD"
+            kwargs = {{ lr = 0.005, momentum = 0.9 }}
+            [scheduler]
+            callable = "torch.optim.lr_scheduler:StepLR"
+            kwargs = {{ step_size = 1, gamma = 0.9 }}
+            [model]
+            layers = "faults:layers"
+            balance = {[1] * stages}
+            [model.kwargs]
+            stages = {stages}
+            milliseconds = {milliseconds}
+            at = [{at}]
+            {sections}
+        """
+        return self.job.config(_without_twins(body))
+
+
+def _without_twins(body: str) -> str:
+    """Only the last of a key that is given twice before the first section."""
+    lines = [line.strip() for line in body.splitlines()]
+    keys = [line.partition("=")[0].strip() for line in lines]
+    first_section = next(i for i, line in enumerate(lines) if line.startswith("["))
+    return "\n".join(
+        line
+        for i, line in enumerate(lines)
+        if i >= first_section or keys[i] not in keys[i + 1 : first_section] or not line
+    )
+
+
+def drive(config: Path, *options: str, under: tuple[str, ...] = (), timeout: float = 120) -> Result:
+    """Run the job to its end."""
+    with running("drive", config, "--json", *options, under=under) as run:
+        return run.wait(timeout)
+
+
+def committed(result: Result) -> tuple[list[tuple[int, str]], str]:
+    """What must not depend on faults: every step's loss, and the final parameters."""
+    assert result.code == 0, result.err
+    steps = [(e["step"], e["loss"].hex()) for e in result.events if e["event"] == "step"]
+    return steps, result.event("summary")["parameters_sha256"]

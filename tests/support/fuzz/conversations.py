@@ -1,0 +1,68 @@
+"""What clients say to a stage server when all is in order: what malformed inputs are made from."""
+
+from __future__ import annotations
+
+import json
+import random
+import ssl
+import struct
+from collections.abc import Iterator
+
+from rpcmp.wire.credentials import GRPC, RELAY
+from tests.support.fuzz import http2
+from tests.support.fuzz.messages import Job, calls
+
+
+def grpc_calls(draw: random.Random, job: Job, is_driver: bool) -> Iterator[bytes]:
+    """One to three calls over one connection."""
+    source = calls(draw, job, is_driver)
+    while True:
+        some = (next(source) for _ in range(draw.randrange(1, 4)))
+        said = (http2.call(*call, 2 * number + 1) for number, call in enumerate(some))
+        yield http2.opening() + b"".join(said)
+
+
+def greetings(draw: random.Random, job: Job, is_driver: bool) -> Iterator[bytes]:
+    """The relay's first frame.
+
+    Only from who may not wait, for the job that runs: a driver that waits would be waited for.
+    """
+    while True:
+        known = vars(job) if not is_driver else {"job_id": "nobody's", "generation": 1}
+        wanted = {**known, "op": draw.choice(["wait", "", None, 7, ["connect"]])}
+        if not is_driver:
+            wanted["op"] = "wait"
+        yield _frame(json.dumps(wanted).encode())
+
+
+def hellos(draw: random.Random) -> Iterator[bytes]:
+    """The first flight of a TLS handshake, of somebody without a certificate."""
+    while True:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+        context.set_alpn_protocols(draw.choice([[GRPC], [RELAY], [GRPC, RELAY], []]))
+        received, sent = ssl.MemoryBIO(), ssl.MemoryBIO()
+        session = context.wrap_bio(received, sent)
+        try:
+            session.do_handshake()
+        except ssl.SSLWantReadError:
+            yield sent.read()
+
+
+def other_protocols(draw: random.Random) -> Iterator[bytes]:
+    """What scanners send to every port."""
+    while True:
+        yield draw.choice(
+            [
+                b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n",
+                b"SSH-2.0-OpenSSH_9.9\r\n",
+                b"\x00\x00\x00\x54\xffSMBr" + bytes(76),
+                b"*1\r\n$4\r\nPING\r\n",
+                http2.opening(),
+                _frame(b"{}"),
+            ]
+        )
+
+
+def _frame(data: bytes) -> bytes:
+    return struct.pack("!I", len(data)) + data

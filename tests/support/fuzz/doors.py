@@ -1,0 +1,101 @@
+"""The ways into a stage server, and what is said at each."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+import ssl
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from rpcmp.wire.credentials import CA, CERTIFICATE, GRPC, KEY, RELAY
+from tests.support.fuzz.conversations import greetings, grpc_calls, hellos, other_protocols
+from tests.support.fuzz.messages import Job
+
+OPEN_SECONDS = 20.0
+
+Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+@dataclass(frozen=True)
+class Door:
+    """A way in.
+
+    Attributes:
+        name: for reports.
+        share: how many of all inputs come here, relative to the other doors.
+        folder: the certificate that is shown; None: none, and no TLS.
+        protocol: what is said that will be spoken.
+        is_driver: whether those who come may steer a job.
+    """
+
+    name: str
+    share: int
+    folder: Path | None = None
+    protocol: str = ""
+    is_driver: bool = False
+
+    @property
+    def speaks_grpc(self) -> bool:
+        """Whether a gRPC server answers here."""
+        return self.protocol == GRPC or (self.folder is None and self.is_driver)
+
+    async def open(self, address: str) -> Connection:
+        """A connection to a server, with its handshake done.
+
+        Raises:
+            OSError: it has hung up.
+        """
+        host, port = address.rsplit(":", 1)
+        tls = None if self.folder is None else context_of(self.folder, self.protocol)
+        name = None if tls is None else host
+        async with asyncio.timeout(OPEN_SECONDS):
+            reader, writer = await asyncio.open_connection(
+                host, int(port), ssl=tls, server_hostname=name
+            )
+        return reader, writer
+
+    def conversations(self, draw: random.Random, job: Job) -> Iterator[bytes]:
+        """What is said here when all is in order."""
+        if self.folder is None:
+            plain = [grpc_calls(draw, job, True), greetings(draw, job, True), other_protocols(draw)]
+            outside = [hellos(draw), other_protocols(draw)]
+            return _mixed(draw, plain if self.is_driver else outside)
+        if self.protocol == RELAY:
+            return greetings(draw, job, self.is_driver)
+        return grpc_calls(draw, job, self.is_driver)
+
+
+def plain_doors() -> list[Door]:
+    """Those of a server without certificates: whoever comes from this machine may drive."""
+    return [Door("plain port", 1, is_driver=True)]
+
+
+def tls_doors(certs: Path) -> list[Door]:
+    """Those of a server with certificates; few handshakes for what costs them."""
+    return [
+        Door("TLS port, no handshake", 4),
+        Door("stage's certificate, relay", 1, certs / "stage1", RELAY),
+        Door("stage's certificate, gRPC", 3, certs / "stage1", GRPC),
+        Door("driver's certificate, relay", 1, certs / "driver", RELAY, True),
+        Door("driver's certificate, gRPC", 1, certs / "driver", GRPC, True),
+    ]
+
+
+def context_of(folder: Path, protocol: str) -> ssl.SSLContext:
+    """TLS of a client that shows a certificate."""
+    if (folder, protocol) not in _contexts:
+        context = ssl.create_default_context(cafile=str(folder / CA))
+        context.load_cert_chain(folder / CERTIFICATE, folder / KEY)
+        context.set_alpn_protocols([protocol])
+        _contexts[folder, protocol] = context
+    return _contexts[folder, protocol]
+
+
+_contexts: dict[tuple[Path, str], ssl.SSLContext] = {}
+
+
+def _mixed(draw: random.Random, sources: list[Iterator[bytes]]) -> Iterator[bytes]:
+    return (next(draw.choice(sources)) for _ in itertools.count())

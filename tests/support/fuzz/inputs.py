@@ -1,0 +1,174 @@
+"""Malformed inputs: random, truncated, flipped, oversized, slow. The same for the same seed."""
+
+from __future__ import annotations
+
+import random
+import struct
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from enum import Enum
+
+from tests.support.fuzz import http2
+
+
+class Pace(Enum):
+    """How fast an input comes."""
+
+    AT_ONCE = "at once"
+    DRIP = "one byte at a time"
+    NEVER = "never"
+
+
+@dataclass(frozen=True)
+class Input:
+    """What is sent over one connection.
+
+    Attributes:
+        kind: how it was made.
+        data: its bytes.
+        pace: how fast they come.
+        hangs_up: whether the sender closes its half behind it.
+    """
+
+    kind: str
+    data: bytes
+    pace: Pace = Pace.AT_ONCE
+    hangs_up: bool = False
+
+
+def inputs(draw: random.Random, valid: Iterator[bytes]) -> Iterator[Input]:
+    """Malformed inputs, without end.
+
+    Args:
+        valid: what they are made from.
+    """
+    makers = list(_MAKERS)
+    weights = [_MAKERS[maker] for maker in makers]
+    while True:
+        (maker,) = draw.choices(makers, weights)
+        yield Input(maker.__name__, maker(draw, valid), _pace(draw), draw.random() < 0.3)
+
+
+def _pace(draw: random.Random) -> Pace:
+    return draw.choices([Pace.AT_ONCE, Pace.DRIP, Pace.NEVER], [94, 4, 2])[0]
+
+
+def noise(draw: random.Random, valid: Iterator[bytes]) -> bytes:
+    """Bytes that mean nothing."""
+    return draw.randbytes(draw.choice([1, 3, 4, 5, 9, 24, 300, 5000, 70_000]))
+
+
+def truncated(draw: random.Random, valid: Iterator[bytes]) -> bytes:
+    """The beginning of something that was in order."""
+    whole = next(valid)
+    return whole[: draw.randrange(len(whole))]
+
+
+def flipped(draw: random.Random, valid: Iterator[bytes]) -> bytes:
+    """Something in order, but for a few bits."""
+    data = bytearray(next(valid))
+    for _ in range(draw.choice([1, 1, 2, 8])):
+        data[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
+    return bytes(data)
+
+
+def spliced(draw: random.Random, valid: Iterator[bytes]) -> bytes:
+    """Halves of two things, or one of them twice."""
+    one, other = next(valid), next(valid)
+    return one[: draw.randrange(len(one))] + other[draw.randrange(len(other)) :] + one
+
+
+def whole(draw: random.Random, valid: Iterator[bytes]) -> bytes:
+    """Something that is in order, but for what it asks."""
+    return next(valid)
+
+
+def oversized(draw: random.Random, valid: Iterator[bytes]) -> bytes:
+    """More than there is room for, or the claim that it will come."""
+    return draw.choice(_OVERSIZED)(draw)
+
+
+def _greeting_of_4_gib(draw: random.Random) -> bytes:
+    return struct.pack("!I", draw.choice([2**32 - 1, 16 * 1024 + 1, 2**24])) + draw.randbytes(999)
+
+
+def _deep_greeting(draw: random.Random) -> bytes:
+    text = draw.choice([b"[", b'{"a":']) * 2700
+    return struct.pack("!I", len(text)) + text
+
+
+def _long_number(draw: random.Random) -> bytes:
+    text = b'{"generation": ' + b"9" * 16_000 + b"}"
+    return struct.pack("!I", len(text)) + text
+
+
+def _record_that_lies(draw: random.Random) -> bytes:
+    return b"\x16\x03\x01\xff\xff" + draw.randbytes(2000)
+
+
+def _frame_of_16_mib(draw: random.Random) -> bytes:
+    kind = draw.choice([http2.DATA, http2.HEADERS, http2.SETTINGS, http2.CONTINUATION, 0xEE])
+    return http2.opening() + http2.frame(kind, 0, 1, draw.randbytes(3000), 2**24 - 1)
+
+
+def _headers_without_end(draw: random.Random) -> bytes:
+    block = http2.header(b"x" * 100, draw.randbytes(100)) * 50
+    more = http2.frame(http2.CONTINUATION, 0, 1, block) * 30
+    return http2.opening() + http2.frame(http2.HEADERS, 0, 1, block) + more
+
+
+def _pings(draw: random.Random) -> bytes:
+    return http2.opening() + http2.frame(http2.PING, 0, 0, draw.randbytes(8)) * 500
+
+
+def _many_streams(draw: random.Random) -> bytes:
+    requests = (http2.request(_method(draw), 2 * number + 1) for number in range(200))
+    return http2.opening() + b"".join(requests)
+
+
+def _message_that_lies(draw: random.Random) -> bytes:
+    claimed = draw.choice([2**32 - 1, 65 * 2**20, 2**20])
+    body = http2.message(draw.randbytes(2000), claimed)
+    return http2.opening() + http2.request(_method(draw), 1) + http2.frame(http2.DATA, 0, 1, body)
+
+
+def _large_message(draw: random.Random) -> bytes:
+    """As a field that nobody knows, beyond what a window of HTTP/2 takes at once."""
+    data = b"\xfa\x01" + b"\xc0\x84\x3d" + bytes(1_000_000)
+    return http2.opening() + http2.call(_method(draw), data)
+
+
+def _deep_message(draw: random.Random) -> bytes:
+    return http2.opening() + http2.call(_method(draw), b"\x0b" * draw.choice([99, 5000]))
+
+
+def _method(draw: random.Random) -> str:
+    """Of those that take no harm: empty messages must be harmless, too."""
+    services = {"Control": "Describe", "Rendezvous": "Set", "Snapshots": "Fetch"}
+    service = draw.choice(list(services))
+    return f"/rpcmp.v1.{service}/{services[service]}"
+
+
+_OVERSIZED: list[Callable[[random.Random], bytes]] = [
+    _greeting_of_4_gib,
+    _deep_greeting,
+    _long_number,
+    _record_that_lies,
+    _frame_of_16_mib,
+    _headers_without_end,
+    _pings,
+    _many_streams,
+    _message_that_lies,
+    _large_message,
+    _deep_message,
+]
+
+_MAKERS: dict[Callable[[random.Random, Iterator[bytes]], bytes], int] = {
+    noise: 20,
+    truncated: 25,
+    flipped: 25,
+    spliced: 10,
+    whole: 5,
+    oversized: 15,
+}
+"""With how often each is to come."""

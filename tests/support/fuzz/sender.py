@@ -1,0 +1,127 @@
+"""Many connections at once, each with one input; the slow ones stay until others push them out."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import random
+import socket
+import struct
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from tests.support.fuzz.doors import Door
+from tests.support.fuzz.inputs import Input, Pace, inputs
+from tests.support.fuzz.messages import Job
+
+AT_ONCE = 24
+"""Connections that are busy at the same time."""
+
+LINGERING = 100
+"""Connections that are slow, or that say nothing."""
+
+ANSWER_SECONDS = 0.05
+"""How long an answer is waited for: most inputs get none."""
+
+DRIP_SECONDS = 0.02
+
+_NO_GOODBYE = struct.pack("ii", 1, 0)
+
+
+class Sender:
+    """Sends inputs to servers.
+
+    Args:
+        doors: the ways in.
+        addresses: of the servers, in turn.
+        job: which runs, as it is found out.
+        seed: of all that is random.
+
+    Attributes:
+        sent: how many inputs, by the name of the door.
+        kinds: how many, by how they were made.
+    """
+
+    def __init__(
+        self, doors: Sequence[Door], addresses: Sequence[str], job: Job, seed: int
+    ) -> None:
+        self._draw = random.Random(seed)
+        self._doors = list(doors)
+        self._addresses = itertools.cycle(addresses)
+        self._inputs: dict[str, Iterator[Input]] = {
+            door.name: inputs(self._draw, door.conversations(self._draw, job)) for door in doors
+        }
+        self._lingering: dict[asyncio.Task[None], None] = {}  # the oldest first
+        self.sent: Counter[str] = Counter()
+        self.kinds: Counter[str] = Counter()
+
+    async def send(self, count: int) -> None:
+        """Send so many inputs, and close all connections."""
+        left = iter(range(count))
+        async with asyncio.TaskGroup() as group:
+            for _ in range(AT_ONCE):
+                group.create_task(self._send_some(left))
+        lingering = list(self._lingering)
+        for task in lingering:
+            task.cancel()
+        await asyncio.gather(*lingering, return_exceptions=True)
+
+    async def _send_some(self, left: Iterator[int]) -> None:
+        for _ in left:
+            (door,) = self._draw.choices(self._doors, [door.share for door in self._doors])
+            one = next(self._inputs[door.name])
+            self.sent[door.name] += 1
+            self.kinds[one.kind if one.pace is Pace.AT_ONCE else one.pace.value] += 1
+            sending = asyncio.create_task(send_one(door, next(self._addresses), one))
+            if one.pace is Pace.AT_ONCE:
+                await sending
+            else:
+                await self._linger(sending)
+
+    async def _linger(self, task: asyncio.Task[None]) -> None:
+        self._lingering[task] = None
+        task.add_done_callback(lambda done: self._lingering.pop(done, None))
+        if len(self._lingering) > LINGERING:
+            oldest = next(iter(self._lingering))
+            oldest.cancel()
+            await asyncio.wait([oldest])
+
+
+async def send_one(door: Door, address: str, one: Input) -> None:
+    """Send one input, and hear what the server says at first."""
+    with contextlib.suppress(OSError, EOFError):  # a server that hangs up is in its right
+        reader, writer = await door.open(address)
+        try:
+            await _say(reader, writer, one)
+        finally:
+            _hang_up(writer)
+
+
+async def _say(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, one: Input) -> None:
+    match one.pace:
+        case Pace.NEVER:
+            await reader.read()
+        case Pace.DRIP:
+            for byte in one.data:
+                writer.write(bytes([byte]))
+                await writer.drain()
+                await asyncio.sleep(DRIP_SECONDS)
+            await reader.read()
+        case Pace.AT_ONCE:
+            writer.write(one.data)
+            if one.hangs_up and writer.can_write_eof():
+                writer.write_eof()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(ANSWER_SECONDS):
+                    await writer.drain()
+                    await reader.read(65536)
+
+
+def _hang_up(writer: asyncio.StreamWriter) -> None:
+    """At once: a goodbye would leave a connection behind, on our side of the machine."""
+    connection = writer.get_extra_info("socket")
+    with contextlib.suppress(OSError):
+        if connection is not None:  # asyncio has let go of it already
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_GOODBYE)
+    writer.transport.abort()

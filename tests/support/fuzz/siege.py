@@ -1,0 +1,203 @@
+"""Servers under siege: a job trains on them while malformed inputs come from all sides."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import signal
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+from rpcmp.control.client import StageClient
+from rpcmp.errors import RpcmpError
+from rpcmp.wire.dialer import Dialer
+from rpcmp.wire.security import Security
+from tests.support.fuzz import http2
+from tests.support.fuzz.doors import Door
+from tests.support.fuzz.inputs import Input
+from tests.support.fuzz.messages import Job
+from tests.support.fuzz.sender import Sender, send_one
+from tests.support.fuzz.watched import BEGINNING
+from tests.support.processes import Server, connect, poll_for, rpcmp, running
+
+UNDER = (sys.executable, "-m", "tests.support.fuzz.watched")
+"""What runs a server so that its tasks can be counted."""
+
+ASK_SECONDS = 0.2
+
+FILLING = 50
+"""Calls over one connection."""
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a server has while it works for nobody.
+
+    Attributes:
+        descriptors, tasks: how many are open.
+        resident: bytes of memory.
+    """
+
+    descriptors: int
+    tasks: int
+    resident: int
+
+
+@dataclass
+class Report:
+    """What came of it.
+
+    Attributes:
+        seen: what each server had before, after the first half and after the second.
+        parameters: those of each job that ran meanwhile.
+        sent: inputs by door.
+        kinds: inputs by how they were made.
+        seconds: how long it took.
+    """
+
+    seen: list[list[Seen]]
+    parameters: list[str] = field(default_factory=list)
+    sent: Counter[str] = field(default_factory=Counter)
+    kinds: Counter[str] = field(default_factory=Counter)
+    seconds: float = 0.0
+
+    def __str__(self) -> str:
+        doors = ", ".join(f"{name}: {count}" for name, count in self.sent.items())
+        memory = [
+            " -> ".join(f"{seen.resident / 2**20:.1f}" for seen in server)
+            for server in zip(*self.seen, strict=True)
+        ]
+        return (
+            f"{self.sent.total()} inputs in {self.seconds:.0f} s ({doors}); {dict(self.kinds)}; "
+            f"{len(self.parameters)} jobs; MiB of each server {'; '.join(memory)}"
+        )
+
+
+@dataclass(frozen=True)
+class Siege:
+    """Servers, a job for them, and the ways in.
+
+    Attributes:
+        servers: started under `UNDER`.
+        config: the job.
+        doors: the ways in.
+        certs: the driver's; None: none.
+    """
+
+    servers: Sequence[Server]
+    config: Path
+    doors: Sequence[Door]
+    certs: Path | None = None
+
+    def drive(self) -> str:
+        """The parameters of one run."""
+        options = ["--json", "--connect", connect(self.servers)]
+        certs = [] if self.certs is None else ["--certs", str(self.certs)]
+        result = rpcmp("drive", self.config, *options, *certs)
+        assert result.code == 0, result.err
+        assert "fault" not in {event["event"] for event in result.events}, result.out
+        return str(result.event("summary")["parameters_sha256"])
+
+    def run(self, count: int, seed: int) -> Report:
+        """Send so many inputs while jobs run, one after the other."""
+        asyncio.run(self._fill())
+        report = Report([self.look()])
+        began = time.monotonic()
+        for half in (0, 1):
+            asyncio.run(self._attack(count // 2, 2 * seed + half, report))
+            report.seen.append(self._settled(report.seen[0]))
+        report.seconds = time.monotonic() - began
+        return report
+
+    def look(self) -> list[Seen]:
+        """What each server has."""
+        return [_look(server) for server in self.servers]
+
+    async def _fill(self) -> None:
+        """Bring each gRPC server's queue for calls that nobody takes to the end of its growth."""
+        calls = (http2.call("/nobody/takes", b"", 2 * number + 1) for number in range(FILLING))
+        one = Input("filling", http2.opening() + b"".join(calls))
+        doors = [door for door in self.doors if door.speaks_grpc]
+        for door, server in itertools.product(doors, self.servers):
+            for _ in range(1000 // FILLING):
+                await send_one(door, server.address, one)
+
+    def _settled(self, before: Sequence[Seen]) -> list[Seen]:
+        """What each server has once it has no more connections and tasks than before."""
+
+        def is_settled() -> bool:
+            pairs = zip(self.look(), before, strict=True)
+            return all(
+                now.descriptors <= then.descriptors and now.tasks <= then.tasks
+                for now, then in pairs
+            )
+
+        try:
+            poll_for(is_settled, "all connections to be closed, and all tasks to end")
+        except AssertionError as error:
+            said = [server.run.err[-1] for server in self.servers]
+            raise AssertionError(f"{before} before, {self.look()} now; {said}") from error
+        return self.look()
+
+    async def _attack(self, count: int, seed: int, report: Report) -> None:
+        job = Job()
+        sender = Sender(self.doors, [server.address for server in self.servers], job, seed)
+        asking = asyncio.create_task(self._ask(job))
+        sending = asyncio.create_task(sender.send(count))
+        try:
+            while True:  # whatever is sent, it is while a job runs
+                report.parameters.append(await asyncio.to_thread(self.drive))
+                if sending.done():
+                    break
+            await sending
+        finally:
+            for task in (asking, sending):
+                task.cancel()
+            await asyncio.gather(asking, sending, return_exceptions=True)
+        report.sent += sender.sent
+        report.kinds += sender.kinds
+
+    async def _ask(self, job: Job) -> None:
+        """Find out which job runs, as any peer can."""
+        dialer = Dialer(Security(self.certs))
+        async with StageClient("stage0", self.servers[0].address, dialer) as client:
+            while True:
+                with contextlib.suppress(RpcmpError):
+                    described = await client.connect()
+                    job.job_id, job.generation = described.holdings_of, described.generation
+                await asyncio.sleep(ASK_SECONDS)
+
+
+def _look(server: Server) -> Seen:
+    process = psutil.Process(server.pid)
+    tasks = _tasks(server)
+    return Seen(process.num_fds(), tasks, process.memory_info().rss)
+
+
+def _tasks(server: Server) -> int:
+    said = [line for line in server.run.err if line.startswith(BEGINNING)]
+    server.run.process.send_signal(signal.SIGUSR2)
+
+    def answers() -> list[str]:
+        return [line for line in server.run.err if line.startswith(BEGINNING)][len(said) :]
+
+    return int(poll_for(answers, "the number of tasks")[0].removeprefix(BEGINNING).split()[0])
+
+
+@contextlib.contextmanager
+def besieged(num_stages: int, certs: Path | None = None) -> Iterator[list[Server]]:
+    """Servers on loopback that can be looked into."""
+    with contextlib.ExitStack() as stack:
+        runs = []
+        for index in range(num_stages):
+            options = [] if certs is None else ["--certs", str(certs / f"stage{index}")]
+            command = ["serve", "--stage", str(index), "--listen", "127.0.0.1:0", *options]
+            runs.append(stack.enter_context(running(*command, under=UNDER)))
+        yield [Server(run, run.wait_for_line(r"SERVING on (\S+)")[1]) for run in runs]

@@ -1,0 +1,136 @@
+"""Hosts on a network of their own, made of namespaces: their cables can be cut, and slowed."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import subprocess
+import uuid
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rpcmp.cli.certs import certs
+from tests.support.processes import Running, Server, running
+
+PREFIX = "10.77.0"
+
+
+@dataclass(frozen=True)
+class Host:
+    """A host.
+
+    Attributes:
+        address: its IP address.
+        switch: the namespace that its cable leads to.
+        cable: the device at that end of it.
+        name: by which the others know it.
+        inside: a command that runs another on the host, as if it were a machine of its own.
+    """
+
+    address: str
+    switch: str
+    cable: str
+    name: str
+    inside: tuple[str, ...]
+
+    def unplug(self) -> None:
+        """Pull the cable."""
+        _ip("-n", self.switch, "link", "set", self.cable, "down")
+
+    def plug(self) -> None:
+        """Put it back."""
+        _ip("-n", self.switch, "link", "set", self.cable, "up")
+
+    @contextlib.contextmanager
+    def limited(self, rate: str) -> Iterator[None]:
+        """Let no more through in each direction than "1gbit"."""
+        bucket = ["root", "tbf", "rate", rate, "burst", "1mb", "latency", "50ms"]
+        ends = [
+            ([*self.inside, "tc", "qdisc"], "eth0"),
+            (["tc", "-n", self.switch, "qdisc"], self.cable),
+        ]
+        for command, device in ends:
+            subprocess.run([*command, "replace", "dev", device, *bucket], check=True)
+        try:
+            yield
+        finally:
+            for command, device in ends:
+                subprocess.run([*command, "del", "dev", device, "root"], check=True)
+
+    def run(self, *command: str) -> subprocess.CompletedProcess[str]:
+        """Run something on the host."""
+        return subprocess.run(
+            [*self.inside, *command], capture_output=True, text=True, timeout=60, check=False
+        )
+
+
+@contextlib.contextmanager
+def lan(count: int, folder: Path) -> Iterator[list[Host]]:
+    """Hosts that are connected to one switch.
+
+    Args:
+        folder: where each finds who it is.
+    """
+    tag = uuid.uuid4().hex[:8]
+    switch = f"rpcmp-{tag}-switch"
+    names = [f"rpcmp-{tag}-{index}" for index in range(count)]
+    with contextlib.ExitStack() as made:
+        for name in (switch, *names):
+            _ip("netns", "add", name)
+            made.callback(_ip, "netns", "del", name)
+        _ip("-n", switch, "link", "add", "br0", "type", "bridge")
+        _ip("-n", switch, "link", "set", "br0", "up")
+        yield [_plug_in(switch, name, index, folder) for index, name in enumerate(names)]
+
+
+def _plug_in(switch: str, name: str, index: int, folder: Path) -> Host:
+    cable, address = f"port{index}", f"{PREFIX}.{index + 1}"
+    ends = ["type", "veth", "peer", "name", cable, "netns", switch]
+    _ip("-n", name, "link", "add", "eth0", *ends)
+    _ip("-n", name, "addr", "add", f"{address}/24", "dev", "eth0")
+    for device in ("lo", "eth0"):
+        _ip("-n", name, "link", "set", device, "up")
+    _ip("-n", switch, "link", "set", cable, "master", "br0", "up")
+    boot = folder / f"boot_id-{name}"  # machines are told apart by it
+    boot.write_text(f"{name}\n")
+    names = folder / "hosts"
+    names.write_text("".join(f"{PREFIX}.{i + 1} host-{chr(97 + i)}\n" for i in range(26)))
+    binds = (
+        f"mount --bind {boot} /proc/sys/kernel/random/boot_id && mount --bind {names} /etc/hosts"
+    )
+    inside = ("ip", "netns", "exec", name, "sh", "-c", f'{binds} && exec "$@"', "sh")
+    return Host(address, switch, cable, f"host-{chr(97 + index)}", inside)
+
+
+def _ip(*arguments: str) -> None:
+    subprocess.run([shutil.which("ip") or "/sbin/ip", *arguments], check=True)
+
+
+def issue(folder: Path, *hosts: str) -> Path:
+    """Certificates for a stage on each host, and for a driver; returns their folder."""
+    cli(folder, "init", *(part for host in hosts for part in ("--host", host)))
+    return folder
+
+
+def cli(folder: Path, command: str, *options: str) -> None:
+    """`rpcmp certs COMMAND`, in this process."""
+    certs.main([command, str(folder), *options], standalone_mode=False)
+
+
+@contextlib.contextmanager
+def serving(
+    stage: int, host: str, certs: Path, under: tuple[str, ...] = (), options: Sequence[str] = ()
+) -> Iterator[Server]:
+    """A stage server that only lets in who has a certificate."""
+    command = ["serve", "--stage", str(stage), "--listen", host, *options]
+    with running(*command, "--certs", certs / f"stage{stage}", under=under) as run:
+        yield Server(run, run.wait_for_line(r"SERVING on (\S+)")[1])
+
+
+@contextlib.contextmanager
+def driving(config: Path, certs: Path, *options: str, on: Host) -> Iterator[Running]:
+    """`rpcmp drive` on a host."""
+    where = ("--certs", str(certs / "driver"))
+    with running("drive", config, "--json", *where, *options, under=on.inside) as run:
+        yield run

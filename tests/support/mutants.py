@@ -1,0 +1,236 @@
+"""Which tests catch which fault: one-line mutations of rpcmp, planted one after the other.
+
+    python -m tests.support.mutants --seed 1 --count 40 > mutants.jsonl
+
+Draws mutants over what matters most, the same for the same seed and tree. Each is planted in a copy
+of the repository. First run those tests that import the module, or are named after it, then all
+others, up to the first that fails. A mutant that all of them let pass is either no fault, or a test
+is missing. The table of the last time is in tests/support/mutants.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import os
+import random
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from tests.support.places import ROOT
+
+AREAS = {
+    "schedules": ("schedule.py", "simulation.py", "inflight.py", "worker/rounds.py"),
+    "boundary": ("worker/boundary.py", "worker/execution.py", "worker/exchange.py"),
+    "backward": ("worker/backward.py", "split.py", "worker/recompute.py", "worker/missing.py"),
+    "summing": ("worker/summing.py", "worker/buckets.py", "worker/ties.py", "turns.py"),
+    "snapshots": ("snapshot/slots.py", "snapshot/state.py", "snapshot/writer.py"),
+    "recovery": ("job/recovery.py", "job/restore.py", "job/begin.py", "job/beginning.py"),
+    "checkpoints": ("checkpoint/folder.py", "checkpoint/files.py", "checkpoint/runs.py"),
+    "unpickler": ("unpickling.py", "wire/rpcpickle.py", "wire/inspection.py"),
+    "roles": ("wire/role.py", "wire/credentials.py", "wire/security.py"),
+    "config": ("configrules.py", "config.py", "configfile.py", "sections.py"),
+    "exit codes": ("cli/failed.py", "cli/remedy.py", "cli/output.py", "errors.py"),
+    "page": ("page/state.py", "page/series.py", "page/timeline.py", "page/entries.py"),
+}
+"""What is mutated: modules of rpcmp, by subject."""
+
+COMPARISONS: dict[type[ast.cmpop], str] = {
+    ast.Lt: "<=",
+    ast.LtE: "<",
+    ast.Gt: ">=",
+    ast.GtE: ">",
+    ast.Eq: "!=",
+    ast.NotEq: "==",
+    ast.Is: "is not",
+    ast.IsNot: "is",
+    ast.In: "not in",
+    ast.NotIn: "in",
+}
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One line of one module, changed."""
+
+    area: str
+    path: str
+    line: int
+    before: str
+    after: str
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What became of it: the test that failed first; empty: all passed."""
+
+    mutant: Mutant
+    caught_by: str
+    seconds: float
+
+
+def mutants_of(area: str, path: Path) -> list[Mutant]:
+    """All mutants of one module that this knows to make."""
+    source = path.read_text(encoding="utf-8")
+    lines = source.splitlines()
+    found = []
+    for node, new in _replacements(ast.parse(source)):
+        number, end = node.lineno, node.end_lineno
+        if number != end:
+            continue
+        raw = lines[number - 1].encode()
+        changed = (raw[: node.col_offset] + new.encode() + raw[node.end_col_offset :]).decode()
+        before = lines[number - 1]
+        if before.strip() != changed.strip():
+            name = str(path.relative_to(ROOT))
+            found.append(Mutant(area, name, number, before.strip(), changed.strip()))
+    return found
+
+
+def _replacements(tree: ast.Module) -> Iterator[tuple[ast.expr | ast.stmt, str]]:
+    """Expressions and statements, each with what it may be changed to."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Compare(left=left, ops=[op], comparators=[right]) if type(op) in COMPARISONS:
+                yield node, _text(left, COMPARISONS[type(op)], right)
+            case ast.BoolOp(op=op, values=[left, right]):
+                yield node, _text(left, "or" if isinstance(op, ast.And) else "and", right)
+            case ast.UnaryOp(op=ast.Not(), operand=operand):
+                yield node, ast.unparse(operand)
+            case ast.BinOp(left=left, op=ast.Add(), right=right):
+                yield node, _text(left, "-", right)
+            case ast.BinOp(left=left, op=ast.Sub(), right=right):
+                yield node, _text(left, "+", right)
+            case ast.Constant(value=bool(value)):
+                yield node, str(not value)
+            case ast.Constant(value=int(value)):
+                yield node, str(value + 1)
+            case ast.IfExp(test=test, body=body, orelse=other):
+                swapped = ast.IfExp(test=test, body=other, orelse=body)
+                yield node, f"({ast.unparse(swapped)})"
+            case ast.Expr(value=ast.Call()):
+                yield node, "pass"
+            case ast.Call(func=ast.Name(id="min" | "max" as name), args=args) if len(args) > 1:
+                yield node.func, "max" if name == "min" else "min"
+
+
+def _text(left: ast.expr, op: str, right: ast.expr) -> str:
+    return f"({ast.unparse(left)} {op} {ast.unparse(right)})"
+
+
+def drawn(seed: int, count: int) -> list[Mutant]:
+    """`count` mutants, as many of each area; the same for the same seed and tree."""
+    draw = random.Random(seed)
+    by_area = {
+        area: [
+            mutant
+            for name in names
+            if (ROOT / "rpcmp" / name).exists()
+            for mutant in mutants_of(area, ROOT / "rpcmp" / name)
+        ]
+        for area, names in AREAS.items()
+    }
+    areas = [area for area in by_area if by_area[area]]
+    taken: list[Mutant] = []
+    while len(taken) < count:
+        pool = [each for each in by_area[areas[len(taken) % len(areas)]] if each not in taken]
+        taken.append(draw.choice(pool))
+    return taken
+
+
+def tests_near(module: str, folder: Path) -> list[str]:
+    """Test files that are named after a module, or import it; the former first."""
+    dotted = ".".join(Path(module).with_suffix("").parts)
+    package, _, name = dotted.rpartition(".")
+    imports = re.compile(
+        rf"(from {re.escape(dotted)} |import {re.escape(dotted)}\b"
+        rf"|from {re.escape(package)} import [^\n]*\b{name}\b)"
+    )
+    named, importing = [], []
+    for path in sorted(folder.rglob("test_*.py")):
+        if path.name == f"test_{name}.py":
+            named.append(str(path))
+        elif imports.search(path.read_text(encoding="utf-8")):
+            importing.append(str(path))
+    return named + importing
+
+
+def tried(mutant: Mutant, copy: Path, options: Sequence[str], limit: float) -> Verdict:
+    """Plant a mutant in `copy`, run the tests, and take it out again."""
+    path = copy / mutant.path
+    whole = path.read_text(encoding="utf-8")
+    lines = whole.splitlines(keepends=True)
+    old = lines[mutant.line - 1]
+    indent = old[: len(old) - len(old.lstrip())]
+    lines[mutant.line - 1] = f"{indent}{mutant.after}\n"
+    path.write_text("".join(lines), encoding="utf-8")
+    started = time.monotonic()
+    try:
+        near = tests_near(mutant.path, copy / "tests")
+        caught = near and _failed(copy, [*near, "-n", "0"], 300)
+        caught = caught or (limit and _failed(copy, options, limit)) or ""
+    finally:
+        path.write_text(whole, encoding="utf-8")
+    return Verdict(mutant, str(caught), round(time.monotonic() - started, 1))
+
+
+def _failed(copy: Path, options: Sequence[str], limit: float) -> str:
+    """The first test that fails; empty if all pass."""
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *options]
+    environment = {**os.environ, "PYTHONPATH": str(copy)}
+    try:
+        ran = subprocess.run(
+            command,
+            cwd=copy,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=limit,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return f"not ended after {limit:.0f} s"
+    failed = re.search(r"^(?:FAILED|ERROR) (.*?)(?: - .*)?$", ran.stdout, re.M)
+    if failed:
+        return failed[1]
+    return "" if ran.returncode in (0, 5) else f"pytest: exit code {ran.returncode}"
+
+
+def main() -> None:
+    """Print a line of JSON a mutant."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--count", type=int, default=40)
+    parser.add_argument("--limit", type=float, default=1200, help="seconds for all tests; 0: none")
+    parser.add_argument("--mutants", type=Path, help="lines of an earlier run, instead of a draw")
+    parser.add_argument("options", nargs="*", help="of pytest, after --")
+    arguments = parser.parse_args()
+    chosen = drawn(arguments.seed, arguments.count)
+    if arguments.mutants:
+        lines = arguments.mutants.read_text(encoding="utf-8").splitlines()
+        chosen = [Mutant(**json.loads(line)["mutant"]) for line in lines]
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder) / "rpcmp"
+        listed = subprocess.run(
+            ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True
+        ).stdout
+        for name in filter(None, listed.split("\0")):
+            (copy / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, copy / name)
+        for mutant in chosen:
+            print(
+                json.dumps(asdict(tried(mutant, copy, arguments.options, arguments.limit))),
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()

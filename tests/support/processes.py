@@ -1,0 +1,282 @@
+"""Real processes for tests: started, waited for by condition, ended by the test that began them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc
+import psutil
+
+from rpcmp.v1 import control_pb2 as pb
+from rpcmp.v1.control_pb2_grpc import ControlStub
+from tests.support import sharedforks
+from tests.support.places import EXAMPLES, ZOO
+from tests.support.sharedforks import SharedByAll
+
+TOKEN = "RPCMP_TEST_TOKEN"
+DEADLINE = 60.0
+FORKS = SharedByAll(without=TOKEN)
+
+
+SHARING = ("drive", "explain", "verify")
+"""Commands that may fork by a line of FORKS."""
+
+
+def poll_for(condition: Callable[[], Any], what: str, timeout: float = DEADLINE) -> Any:
+    """Wait until `condition()` is true; returns its value."""
+    ends = time.monotonic() + timeout
+    pause = threading.Event()
+    while not (value := condition()):
+        if time.monotonic() > ends:
+            raise AssertionError(f"waited {timeout:.0f} s for {what}")
+        pause.wait(0.02)
+    return value
+
+
+def with_token(token: str) -> list[psutil.Process]:
+    """The living processes that carry `token` in their environment, but for this one."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            carries = process.environ().get(TOKEN) == token
+            if carries and process.pid != os.getpid() and process.status() != "zombie":
+                found.append(process)
+    return found
+
+
+@dataclass
+class Result:
+    """How a command ended."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def events(self) -> list[dict[str, Any]]:
+        """The JSON lines of its standard output."""
+        return [json.loads(line) for line in self.out.splitlines() if line.startswith("{")]
+
+    def event(self, name: str) -> dict[str, Any]:
+        """The last event of that name."""
+        return [event for event in self.events if event["event"] == name][-1]
+
+    @property
+    def losses(self) -> list[float]:
+        return [event["loss"] for event in self.events if event["event"] == "step"]
+
+
+def unstamped(event: dict[str, Any]) -> dict[str, Any]:
+    """An event but for when it was."""
+    return {key: value for key, value in event.items() if key not in ("time", "generation")}
+
+
+@dataclass
+class Running:
+    """A command that runs; its output is collected as it comes."""
+
+    process: subprocess.Popen[str]
+    out: list[str] = field(default_factory=list)
+    err: list[str] = field(default_factory=list)
+    readers: list[threading.Thread] = field(default_factory=list)
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def wait_for_line(self, pattern: str, timeout: float = DEADLINE) -> re.Match[str]:
+        """The first line of standard output that matches."""
+
+        def found() -> re.Match[str] | None:
+            for line in list(self.out):
+                if match := re.search(pattern, line):
+                    return match
+            if self.process.poll() is not None and not any(r.is_alive() for r in self.readers):
+                raise AssertionError(f"ended without {pattern!r}: {self.result()}")
+            return None
+
+        match: re.Match[str] = poll_for(found, f"a line like {pattern!r}", timeout)
+        return match
+
+    def wait(self, timeout: float = DEADLINE) -> Result:
+        """How it ends by itself."""
+        self.process.wait(timeout)
+        for reader in self.readers:
+            reader.join(timeout)
+        return self.result()
+
+    def result(self) -> Result:
+        return Result(self.process.returncode, "".join(self.out), "".join(self.err))
+
+
+@contextlib.contextmanager
+def running(
+    *command: str | Path, cwd: Path | None = None, under: Sequence[str] = ()
+) -> Iterator[Running]:
+    """`rpcmp COMMAND...`, interrupted and then killed if it still runs at the end.
+
+    Args:
+        under: a program and its arguments that runs it.
+    """
+    if command[0] == "drive" and EXAMPLES in Path(command[1]).parents:
+        command = (*command, "--set", "log.folder=")  # nothing is kept in the repository
+    with _line("drive" if command[0] in SHARING and not under else "") as fds:
+        shared = ["-P", sharedforks.__file__, *map(str, fds)]
+        program = shared if fds else ["-m", "rpcmp"]
+        command = _serving(*command)
+        run = _start([*under, sys.executable, *program, *map(str, command)], fds, cwd)
+    with _ended(run):
+        yield run
+
+
+def _serving(*command: str | Path) -> tuple[str | Path, ...]:
+    """A server lets checkpoints lie in any folder, unless a test says otherwise."""
+    anywhere = command[0] == "serve" and "--checkpoints" not in command
+    return (*command, "--checkpoints", "/") if anywhere else command
+
+
+@contextlib.contextmanager
+def _line(whose: str) -> Iterator[list[int]]:
+    """The descriptor of a line of FORKS; none where nothing is shared."""
+    line = FORKS.line(whose) if whose else None
+    if line is None:
+        yield []
+        return
+    with line:
+        yield [line.fileno()]
+
+
+def _start(command: Sequence[str | Path], fds: Sequence[int], cwd: Path | None) -> Running:
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=cwd,
+        pass_fds=fds,
+        start_new_session=True,
+    )
+    run = Running(process)
+    for stream, lines in ((process.stdout, run.out), (process.stderr, run.err)):
+        reader = threading.Thread(target=lines.extend, args=[stream], daemon=True)
+        run.readers.append(reader)
+        reader.start()
+    return run
+
+
+@contextlib.contextmanager
+def _ended(run: Running) -> Iterator[None]:
+    """Interrupt, and then kill, what still runs at the end."""
+    process = run.process
+    try:
+        yield
+    finally:
+        for signum in (signal.SIGINT, signal.SIGINT, signal.SIGKILL):
+            if process.poll() is None:
+                process.send_signal(signum)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(10)
+        for reader in run.readers:
+            reader.join(10)
+
+
+def runs(process: psutil.Process, what: str) -> bool:
+    """Whether a process is one of ours of this kind: "serve", "rpcmp.worker", "rpcmp.driver"."""
+    return what in " ".join(process.cmdline()).split()
+
+
+def rpcmp(*command: str | Path, timeout: float = 120.0) -> Result:
+    """Run `rpcmp COMMAND...` to its end."""
+    with running(*command) as run:
+        return run.wait(timeout)
+
+
+@dataclass
+class Server:
+    """A running `rpcmp serve`."""
+
+    run: Running
+    address: str
+
+    @property
+    def pid(self) -> int:
+        return self.run.pid
+
+
+@contextlib.contextmanager
+def running_servers(num_stages: int, *options: str) -> Iterator[list[Server]]:
+    """One stage server a stage, on free ports."""
+    with contextlib.ExitStack() as stack:
+        runs = []
+        for index in range(num_stages):
+            place = ("--stage", str(index), "--listen", "127.0.0.1:0")
+            with _line(f"stage {index}") as fds:
+                shared = [part for fd in fds for part in ("--forks", str(fd))]
+                command = ["-m", "rpcmp", *_serving("serve", *place, *shared, *options)]
+                runs.append(_start([sys.executable, *command], fds, None))
+            stack.enter_context(_ended(runs[-1]))
+        yield [Server(run, run.wait_for_line(r"SERVING on (\S+)")[1]) for run in runs]
+
+
+def connect(servers: Sequence[Server]) -> str:
+    """The value of --connect for `servers`."""
+    return ",".join(server.address for server in servers)
+
+
+def describe(server: Server) -> pb.DescribeResponse:
+    """Who a server says it is."""
+    with grpc.insecure_channel(server.address) as channel:
+        return ControlStub(channel).Describe(pb.DescribeRequest(), timeout=10)
+
+
+def status(config: Path, servers: Sequence[Server]) -> list[dict[str, Any]]:
+    """What `rpcmp status --json` says."""
+    result = rpcmp("status", config, "--json", "--connect", connect(servers))
+    stages: list[dict[str, Any]] = json.loads(result.out)["stages"]
+    return stages
+
+
+class JobFolder:
+    """A folder with the test models beside the configs."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        shutil.copytree(ZOO, folder, ignore=shutil.ignore_patterns("__pycache__"))
+
+    def config(self, text: str, name: str = "job.toml") -> Path:
+        """Write a config; what the test does not say is filled in from a small default."""
+        path = self.folder / name
+        defaults = {
+            "loss": 'loss = "torch.nn:MSELoss"',
+            "steps": "steps = 2",
+            "num_microbatches": "num_microbatches = 4",
+        }
+        head = [line for key, line in defaults.items() if not re.search(rf"(?m)^\s*{key} ?=", text)]
+        data = '[data]\ntrain = "zoo:regression"\nbatch_size = 10\n'
+        tail = [] if re.search(r"(?m)^\s*\[data\]", text) else [data]
+        path.write_text("\n".join([*head, text, *tail]))
+        return path
+
+
+@contextlib.contextmanager
+def small_disk(folder: Path, size: str) -> Iterator[None]:
+    """A disk that holds `size`, mounted at `folder`."""
+    folder.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "rpcmp", folder], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", folder], check=True)

@@ -1,0 +1,138 @@
+"""Fork servers that the jobs of many tests share: each would import torch for 4 s of CPU.
+
+    pytest ──starts once──> fork server     python -P tests/support/sharedforks.py FD drive CONFIG
+       └──a line for each command───────────────> rpcmp drive, whose `Forks` takes that line
+
+What is forked by them, and how, is the same: a stage server that `rpcmp drive` starts is given such
+a line as well. Only who has started a fork server differs, and with it what its children inherit:
+environment and standard error. Tests that look at that use the fixture `own_forks`. Networks are as
+many as ever, since every fork server has its own: all of a job that starts its stage servers itself
+is in one, and stage servers that stay are each in another.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import psutil
+
+from rpcmp.process.environment import compute_environment
+from rpcmp.process.forking import DRIVERS, WORKERS, Forks
+
+
+def adopted(line: socket.socket) -> socket.socket:
+    """Another line to the fork server at the other end of `line`."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with theirs:
+        socket.send_fds(line, [b'{"op": "adopt"}'], [theirs.fileno()])
+    return ours
+
+
+class SharedForks:
+    """A fork server, started when there is first need of it; it ends with this process.
+
+    Args:
+        without: a variable of our environment that it does not get.
+    """
+
+    def __init__(self, without: str) -> None:
+        self._without = without
+        self._process: subprocess.Popen[bytes] | None = None
+        self._line: socket.socket | None = None
+
+    def line(self) -> socket.socket:
+        """A line of one's own; what was forked by it ends with it."""
+        if self._line is None or self._process is None or self._process.poll() is not None:
+            self._start()
+        assert self._line is not None
+        return adopted(self._line)
+
+    def children(self) -> list[psutil.Process]:
+        """What was forked and has not ended."""
+        if self._process is None or self._process.poll() is not None:
+            return []
+        return psutil.Process(self._process.pid).children()
+
+    def close(self) -> None:
+        """End it, and all that it has forked."""
+        if self._line is not None and self._process is not None:
+            self._line.close()
+            self._process.wait()
+
+    def _start(self) -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        environment = {key: value for key, value in os.environ.items() if key != self._without}
+        arguments = [str(theirs.fileno()), str(os.getpid()), "", WORKERS, DRIVERS]
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "rpcmp.process", *arguments],
+                env={**environment, **compute_environment(threads=1), "SPT_NOENV": "1"},
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        self._line = ours
+
+
+class SharedByAll:
+    """All of them: one for what a driver's supervisor starts, and one for each stage server.
+
+    Args:
+        without: see SharedForks.
+
+    Attributes:
+        in_use: whether the jobs of this test share them.
+    """
+
+    def __init__(self, without: str) -> None:
+        self.in_use = True
+        self._without = without
+        self._all: dict[str, SharedForks] = {}
+        # They end with the thread that has started them, so it must be one that stays.
+        self._starter = ThreadPoolExecutor(1, "shared-forks")
+
+    def line(self, whose: str) -> socket.socket | None:
+        """A line to the one for "drive", or for a stage; None where nothing is shared."""
+        if not self.in_use:
+            return None
+        forks = self._all.setdefault(whose, SharedForks(self._without))
+        return self._starter.submit(forks.line).result()
+
+    def children(self) -> list[psutil.Process]:
+        """What was forked by any of them and has not ended."""
+        return [child for each in self._all.values() for child in each.children()]
+
+    def close(self) -> None:
+        """End them, and all that they have forked."""
+        for each in self._all.values():
+            each.close()
+
+
+def borrowing(lend: Callable[[], socket.socket | None]) -> Callable[..., None]:
+    """A constructor of Forks that takes such a line, if any, for what forks a driver's process."""
+    construct = Forks.__init__
+
+    def borrow(self: Forks, preloaded: Sequence[str], line: socket.socket | None = None) -> None:
+        construct(self, preloaded, lend() if line is None and DRIVERS in preloaded else line)
+
+    return borrow
+
+
+def main() -> None:
+    """Run a command of rpcmp by a line whose descriptor comes first."""
+    from rpcmp.cli import main as run
+
+    line = socket.socket(fileno=int(sys.argv.pop(1)))
+    os.set_inheritable(line.fileno(), False)
+    Forks.__init__ = borrowing(lambda: adopted(line))  # type: ignore[method-assign]
+    sys.argv[0] = "rpcmp"
+    run()
+
+
+if __name__ == "__main__":
+    main()

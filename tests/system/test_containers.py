@@ -1,0 +1,236 @@
+"""The image and the composition of containers: valid, locked down, and commands that rpcmp has."""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import rpcmp
+from rpcmp.addresses import default_port, parse
+from rpcmp.server.server import DRAIN_SECONDS
+from tests.support.commandlines import config_of, instructions, parsed
+from tests.support.places import DEPLOY, ROOT
+from tests.support.processes import running
+
+DOCKERFILE, COMPOSE = DEPLOY / "Dockerfile", DEPLOY / "compose.yaml"
+
+STAGES = ("stage0", "stage1", "stage2")
+
+
+def tool(name: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    """A program that pip has installed beside our Python."""
+    return subprocess.run(
+        [Path(sys.executable).with_name(name), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def lint(path: Path) -> subprocess.CompletedProcess[str]:
+    return tool("hadolint", "--failure-threshold", "style", path)
+
+
+def compose(path: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    return tool("docker-compose", "--file", path, "config", *options)
+
+
+@pytest.fixture(scope="module")
+def services() -> dict[str, Any]:
+    """The services as compose understands them."""
+    found: dict[str, Any] = json.loads(compose(COMPOSE, "--format", "json").stdout)["services"]
+    return found
+
+
+@pytest.fixture(scope="module")
+def image() -> dict[str, list[str]]:
+    """What the image's last stage says, by instruction."""
+    found: dict[str, list[str]] = {}
+    for name, rest in instructions(DOCKERFILE):
+        if name == "FROM":
+            found = {}
+        found.setdefault(name, []).append(rest)
+    return found
+
+
+def test_the_dockerfile_is_valid() -> None:
+    found = lint(DOCKERFILE)
+    assert (found.returncode, found.stdout) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("good", "bad", "code"),
+    [
+        ("WORKDIR /src", "WORKDIRR /src", "/Dockerfile:"),
+        ("WORKDIR /src", "WORKDIR src", "DL3000"),
+        ("WORKDIR /src", "RUN cd $HOME", "SC2086"),
+        ("WORKDIR /src", "MAINTAINER nobody", "DL4000"),
+        ("# hadolint ignore=DL3013 # what is", "# what is", "DL3013"),
+    ],
+)
+def test_one_that_is_not_is_found_out(tmp_path: Path, good: str, bad: str, code: str) -> None:
+    text = DOCKERFILE.read_text()
+    assert good in text
+    (tmp_path / "Dockerfile").write_text(text.replace(good, bad))
+    found = lint(tmp_path / "Dockerfile")
+    assert found.returncode != 0
+    assert code in found.stdout + found.stderr
+
+
+def test_the_image_runs_rpcmp_as_nobody_in_particular(image: dict[str, list[str]]) -> None:
+    assert json.loads(image["ENTRYPOINT"][-1]) == ["rpcmp"]
+    uid, gid = image["USER"][-1].split(":")
+    assert "0" not in (uid, gid)
+    assert f"--uid {uid}" in image["RUN"][0]
+    assert f"--gid {gid}" in image["RUN"][0]
+    assert image["EXPOSE"] == [str(default_port(0))]
+
+
+def test_the_image_asks_the_server_for_its_health(image: dict[str, list[str]]) -> None:
+    program, *command = json.loads(image["HEALTHCHECK"][0].partition("CMD ")[2])
+    assert program == "rpcmp"
+    assert parsed(command)["command"] == "health"
+
+
+def test_a_server_that_a_container_stops_has_not_done_its_work(image: dict[str, list[str]]) -> None:
+    (name,) = image["STOPSIGNAL"]
+    with running("serve", "--stage", "0", "--listen", "127.0.0.1:0") as run:
+        run.wait_for_line("SERVING")
+        os.kill(run.pid, signal.Signals[name])
+        assert run.wait().code not in (0, None)
+
+
+def ignored(path: str) -> bool:
+    """Whether the builder does not get to see a path: the last pattern that fits decides."""
+    patterns = DOCKERFILE.with_name("Dockerfile.dockerignore").read_text().splitlines()
+    result = False
+    for pattern in (line for line in patterns if line and not line.startswith("#")):
+        wanted = pattern.removeprefix("!")
+        parts = [path, *map(str, Path(path).parents)]
+        if any(fnmatch.fnmatch(part, wanted.replace("**/", "*")) for part in parts):
+            result = not pattern.startswith("!")
+    return result
+
+
+def test_the_builder_sees_what_it_copies_and_no_secrets(tmp_path: Path) -> None:
+    copied = [
+        source
+        for name, rest in instructions(DOCKERFILE)
+        if name == "COPY" and not rest.startswith("--from")
+        for source in rest.split()[:-1]
+    ]
+    assert {"pyproject.toml", "rpcmp", "README.md", "LICENSE"} <= set(copied)
+    assert [path for path in copied if ignored(path) or not (ROOT / path).exists()] == []
+    for secret in (
+        "certs/ca.key",
+        "deploy/certs/stage0/tls.key",
+        ".git/config",
+        "tests/support/lan.py",
+    ):
+        assert ignored(secret)
+
+
+def test_torch_is_the_one_that_rpcmp_needs(tmp_path: Path) -> None:
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    (line,) = [rest for name, rest in instructions(DOCKERFILE) if "TORCH_INDEX:+" in rest]
+    for index, expected in (("", []), ("URL", ["--index-url", "URL"])):
+        shown = subprocess.check_output(
+            ["sh", "-c", line.replace("pip", "printf '%s\\n'", 1)],
+            env={**os.environ, "TORCH_INDEX": index},
+            cwd=tmp_path,
+            text=True,
+        )
+        install, *arguments, requirement = shown.splitlines()
+        assert (install, arguments) == ("install", expected)
+        assert f'"{requirement}"' in (ROOT / "pyproject.toml").read_text()
+        assert requirement.startswith("torch>=")
+
+
+def test_the_composition_is_valid() -> None:
+    found = compose(COMPOSE, "--quiet")
+    assert (found.returncode, found.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("good", "bad"),
+    [
+        ("cap_drop:", "cap_dropp:"),
+        ("    interval:", "    intervall:"),
+        ("condition: service_healthy", "condition: healthy"),
+        ("state:/var/lib", "states:/var/lib"),
+        ("read_only: true", "read_only: perhaps"),
+        ("      stage2: {", "      stage3: {"),
+    ],
+)
+def test_a_composition_that_is_not_is_found_out(tmp_path: Path, good: str, bad: str) -> None:
+    text = COMPOSE.read_text()
+    assert good in text
+    (tmp_path / "compose.yaml").write_text(text.replace(good, bad))
+    assert compose(tmp_path / "compose.yaml", "--quiet").returncode != 0
+
+
+def test_every_service_is_locked_down(
+    services: dict[str, Any], image: dict[str, list[str]]
+) -> None:
+    assert set(services) == {*STAGES, "driver"}
+    for name, service in services.items():
+        assert service["image"] == f"rpcmp:{rpcmp.__version__}"
+        assert service["user"] == image["USER"][-1]
+        assert service["read_only"] is True
+        assert service["cap_drop"] == ["ALL"]
+        assert service["security_opt"] == ["no-new-privileges:true"]
+        assert not {"ports", "privileged", "cap_add", "network_mode", "pid"} & set(service)
+        mounted = {volume["target"]: volume for volume in service["volumes"]}
+        assert mounted["/certs"]["read_only"] is True
+        assert Path(mounted["/certs"]["source"]) == DEPLOY / "certs" / name
+        assert service["environment"]["RPCMP_CERTS"] == "/certs"
+        assert image["WORKDIR"][-1] in mounted
+        assert seconds(service["stop_grace_period"]) > DRAIN_SECONDS
+
+
+def seconds(duration: str) -> int:
+    minutes, rest = re.fullmatch(r"(?:(\d+)m)?(?:(\d+)s)?", duration).groups(default="0")  # type: ignore[union-attr]
+    return 60 * int(minutes) + int(rest)
+
+
+def test_the_driver_waits_for_stages_that_it_reaches(services: dict[str, Any]) -> None:
+    driver = services["driver"]
+    assert {
+        name: need["condition"] for name, need in driver["depends_on"].items()
+    } == dict.fromkeys(STAGES, "service_healthy")
+    drive = parsed(driver["command"])
+    config = config_of(drive)
+    dialled = [parse(address) for address in drive["connect"].split(",")]
+    assert [host for host, _ in dialled] == list(STAGES)
+    assert config.num_stages == len(STAGES)
+    assert config.checkpoint is not None
+    assert config.checkpoint.shared
+    state = next(v["target"] for v in driver["volumes"] if v["type"] == "volume")
+    assert Path(config.checkpoint.dir).is_relative_to(state)
+    for index, (host, port) in enumerate(dialled):
+        service = services[host]
+        serve, (kind, program, *probe) = parsed(service["command"]), service["healthcheck"]["test"]
+        assert int(serve["stage"]) == index
+        assert parse(serve["listen"]) == ("0.0.0.0", port)
+        assert (kind, program, parsed(probe)["command"]) == ("CMD", "rpcmp", "health")
+        assert port == default_port(0), "the probe gives no address"
+        assert service["environment"]["RPCMP_SERVER_NAME"] == host
+        assert service["restart"] == "unless-stopped"
+
+
+def test_the_certificates_are_those_that_the_comment_makes(services: dict[str, Any]) -> None:
+    (line,) = re.findall(r"rpcmp (certs init .*)", COMPOSE.read_text())
+    _, init, *options = line.split()
+    assert (init, options[0]) == ("init", "certs")
+    assert options[1:] == [part for stage in STAGES for part in ("--host", stage)]

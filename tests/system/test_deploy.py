@@ -1,0 +1,75 @@
+"""What lies in deploy/ is valid, by the strictest check that there is for it."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.places import DEPLOY
+from tests.support.processes import running
+
+UNIT = DEPLOY / "rpcmp@.service"
+
+WORST_EXPOSURE = 40
+"""Tenths of systemd's points; 100 is no protection at all."""
+
+
+@pytest.fixture
+def unit(tmp_path: Path) -> Path:
+    """The unit, with a program that exists on this machine."""
+    path = tmp_path / "rpcmp@1.service"
+    text = UNIT.read_text().replace("/opt/rpcmp/bin/rpcmp", f"{Path(sys.executable).parent}/rpcmp")
+    path.write_text(text)
+    return path
+
+
+def analyze(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["systemd-analyze", *arguments], capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+def test_the_unit_is_valid(unit: Path) -> None:
+    found = analyze("verify", "--man=no", "--recursive-errors=no", unit)
+    assert (found.returncode, found.stdout + found.stderr) == (0, "")
+
+
+def test_the_unit_leaves_little_to_an_attacker(unit: Path) -> None:
+    found = analyze("security", "--offline=true", f"--threshold={WORST_EXPOSURE}", unit)
+    assert found.returncode == 0, found.stdout + found.stderr
+
+
+def test_the_units_command_is_one_that_rpcmp_has(unit: Path) -> None:
+    line = re.search(r"(?m)^ExecStart=(.*)$", unit.read_text())
+    assert line is not None
+    program, command, *options = line[1].split()
+    known = subprocess.check_output([program, command, "--help"], text=True, timeout=60)
+    assert {option for option in options if option.startswith("--")} <= set(known.split())
+
+
+def test_systemd_is_told_when_the_server_is_ready_alive_and_stopping(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as systemd:
+        systemd.bind(str(tmp_path / "notify"))
+        systemd.settimeout(60)
+        monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "notify"))
+        monkeypatch.setenv("WATCHDOG_USEC", "200000")
+        with running("serve", "--stage", "0", "--listen", "127.0.0.1:0") as run:
+            assert [systemd.recv(100) for _ in range(3)] == [
+                b"READY=1",
+                b"WATCHDOG=1",
+                b"WATCHDOG=1",
+            ]
+            os.kill(run.pid, signal.SIGTERM)
+            while (said := systemd.recv(100)) == b"WATCHDOG=1":
+                pass
+            assert said == b"STOPPING=1"
+            assert run.wait().code == 0

@@ -1,0 +1,68 @@
+"""Malformed inputs at every door of the servers of a job: it ends as if there had been none.
+
+A failure says its seed; `FUZZ_SEED=n pytest -m system tests/system/test_fuzz.py` repeats it.
+`FUZZ_INPUTS` sets how many there are.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from pathlib import Path
+
+import pytest
+
+from tests.support.fuzz.doors import plain_doors, tls_doors
+from tests.support.fuzz.siege import Report, Siege, besieged
+from tests.support.lan import issue
+from tests.support.processes import JobFolder, Server
+
+JOB = """
+steps = 60
+[model]
+layers = "zoo:mlp"
+balance = [2, 2]
+"""
+
+GROWTH = 4 * 2**20
+"""Bytes by which a server may be larger after the second half than after the first."""
+
+COUNTS = [
+    pytest.param(400, id="short"),
+    pytest.param(50_000, id="long", marks=[pytest.mark.long, pytest.mark.timeout(3000)]),
+]
+
+
+@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize("has_certs", [False, True], ids=["plain", "tls"])
+def test_a_job_under_siege_is_not_disturbed(
+    job: JobFolder, tmp_path: Path, count: int, has_certs: bool
+) -> None:
+    seed = int(os.environ.get("FUZZ_SEED", "7" if count < 10_000 else str(random.getrandbits(32))))
+    print(f"FUZZ_SEED={seed}")
+    certs = issue(tmp_path / "certs", "127.0.0.1", "127.0.0.1") if has_certs else None
+    doors = plain_doors() if certs is None else tls_doors(certs)
+    with besieged(2, certs) as servers:
+        driver = None if certs is None else certs / "driver"
+        siege = Siege(servers, job.config(JOB), doors, driver)
+        undisturbed = siege.drive()
+        report = siege.run(int(os.environ.get("FUZZ_INPUTS", count)), seed)
+        print(report)
+        assert set(report.parameters) == {undisturbed}
+        assert_has_not_grown(report)
+        assert_silent(servers)
+
+
+def assert_has_not_grown(report: Report) -> None:
+    """The servers have not grown with the inputs."""
+    _, first, second = report.seen
+    for one, other in zip(first, second, strict=True):
+        assert other.resident - one.resident <= GROWTH, report
+
+
+def assert_silent(servers: list[Server]) -> None:
+    """What is malformed is no news: no traceback, and not a line for each."""
+    for server in servers:
+        said = [line for line in server.run.err if not line.startswith("tasks: ")]
+        assert not [line for line in said if "Traceback" in line], "".join(said)
+        assert len(said) < 20, "".join(said[:50])

@@ -1,0 +1,46 @@
+"""Replicas and shared weights across hosts, under mutual TLS: the bits of one process."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+from tests.support.lan import Host, cli, issue, lan
+from tests.support.processes import JobFolder, rpcmp, running
+from tests.unit.test_ties import BODY, sha256
+
+STAGES = """
+    [[stages]]
+    [[stages]]
+    replicas = 2
+"""
+
+
+@contextlib.contextmanager
+def serving(host: Host, stage: int, replica: int, certs: Path) -> Iterator[None]:
+    """A stage server at its default port."""
+    who = ("--stage", str(stage), "--replica", str(replica))
+    with running("serve", *who, "--certs", certs, under=host.inside) as run:
+        run.wait_for_line(r"SERVING on (\S+)")
+        yield
+
+
+def test_replicas_that_share_a_weight_compute_under_tls_what_one_process_does(
+    job: JobFolder, tmp_path: Path
+) -> None:
+    config = job.config(BODY.replace("[1, 2, 1]", "[2, 2]") + STAGES)
+    plain = rpcmp("drive", config, "--json")
+    assert plain.code == 0, plain.err
+    with lan(2, tmp_path) as (one, other), contextlib.ExitStack() as started:
+        certs = issue(tmp_path / "certs", one.name, one.name)
+        cli(certs, "issue", "--stage", "1", "--name", "replica1", "--host", other.name)
+        started.enter_context(serving(one, 0, 0, certs / "stage0"))
+        started.enter_context(serving(one, 1, 0, certs / "stage1"))
+        started.enter_context(serving(other, 1, 1, certs / "replica1"))
+        names = f"{one.name},{one.name},{other.name}"
+        options = ("--steps", "6", "--certs", str(certs / "driver"), "--connect", names)
+        with running("verify", config, *options, under=other.inside) as run:
+            verified = run.wait()
+    assert "identical: 6 losses" in verified.out, verified.err
+    assert sha256(verified.out) == plain.event("summary")["parameters_sha256"]

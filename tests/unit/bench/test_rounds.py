@@ -1,0 +1,274 @@
+"""Interleaved rounds and what is said about them, with contestants that only pretend; and once
+with the real ones."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import math
+import re
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from click.testing import CliRunner
+from rich.console import Console
+
+from rpcmp.bench import cases, lineup, report, rounds
+from rpcmp.bench.benchmark import Result, benchmark
+from rpcmp.bench.bound import fill_then_no_bubble
+from rpcmp.bench.cases import Case
+from rpcmp.bench.contestant import Contestant, Segment
+from rpcmp.bench.limits import Limits
+from rpcmp.bench.peers import group
+from rpcmp.bench.peers.group import stage_times
+from rpcmp.cli import cli
+from rpcmp.errors import ConfigError, JobError, MismatchError, UnfitError
+from tests.support.processes import JobFolder
+
+TINY = ["model.kwargs.times_ms={forward = 1.0, input_gradient = 1.0, weight_gradient = 1.0}"]
+
+
+class Pretender:
+    """Writes down what it is asked for; its n-th segment takes `seconds` x n a step, where both
+    segments of the warm-up are the first."""
+
+    def __init__(
+        self, name: str, log: list[str], seconds: float = 1.0, drift: float = 0.0, why: str = ""
+    ) -> None:
+        self.name = name
+        self.settings: dict[str, str | int] = {}
+        self._log, self._seconds, self._drift, self._why = log, seconds, drift, why
+        self._segments = self._steps = 0
+
+    async def start(self) -> None:
+        self._log.append(f"start {self.name}")
+        if self._why:
+            raise UnfitError(self._why)
+        self.settings["max_in_flight"] = 5
+
+    async def run(self, steps: int) -> Segment:
+        self._log.append(f"run {self.name}")
+        self._segments += self._segments != 1 or self._steps > 1
+        first, self._steps = self._steps + 1, self._steps + steps
+        losses = [1 / step + self._drift for step in range(first, self._steps + 1)]
+        return Segment(self._seconds * self._segments, losses)
+
+    async def close(self) -> None:
+        self._log.append(f"close {self.name}")
+
+
+class Broken(Pretender):
+    """Fails when it runs."""
+
+    async def run(self, steps: int) -> Segment:
+        raise JobError("broken")
+
+
+def compare(*contestants: Contestant, pairs: int = 3) -> rounds.Rounds:
+    return asyncio.run(rounds.compare(contestants, pairs, 2, lambda what, left: None))
+
+
+def measure(case: Case, *contestants: Contestant) -> Result:
+    run = benchmark(case, contestants, 5, 2, fill_then_no_bubble, lambda what, left: None)
+    return asyncio.run(run)
+
+
+def test_every_round_runs_everybody_once_and_begins_with_another() -> None:
+    log: list[str] = []
+    done = compare(Pretender("a", log), Pretender("b", log), Pretender("c", log))
+    turns = "".join(line.removeprefix("run ") for line in log if line.startswith("run "))
+    assert [turns[i : i + 3] for i in range(0, 15, 3)] == ["abc", "abc", "bca", "cab", "abc"]
+    assert [one.seconds for one in done.series] == [[2.0, 3.0, 4.0]] * 3  # without the warm-up
+    assert [len(one.losses) for one in done.series] == [rounds.WARMUP_STEPS + 3 * 2] * 3
+    assert log[-3:] == ["close c", "close b", "close a"]
+
+
+def test_who_is_unfit_is_left_out_and_ended_before_the_others_run() -> None:
+    log: list[str] = []
+    done = compare(Pretender("a", log), Pretender("b", log, why="no chain"))
+    assert [one.name for one in done.series] == ["a"]
+    assert done.unfit == {"b": "no chain"}
+    assert log.index("close b") < log.index("run a")
+
+
+def test_whoever_fails_ends_the_benchmark_and_everybody_is_ended() -> None:
+    log: list[str] = []
+    with pytest.raises(JobError, match="broken"):
+        compare(Pretender("a", log), Broken("b", log))
+    assert log[-2:] == ["close b", "close a"]
+
+
+def test_losses_that_differ_name_who_and_where() -> None:
+    log: list[str] = []
+    case = cases.load("sleep")
+    message = r"step 1: loss 1\.0 of rpcmp, 1\.001 of torch"
+    with pytest.raises(MismatchError, match=message):
+        measure(case, Pretender("rpcmp", log), Pretender("torch", log, drift=1e-3))
+    own = replace(case, is_frozen=False)
+    result = measure(own, Pretender("rpcmp", log), Pretender("torch", log, drift=1e-3))
+    assert len(result.notes) == 1
+    assert "step 1" in result.notes[0]
+    last_bits = Pretender("torch", log, drift=1e-6)
+    assert measure(case, Pretender("rpcmp", log), last_bits).notes == []
+
+
+def test_ours_must_be_fit() -> None:
+    with pytest.raises(UnfitError, match="rpcmp: no chain"):
+        measure(cases.load("sleep"), Pretender("rpcmp", [], why="no chain"), Pretender("b", []))
+
+
+def pretend(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the command compare pretenders."""
+
+    def create(name: str, seconds: float, why: str = "") -> Callable[[Case], Contestant]:
+        return lambda case: Pretender(name, [], seconds, why=why)
+
+    monkeypatch.setattr(
+        lineup,
+        "CONTESTANTS",
+        {
+            lineup.OURS: create("rpcmp", 0.3),
+            "torch-1f1b": create("torch-1f1b", 0.4),
+            "torch-best": create("torch-best", 0.1, why="too few micro-batches"),
+        },
+    )
+
+
+def test_json_is_one_object_a_case_with_the_promised_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch)
+    arguments = ["bench", "sleep", "overhead", "--stages", "8", "--pairs", "5", "--json"]
+    out = CliRunner().invoke(cli, arguments, catch_exceptions=False).stdout
+    first, second = map(json.loads, out.splitlines())
+    promised = {
+        "case": "sleep",
+        "num_stages": 8,
+        "num_microbatches": 16,
+        "step_s": pytest.approx(0.3 * 4),
+        "bound_s": pytest.approx(0.550),
+        "peers": {"torch-1f1b": pytest.approx(0.4 * 4)},
+        "pairs": 5,
+    }
+    assert {key: first[key] for key in promised} == promised
+    assert first["ratios"]["torch-1f1b"] == {
+        "median": pytest.approx(0.75),
+        "low": pytest.approx(0.75),
+        "high": pytest.approx(0.75),
+        "confidence": 0.9375,
+    }
+    assert first["ratios"]["bound"]["median"] == pytest.approx(1.2 / 0.550)
+    assert first["settings"]["rpcmp"] == {"max_in_flight": 5}
+    assert first["notes"] == ["without torch-best: too few micro-batches"]
+    assert second["case"] == "overhead"
+
+
+def test_several_cases_are_a_table_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch)
+    arguments = ["bench", "overhead", "transformer", "activations"]
+    result = CliRunner().invoke(cli, arguments, catch_exceptions=False)
+    out = result.stdout
+    assert len(re.findall(r"stage times, about 60 s left", result.stderr)) == 3  # by default
+    assert re.findall(r"(?m)^(\w+): \d+ stages,", out) == arguments[1:]
+    for peer in ("torch-1f1b", "bound"):
+        assert len(re.findall(rf"(?m)^ {peer} ", out)) == 3
+
+
+def test_the_table_says_who_how_long_and_how_sure() -> None:
+    log: list[str] = []
+    result = measure(
+        cases.load("sleep"), Pretender("rpcmp", log, 0.3), Pretender("torch", log, 0.4)
+    )
+    console = Console(width=160, file=io.StringIO(), record=True)
+    console.print(report.table(result))
+    shown = [line.split() for line in console.export_text().splitlines()]
+    assert shown[0][:5] == ["sleep:", "4", "stages,", "16", "micro-batches,"]
+    assert shown[2] == ["rpcmp", "max_in_flight", "5", "1200.0", "900.0", "to", "1500.0"]
+    assert shown[3][-6:] == ["2000.0", "0.750", "0.750", "to", "0.750", "(94%)"]
+    assert shown[4][:2] == ["bound", "510.0"]
+
+
+def test_peers_are_chosen_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch)
+    case = cases.load("transformer")
+    names = [one.name for one in lineup.contestants(case, ["torch-best", "torch-best"])]
+    assert names == ["rpcmp", "torch-best"]
+    assert [one.name for one in lineup.contestants(case)] == list(lineup.CONTESTANTS)
+    assert [one.name for one in lineup.contestants(case, [])] == ["rpcmp"]
+    with pytest.raises(ConfigError, match="no contestant 'horovod'; there are rpcmp, torch-1f1b"):
+        lineup.contestants(case, ["horovod"])
+
+
+@pytest.mark.parametrize(
+    ("fastest", "whole", "budget", "found"),
+    [
+        (0.5, 9.0, math.inf, 5),  # not ever fewer, where there is time
+        (0.001, 0.02, math.inf, 2000),
+        (0.001, 0.02, 50.0, 2000),
+        (0.001, 0.1, 50.0, 500),
+        (1.0, 30.0, 50.0, 1),
+        (1.0, 300.0, 50.0, 1),
+    ],
+)
+def test_a_round_is_as_long_as_the_budget_allows(
+    fastest: float, whole: float, budget: float, found: int
+) -> None:
+    assert rounds._steps(fastest, whole, budget) == found
+
+
+def test_rounds_that_are_stopped_show_what_there_is() -> None:
+    log: list[str] = []
+
+    async def run() -> rounds.Rounds:
+        stop = asyncio.Event()
+
+        class Stopping(Pretender):
+            async def run(self, steps: int) -> Segment:
+                if log.count("run b") == 5:
+                    stop.set()
+                    await asyncio.Event().wait()
+                return await super().run(steps)
+
+        both = [Pretender("a", log), Stopping("b", log)]
+        limits = Limits(stop=stop)
+        return await rounds.compare(both, 9, 2, lambda what, left: None, limits)
+
+    done = asyncio.run(run())
+    assert [len(one.seconds) for one in done.series] == [3, 3]
+    assert rounds.loss_difference(done.series) is None
+    assert log[-2:] == ["close b", "close a"]
+
+
+@pytest.mark.long
+def test_the_real_peers_train_the_same_from_the_same_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(group, "TRIAL_SECONDS", 0.0)
+    case = cases.load("sleep", num_stages=2, num_microbatches=2, overrides=TINY)
+    names = ["torch-1f1b", "torch-best", "one-process-1-thread"]
+    peers = [lineup.CONTESTANTS[name](case) for name in names]
+    done = compare(*peers, pairs=1)
+    assert done.unfit == {}
+    assert [one.name for one in done.series] == names
+    rounds.require_equal_losses(done.series)
+    losses = done.series[0].losses
+    assert len(set(losses)) == len(losses) == rounds.WARMUP_STEPS + 2
+    assert done.series[1].settings["schedule"] in lineup.BEST_SCHEDULES
+
+
+@pytest.mark.long
+def test_ones_own_chain_is_measured_alone_on_equal_micro_batches(job: JobFolder) -> None:
+    chain = job.config('[model]\nlayers = "zoo:mlp"\nnum_stages = 2\n')
+    times = asyncio.run(stage_times(cases.load(str(chain), overrides=["data.batch_size=20"])))
+    assert [each.forward > 0 and each.total > each.forward for each in times] == [True, True]
+    assert times[0].backward == 0.0  # nobody reads the gradient of the data
+    assert times[1].backward > 0
+    uneven = cases.load(str(chain), num_microbatches=3)
+    with pytest.raises(UnfitError, match="10 samples do not make 3 equal"):
+        asyncio.run(stage_times(uneven))
+
+
+def test_an_error_in_a_peer_says_where_it_was(job: JobFolder) -> None:
+    case = cases.load(str(job.config('[model]\nlayers = "zoo:broken_layers"\n')))
+    with pytest.raises(ConfigError, match="this factory is broken"):
+        asyncio.run(stage_times(case))

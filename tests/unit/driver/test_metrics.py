@@ -1,0 +1,174 @@
+"""Metrics with a state, on the driver: which they are, what they are told, what they may give."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torchmetrics.classification import MulticlassF1Score
+
+from rpcmp.configfile import parse
+from rpcmp.driver.metrics import Metrics
+from rpcmp.errors import ConfigError, FactoryError, JobError
+
+
+class Gives:
+    """A metric whose result the test chooses."""
+
+    def __init__(self, result: Any = 0.5, fails: str = "") -> None:
+        self.result = result
+        self.fails = fails
+        self.seen: list[tuple[Any, Any]] = []
+
+    def update(self, preds: Any, target: Any) -> None:
+        if self.fails:
+            raise ValueError(self.fails)
+        self.seen.append((preds, target))
+
+    def compute(self) -> Any:
+        return self.result
+
+    def reset(self) -> None:
+        self.seen.clear()
+
+
+class Unresettable:
+    """Lacks a method."""
+
+    def update(self, preds: Any, target: Any) -> None: ...
+    def compute(self) -> float:
+        return 0.0
+
+
+class Narrow(Gives):
+    """Takes no targets."""
+
+    def update(self, preds: Any) -> None:  # type: ignore[override]
+        ...
+
+
+class Callable:
+    """A function that is the instance of a class: the sink's."""
+
+    def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return (outputs - targets).mean()
+
+
+READY = MulticlassF1Score(num_classes=3)
+
+
+def load(more: dict[str, Any] | None = None, **metrics: Any) -> Metrics:
+    """The driver's of these, which are callables of this module unless they say otherwise."""
+    named = {
+        name: f"tests.unit.driver.test_metrics:{metric}" if isinstance(metric, str) else metric
+        for name, metric in metrics.items()
+    }
+    data = {"train": "m:train", "test": "m:test"}
+    model = {"layers": "m:layers"}
+    given = {"loss": "m:loss", "model": model, "data": data, "metrics": named, **(more or {})}
+    return Metrics.load(parse(given))
+
+
+def gives(result: Any) -> dict[str, float]:
+    return Metrics({"m": Gives(result)}).compute()
+
+
+def test_only_those_with_a_state_are_the_drivers() -> None:
+    found = load(
+        one="Gives",
+        function={"callable": "rpcmp.metrics:accuracy"},
+        instance="Callable",
+        away={"callable": "no_such_module_here:F1"},  # perhaps at the sink
+        real={"callable": "torchmetrics:Accuracy", "kwargs": {"task": "binary"}},
+    )
+    assert found.names == ["one", "real"]
+
+
+def test_one_that_is_made_already_takes_no_arguments() -> None:
+    assert load(m="READY").names == ["m"]
+    ready = "tests.unit.driver.test_metrics:READY"
+    with pytest.raises(FactoryError, match="is made already: it takes no kwargs"):
+        load(m={"callable": ready, "kwargs": {"num_classes": 3}})
+
+
+@pytest.mark.parametrize(
+    ("metric", "message"),
+    [
+        ("Unresettable", "has no reset: a metric has update"),
+        ("Narrow", r"its update does not take \(outputs, targets\): too many positional"),
+        ("Gievs", "has no attribute 'Gievs'"),
+        (
+            {"callable": "torchmetrics.classification:MulticlassF1Score"},
+            r"metrics\.m = .* failed: TypeError: .*num_classes",
+        ),
+    ],
+)
+def test_what_is_no_metric_is_refused_before_anything_starts(metric: Any, message: str) -> None:
+    with pytest.raises(FactoryError, match=message):
+        load(m=metric)
+
+
+def test_nothing_is_decided_by_a_key_of_a_mean() -> None:
+    watched = {"early_stopping": {"metric": "m.f1"}}
+    assert load(watched, m="Gives").names == ["m"]
+    with pytest.raises(
+        ConfigError, match=r"early_stopping\.metric = 'm\.f1': metrics\.m is a mean"
+    ):
+        load(watched, m={"callable": "rpcmp.metrics:accuracy"})
+    with pytest.raises(FactoryError, match=r"metrics\.m = .* does not import: Mod"):
+        load(watched, m={"callable": "no_such_module_here:F1"})
+
+
+def test_results_are_numbers_or_dicts_of_them() -> None:
+    assert gives(3) == {"m": 3.0}
+    assert gives(torch.tensor(0.25, dtype=torch.bfloat16)) == {"m": 0.25}
+    assert gives(torch.tensor([2])) == {"m": 2.0}
+    assert gives(np.float32(0.5)) == {"m": 0.5}
+    assert gives({"f1": torch.tensor(0.5), 3: True}) == {"m.f1": 0.5, "m.3": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("result", "message"),
+    [
+        (
+            torch.zeros(2, 2),
+            r"metrics\.m: compute\(\) gave float32\[2, 2\]; it has to give one num",
+        ),
+        ({"f1": "high"}, r"metrics\.m\.f1: compute\(\) gave str; "),
+        ({"a": {"b": 1.0}}, r"metrics\.m\.a: compute\(\) gave \{'b': float\}; "),
+        (None, r"compute\(\) gave NoneType"),
+        (torch.tensor(1j), r"compute\(\) gave complex64"),
+        ({1: 0.0, "1": 1.0}, r"two metrics are called 'm\.1'"),
+    ],
+)
+def test_anything_else_is_an_error(result: Any, message: str) -> None:
+    with pytest.raises(FactoryError, match=message):
+        gives(result)
+
+
+def test_a_metric_that_raises_is_named_with_what_it_got() -> None:
+    metrics = Metrics({"m": Gives(fails="three classes?")})
+    with pytest.raises(JobError) as raised:
+        metrics.update({"a": torch.zeros(2, 3)}, torch.zeros(2))
+    first, *_ = str(raised.value).splitlines()
+    assert first == (
+        "metrics.m failed in update({'a': float32[2, 3]}, float32[2]): ValueError: three classes?"
+    )
+    assert "test_stateful_metrics.py" in str(raised.value)
+
+
+def test_an_f1_of_micro_batches_is_that_of_the_whole() -> None:
+    generator = torch.Generator().manual_seed(0)
+    outputs = torch.randn(50, 3, generator=generator)
+    targets = torch.randint(0, 3, (50,), generator=generator)
+    f1 = {"callable": "torchmetrics.classification:MulticlassF1Score", "kwargs": {"num_classes": 3}}
+    metrics = load(f1=f1)
+    expected = float(MulticlassF1Score(num_classes=3)(outputs, targets))
+    for _ in range(2):
+        metrics.reset()
+        for first in range(0, 50, 7):
+            metrics.update(outputs[first : first + 7], targets[first : first + 7])
+        assert metrics.compute() == {"f1": expected}

@@ -1,0 +1,295 @@
+"""What the driver has to know to go on from a step, and when the stages save one."""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rpcmp import configfile
+from rpcmp.config import Config
+from rpcmp.driver import saves as saves_module
+from rpcmp.driver.progress import Progress
+from rpcmp.driver.saves import AT_ONCE, DEFAULT_SECONDS, Saves
+from rpcmp.driver.scaler import ScalerState
+
+JOIN_SECONDS = 30.0
+"""How long to wait for a thread that must end by itself."""
+
+# Progress
+
+
+def test_an_epoch_adds_up() -> None:
+    progress = Progress()
+    for step, loss in ((1, 0.5), (2, 0.25), (3, 0.125)):
+        progress = progress.after(step, 1, loss)
+    assert progress == Progress(3, 1, 3, 0.125, 0.875)
+    assert progress.mean_loss == 0.875 / 3
+
+
+def test_the_next_epoch_begins_anew() -> None:
+    last = Progress(step=3, epoch=1, batch=3, loss=0.1, epoch_loss=0.9, metrics={"loss": 0.2})
+    next_one = last.after(4, 2, 0.5)
+    assert next_one == Progress(4, 2, 1, 0.5, 0.5, {"loss": 0.2})
+    assert next_one.mean_loss == 0.5
+
+
+def test_what_follows_an_epoch_has_to_be_done_for_each() -> None:
+    ended = Progress(3, 1, 3, 0.1, 0.9, has_ended_epoch=True)
+    assert not ended.after(4, 2, 0.5).has_ended_epoch
+    assert not ended.after(4, 1, 0.5).has_ended_epoch
+
+
+def test_a_step_leaves_the_progress_before_it_as_it_was() -> None:
+    before = Progress(metrics={"loss": 0.1})
+    message = before.message()
+    before.after(1, 1, 0.5)
+    assert asdict(before)["metrics"] == {"loss": 0.1}
+    message["metrics"]["loss"] = 3.0
+    assert (before.step, before.metrics) == (0, {"loss": 0.1})
+
+
+@given(
+    st.builds(
+        Progress,
+        step=st.integers(0),
+        epoch=st.integers(1),
+        batch=st.integers(0),
+        loss=st.floats(allow_nan=False),
+        epoch_loss=st.floats(allow_nan=False),
+        metrics=st.dictionaries(st.text(), st.floats(allow_nan=False)),
+        is_saved=st.booleans(),
+        has_ended_epoch=st.booleans(),
+        scaler=st.none() | st.builds(ScalerState, scale=st.floats(1), skipped=st.integers(0)),
+    )
+)
+def test_progress_survives_the_journey_to_another_process(progress: Progress) -> None:
+    arrived = json.loads(json.dumps(progress.message()))
+    assert Progress.from_message(arrived) == progress
+    added = {**arrived, "event": "progress", "told": {"loss": 0.1}, "awaits_save": True}
+    assert Progress.from_message(added) == progress
+
+
+def test_what_an_older_end_does_not_say_has_its_default() -> None:
+    found = Progress.from_message({"step": 3, "epoch": 2})
+    assert (found.step, found.epoch, found.batch, found.metrics) == (3, 2, 0, {})
+    assert math.isnan(found.loss)
+
+
+# When to save
+
+
+class Clock:
+    """`time.monotonic`, set by the test."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+class Condition(threading.Condition):
+    """A condition that says when somebody begins to wait for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entered = threading.Semaphore(0)
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self.entered.release()
+        return super().wait(timeout)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(saves_module, "time", SimpleNamespace(monotonic=made.monotonic))
+    return made
+
+
+@pytest.fixture
+def condition(monkeypatch: pytest.MonkeyPatch) -> Condition:
+    """The one of whichever `Saves` the test makes."""
+    made = Condition()
+    monkeypatch.setattr(saves_module, "threading", SimpleNamespace(Condition=lambda: made))
+    return made
+
+
+def config(**section: Any) -> Config:
+    """A job with a section for checkpoints, where anything is given."""
+    data: dict[str, Any] = {
+        "name": "job",
+        "model": {"layers": "tests.zoo.models:layers", "num_stages": 2},
+        "loss": "torch.nn:MSELoss",
+    }
+    if section:
+        data["checkpoint"] = {"dir": "runs", **section}
+    return configfile.parse(data)
+
+
+def due(saves: Saves, last: int) -> list[int]:
+    """The steps that are saved, where disks take no time."""
+    found = []
+    for step in range(1, last + 1):
+        if saves.is_due(step):
+            found.append(step)
+            saves.note_done(step)
+    return found
+
+
+def test_without_a_section_nothing_is_ever_due(clock: Clock) -> None:
+    saves = Saves(config(), 3)
+    clock.now += 10 * DEFAULT_SECONDS
+    assert due(saves, 3) == []
+
+
+def test_every_so_many_steps_are_due_and_the_last(clock: Clock) -> None:
+    saves = Saves(config(every_steps=4), 10)
+    clock.now += 10 * DEFAULT_SECONDS  # seconds do not count where none are given
+    assert due(saves, 10) == [4, 8, 10]
+    assert due(Saves(config(every_steps=5), 10), 10) == [5, 10]
+    assert due(Saves(config(every_steps=99), 10), 10) == [10]
+
+
+@pytest.mark.parametrize(
+    ("section", "seconds"), [({"every_seconds": 7.0}, 7.0), ({"keep": 3}, DEFAULT_SECONDS)]
+)
+def test_a_step_is_due_when_enough_time_has_gone(
+    clock: Clock, section: dict[str, Any], seconds: float
+) -> None:
+    saves = Saves(config(**section), 100)
+    assert not saves.is_due(1)
+    clock.now += seconds - 0.5
+    assert not saves.is_due(2)
+    clock.now += 0.5
+    assert saves.is_due(3)
+    assert not saves.is_due(4)
+    clock.now += seconds
+    saves.note_done(3)
+    assert saves.is_due(5)
+
+
+def test_steps_and_seconds_are_both_heard_and_any_save_sets_the_clock_back(clock: Clock) -> None:
+    saves = Saves(config(every_steps=10, every_seconds=60.0), 100)
+    clock.now += 59.0
+    assert saves.is_due(10)
+    clock.now += 59.0
+    assert not saves.is_due(11)
+    clock.now += 1.0
+    assert saves.is_due(12)
+    saves.note_done(10)
+    clock.now += 59.0
+    saves.begin(13)  # a signal's
+    saves.note_done(12)
+    clock.now += 59.0
+    assert not saves.is_due(14)
+
+
+def test_what_is_or_was_saved_last_is_included(clock: Clock) -> None:
+    saves = Saves(config(every_steps=1), 9)
+    saves.begin(4)
+    saves.begin(5)
+    assert [saves.includes(step) for step in (3, 4, 5, 6)] == [False, True, True, False]
+    saves.note_done(4)
+    saves.note_done(5)
+    assert [saves.includes(step) for step in (3, 4, 5, 6)] == [False, False, True, False]
+
+
+def test_a_generation_counts_the_seconds_of_those_before(clock: Clock) -> None:
+    saves = Saves(config(every_seconds=60.0), 99, saved=2, since=59.0)
+    assert not saves.is_due(3)
+    clock.now += 1.0
+    assert saves.is_due(4)
+
+
+# Waiting for disks
+
+
+@pytest.fixture
+def threads() -> Iterator[list[threading.Thread]]:
+    """Threads that have to end."""
+    started: list[threading.Thread] = []
+    yield started
+    for thread in started:
+        thread.join(JOIN_SECONDS)
+        assert not thread.is_alive()
+
+
+def start(threads: list[threading.Thread], function: Callable[[], Any]) -> list[Any]:
+    """Call it in a thread of its own; what it returns appears in the list."""
+    returned: list[Any] = []
+    threads.append(threading.Thread(target=lambda: returned.append(function()), daemon=True))
+    threads[-1].start()
+    return returned
+
+
+def until_waiting(condition: Condition) -> None:
+    """Return when somebody has begun to wait, once more than the last time."""
+    assert condition.entered.acquire(timeout=JOIN_SECONDS)
+
+
+def test_one_that_is_due_waits_while_too_many_are_under_way(
+    condition: Condition, threads: list[threading.Thread]
+) -> None:
+    saves = Saves(config(every_steps=1), 99)
+    for step in range(1, AT_ONCE + 1):
+        assert saves.is_due(step)
+    returned = start(threads, lambda: saves.is_due(AT_ONCE + 1))
+    until_waiting(condition)
+    assert returned == []
+    assert not saves.includes(AT_ONCE + 1)
+    saves.note_done(99)  # of another generation
+    until_waiting(condition)
+    assert returned == []
+    saves.note_done(2)
+    threads[0].join(JOIN_SECONDS)
+    assert returned == [True]
+    assert [saves.includes(step) for step in (1, 2, 3)] == [True, False, True]
+
+
+def test_the_end_waits_for_all_that_are_under_way(
+    condition: Condition, threads: list[threading.Thread]
+) -> None:
+    saves = Saves(config(every_steps=1), 99)
+    saves.begin(1)
+    saves.begin(2)
+    returned = start(threads, saves.wait)
+    until_waiting(condition)
+    saves.note_done(2)
+    until_waiting(condition)
+    assert returned == []
+    saves.note_done(1)
+    threads[0].join(JOIN_SECONDS)
+    assert returned == [None]
+
+
+def test_nobody_waits_for_what_is_done_already(condition: Condition) -> None:
+    saves = Saves(config(every_steps=1), 99)
+    saves.wait()
+    for step in range(1, 20):
+        saves.begin(step)
+        saves.note_done(step)
+        saves.note_done(step)
+    saves.wait()
+    assert not condition.entered.acquire(blocking=False)
+
+
+def test_all_who_wait_go_on_together(condition: Condition, threads: list[threading.Thread]) -> None:
+    saves = Saves(config(every_steps=1), 99)
+    saves.begin(1)
+    both = [start(threads, saves.wait) for _ in range(2)]
+    for _ in both:
+        until_waiting(condition)
+    saves.note_done(1)
+    for thread in threads:
+        thread.join(JOIN_SECONDS)
+    assert both == [[None], [None]]

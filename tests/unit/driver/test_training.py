@@ -1,0 +1,527 @@
+"""The training loop and the tracer, on stages that only say what they were asked."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from rpcmp.config import Config
+from rpcmp.configfile import parse
+from rpcmp.data import Loaded
+from rpcmp.driver.best import Best
+from rpcmp.driver.datasets import Datasets
+from rpcmp.driver.evaluation import Evaluation
+from rpcmp.driver.group import Group
+from rpcmp.driver.metrics import Metrics
+from rpcmp.driver.progress import Progress
+from rpcmp.driver.rounds import Batch, Round
+from rpcmp.driver.tracer import Tracer
+from rpcmp.driver.training import Training
+from rpcmp.errors import ConfigError, JobError
+from rpcmp.members import Member
+from rpcmp.process.channel import Message
+from rpcmp.trace import chrome
+from rpcmp.trace.spans import Kind, Span
+from rpcmp.work import End, Mode, StepReport, Trained, Work
+
+STAGES = ("stage0", "stage1")
+
+
+class Stages:
+    """What the driver asks of the stages: "start1", "finish1", ...; the loss of step n is n.
+
+    Attributes:
+        optimizer: the same, for the optimizers.
+        is_held: whether steps are held.
+        test_losses: what evaluations give, by step; 0.5 after all others.
+        trained: samples of the smallest mini-batch of the run.
+        evaluated: samples of each mini-batch that was evaluated.
+    """
+
+    def __init__(self, config: Config, test_losses: dict[int, float] | None = None) -> None:
+        self.test_losses = test_losses or {}
+        self.log: list[str] = []
+        self.ends: set[End] = set()
+        self.optimizer = self
+        self.is_held = config.holds_steps
+        self.scaler = None
+        self.trained = 0
+        self.evaluated: list[int] = []
+        self._done = 0
+
+    def require_enough(self, samples: int) -> None:
+        self.trained = samples
+
+    def warnings(self) -> list[str]:
+        return []
+
+    def start_step(
+        self,
+        batch: Batch,
+        step: int,
+        end: End,
+        version: int = 0,
+        save: bool = False,
+    ) -> Round:
+        self.log.append(f"start{step}" + ("+save" if save else ""))
+        self.ends.add(end)
+        return Round([Work(step, step, 0, 1, 0, 1, 1, Mode.TRAIN, end)], list)
+
+    def finish_step(self, started: Round) -> Trained:
+        self.log.append(f"finish{started.number}")
+        before, self._done = self._done, started.number
+        return Trained(float(started.number), {} if self.is_held else self._reports(before))
+
+    def end_step(self, started: Round, loss: float) -> dict[str, StepReport]:
+        self.log.append(f"end{loss:.0f}")
+        return self._reports(self._done)
+
+    def settle(self) -> dict[str, StepReport]:
+        self.log.append("settle")
+        return self._reports(self._done)
+
+    def save(self, step: int) -> None:
+        self.log.append(f"save{step}")
+
+    def step_scheduler(self, loss: float) -> None:
+        self.log.append(f"scheduler {loss}")
+
+    def evaluate(self, batch: Batch, step: int, own: Metrics) -> Evaluation:
+        self.log.append(f"evaluate{step}")
+        self.evaluated.append(batch.num_samples)
+        if isinstance(batch, Loaded):
+            own.update(batch.inputs, batch.targets)
+        return Evaluation(batch.num_samples, self.test_losses.get(step, 0.5))
+
+    @staticmethod
+    def _reports(step: int) -> dict[str, StepReport]:
+        return {name: StepReport(step, {"F": 0.0}, [step / 10]) for name in STAGES} if step else {}
+
+
+def job(**more: Any) -> Config:
+    """Two steps an epoch."""
+    data = {"train": "tests.zoo.models:dataset", "batch_size": 5}
+    model = {"layers": "tests.zoo.models:layers", "num_stages": 2}
+    return parse({"loss": "torch.nn:MSELoss", "model": model, "data": data, **more})
+
+
+def train(
+    config: Config, act: Callable[[Training], Any] = lambda training: training.run(True)
+) -> tuple[Stages, list[Message]]:
+    """What the stages were asked and what was reported, but for progress."""
+    stages, reported = Stages(config), list[Message]()
+    act(_training(config, stages, reported.append, threading.Event()))
+    return stages, [event for event in reported if event["event"] != "progress"]
+
+
+def _training(
+    config: Config,
+    stages: Stages,
+    report: Callable[[Message], None],
+    stop: threading.Event,
+    begin: Progress | None = None,
+    metrics: Metrics | None = None,
+) -> Training:
+    group = cast(Group, stages)
+    return Training(config, Datasets.load(config), group, report, stop, begin, metrics=metrics)
+
+
+def test_the_next_step_begins_before_this_one_is_waited_for() -> None:
+    stages, _ = train(job(steps=4))
+    assert stages.log == [
+        *("start1", "start2", "finish1", "start3", "finish2", "start4", "finish3"),
+        *("finish4", "settle"),
+    ]
+    assert stages.ends == {End.STEP}
+
+
+def test_every_step_is_reported_once_with_what_the_stages_say_of_it() -> None:
+    for config in (job(steps=3), job(steps=3, max_grad_norm=1.0)):
+        _, reported = train(config)
+        assert [(event["step"], event["loss"]) for event in reported] == [(1, 1), (2, 2), (3, 3)]
+        assert [event["learning_rate"] for event in reported] == pytest.approx([0.1, 0.2, 0.3])
+        assert [event["epoch"] for event in reported] == [1, 1, 2]
+        assert all(set(event["busy"]) == set(STAGES) for event in reported)
+
+
+def test_steps_that_are_held_end_before_the_next_is_waited_for() -> None:
+    stages, _ = train(job(steps=3, max_grad_norm=1.0))
+    assert stages.log == [
+        *("start1", "start2", "finish1", "end1", "start3", "finish2", "end2", "finish3", "end3"),
+        "settle",
+    ]
+    assert stages.ends == {End.HOLD}
+
+
+def test_all_steps_are_done_before_a_scheduler_steps_and_before_an_evaluation() -> None:
+    data = {
+        "train": "tests.zoo.models:dataset",
+        "test": "tests.zoo.models:dataset",
+        "batch_size": 5,
+    }
+    scheduler = {"callable": "torch.optim.lr_scheduler:StepLR", "kwargs": {"step_size": 1}}
+    stages, reported = train(job(epochs=2, scheduler=scheduler, data=data))
+    assert stages.log == [
+        *("evaluate0", "start1", "start2", "finish1", "finish2", "settle"),
+        *("scheduler 1.5", "evaluate2", "evaluate2"),
+        *("start3", "start4", "finish3", "finish4", "settle"),
+        *("scheduler 3.5", "settle", "evaluate4", "evaluate4"),
+    ]
+    assert [event["event"] for event in reported] == ["step", "step", "eval"] * 2
+
+
+def test_a_stop_ends_the_run_after_the_steps_under_way() -> None:
+    config = job(steps=100)
+    stages, stop = Stages(config), threading.Event()
+    reported: list[Message] = []
+
+    def report(event: Message) -> None:
+        if event["event"] == "step":
+            reported.append(event)
+            stop.set()
+
+    _training(config, stages, report, stop).run(evaluate=True)
+    assert [event["step"] for event in reported] == [1, 2, 3]
+    assert stages.log[-2:] == ["finish3", "settle"]
+
+
+def test_segments_go_on_where_the_one_before_has_ended_and_leave_nothing_under_way() -> None:
+    losses: list[list[float]] = []
+
+    def segments(training: Training) -> None:
+        losses.extend(training.segment(steps).losses for steps in (1, 2))
+
+    stages, _ = train(job(steps=10), segments)
+    assert losses == [[1.0], [2.0, 3.0]]
+    assert stages.log == [
+        *("start1", "finish1", "settle"),
+        *("start2", "start3", "finish2", "finish3", "settle"),
+    ]
+
+
+class Recording:
+    """Stages that have recorded spans; the clock of the second is an hour ahead."""
+
+    AHEAD = 3600 * 10**9
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        self.now = 0
+        self._step = 0
+
+    def trace(self, on: bool) -> dict[str, str]:
+        self.log.append(f"trace {on}")
+        return {stage: f"host of {stage}" for stage in STAGES}
+
+    def take_spans(self) -> dict[str, list[Span]]:
+        self.log.append("take")
+        self._step += 1
+        start = self._step * 10**6
+        return {
+            "stage0": [Span(Kind.FORWARD, self._step, 0, start, start, start + 1000)],
+            "stage1": [
+                Span(Kind.FORWARD, self._step, 0, *(self.AHEAD + start + t for t in (1, 2, 3)))
+            ],
+        }
+
+    def clock(self, worker: Member) -> int:
+        return self.now + (self.AHEAD if worker.stage == "stage1" else 0)
+
+
+def test_a_trace_has_all_spans_on_one_clock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stages = Recording()
+    monkeypatch.setattr("rpcmp.driver.clocks.time.perf_counter_ns", lambda: stages.now)
+    tracer = Tracer(job(), cast(Group, stages))
+    for step in range(1, 101):
+        stages.now += 10**6
+        tracer.after_step(step)
+    tracer.write(tmp_path / "trace.json")
+    assert stages.log == ["trace True", "take", "take", "trace False", "take"]
+    read = chrome.read(tmp_path / "trace.json")
+    first, second = read.tracks
+    assert [track.host for track in read.tracks] == ["host of stage0", "host of stage1"]
+    assert [span.step for span in first.spans] == [span.step for span in second.spans] == [1, 2, 3]
+    for one, other in zip(first.spans, second.spans, strict=True):
+        assert other.start_ns - one.start_ns == 2
+    assert read.producers == {"stage0": (), "stage1": ("stage0",)}
+
+
+def progress_of(config: Config) -> dict[int, Progress]:
+    """What the driver was right after each step of a run."""
+    reported: list[Message] = []
+    _training(config, Stages(config), reported.append, threading.Event()).run(evaluate=True)
+    found = [event for event in reported if event["event"] == "progress"]
+    return {event["step"]: Progress.from_message(event) for event in found}
+
+
+def go_on(config: Config, begin: Progress) -> list[str]:
+    """What the stages are asked by a run that goes on from `begin`."""
+    stages = Stages(config)
+    _training(config, stages, lambda event: None, threading.Event(), begin).run(evaluate=True)
+    return stages.log
+
+
+WATCHING = {
+    "scheduler": "torch.optim.lr_scheduler:ReduceLROnPlateau",
+    "steps": 5,
+}
+
+
+def test_a_run_that_goes_on_asks_for_the_same_as_one_that_was_not_interrupted() -> None:
+    config = job(**WATCHING)
+    known = progress_of(config)
+    assert go_on(config, known[1]) == [
+        *("start2", "finish2", "settle", "scheduler 1.5", "start3", "start4", "finish3"),
+        *("finish4", "settle", "scheduler 3.5", "start5", "finish5", "settle"),
+    ]
+    assert go_on(config, known[3]) == [
+        *("start4", "finish4", "settle", "scheduler 3.5", "start5", "finish5", "settle"),
+    ]
+    assert go_on(config, known[5]) == ["settle"]
+
+
+def test_a_run_that_goes_on_from_an_epochs_last_step_ends_that_epoch_once() -> None:
+    config = job(**WATCHING)
+    ended = progress_of(config)[4]
+    assert go_on(config, ended) == ["scheduler 3.5", "start5", "finish5", "settle"]
+    beyond = replace(ended, has_ended_epoch=True)
+    assert go_on(config, beyond) == ["start5", "finish5", "settle"]
+
+
+def test_an_evaluation_that_was_stopped_is_made_by_the_run_that_goes_on() -> None:
+    """Its step was saved when the schedulers had had the epoch's end: that is not done again."""
+    where = {"checkpoint": {"dir": "saved"}, "recovery": {"enabled": False}}
+    config = job(**WATCHING, **where, data=TESTED)
+
+    class Stopped(Stages):
+        def evaluate(self, batch: Batch, step: int, own: Metrics) -> Evaluation:
+            if step:  # which is none of the rehearsal
+                stop.set()
+            return super().evaluate(batch, step, own)
+
+    stages, stop = Stopped(config), threading.Event()
+    training = _training(config, stages, lambda event: None, stop)
+    training.run(evaluate=True)
+    training.save()
+    begin = training.progress
+    assert (begin.step, begin.has_ended_epoch, begin.evaluated_after) == (2, True, 0)
+    assert go_on(config, begin)[:3] == ["evaluate2", "evaluate2", "start3"]
+    assert go_on(config, replace(begin, evaluated_after=2))[0] == "start3"
+    again, stop = Stopped(config), threading.Event()
+    _training(config, again, lambda event: None, stop, begin).run(evaluate=True)
+    assert again.log == ["evaluate2"]  # and no step after which nobody would make it
+
+
+def test_steps_that_are_due_are_saved_and_the_last_one() -> None:
+    config = job(steps=5, checkpoint={"dir": "saved", "every_steps": 2})
+
+    def act(training: Training) -> None:
+        done = threading.Thread(target=_answer_saves, args=[training], daemon=True)
+        done.start()
+        training.run(evaluate=False)
+        training.save()
+
+    stages, _ = train(config, act)
+    assert [entry for entry in stages.log if entry.startswith(("start", "save"))] == [
+        *("start1", "start2+save", "start3", "start4+save", "start5+save"),
+    ]
+
+
+def _answer_saves(training: Training) -> None:
+    """The supervisor's part: every checkpoint is on the disks some time."""
+    while training.progress.step < 5:
+        for step in range(1, 6):
+            training.saves.note_done(step)
+        threading.Event().wait(0.01)
+
+
+def test_a_run_that_was_stopped_saves_its_last_step() -> None:
+    config = job(steps=100, checkpoint={"dir": "saved"})
+    stages, stop = Stages(config), threading.Event()
+    stop.set()
+    training = _training(config, stages, lambda event: None, stop)
+    training.run(evaluate=True)
+    training.save()
+    assert stages.log[-1] == f"save{training.progress.step}"
+
+
+TESTED = {
+    "train": "tests.zoo.models:dataset",
+    "test": "tests.zoo.models:dataset",
+    "batch_size": 5,
+}
+"""Two steps an epoch, two mini-batches an evaluation."""
+
+
+def evaluations(log: list[str]) -> list[int]:
+    """The steps that were evaluated, each with two mini-batches, and not the rehearsal."""
+    steps = [entry.removeprefix("evaluate") for entry in log if entry.startswith("evaluate")]
+    found = [int(step) for step in steps if step != "0"]
+    assert found[::2] == found[1::2]
+    return found[::2]
+
+
+@pytest.mark.parametrize("count", [{"steps": 8}, {"epochs": 4}])
+def test_evaluations_follow_every_so_many_steps(count: dict[str, int]) -> None:
+    stages, reported = train(job(evaluate_every_steps=3, data=TESTED, **count))
+    assert evaluations(stages.log) == [3, 6, 8]
+    told = [(event["step"], event["epoch"]) for event in reported if event["event"] == "eval"]
+    assert told == [(3, 2), (6, 3), (8, 4)]
+    assert stages.log[:12] == [  # no step is under way meanwhile
+        *("evaluate0", "start1", "start2", "finish1", "start3", "finish2", "finish3", "settle"),
+        *("evaluate3", "evaluate3", "start4", "start5"),
+    ]
+
+
+class Fails:
+    """A metric that keeps a state, and fails."""
+
+    def __init__(self, in_update: bool = False, found: object = None) -> None:
+        self._in_update, self._found = in_update, found
+
+    def reset(self) -> None: ...
+
+    def update(self, preds: Any, target: Any) -> None:
+        if self._in_update:
+            raise ValueError("no such label")
+
+    def compute(self) -> Any:
+        if self._found is None:
+            raise ZeroDivisionError("no positives")
+        return self._found
+
+
+def _rehearsed(metric: Fails) -> list[Message]:
+    """What a run reports before its first step, where the metric lets it come there."""
+    reported: list[Message] = []
+    config = job(steps=1, data={**TESTED, "batch_size": 4}, evaluate_every=0)
+    stages, stop = Stages(config), threading.Event()
+    training = _training(config, stages, reported.append, stop, metrics=Metrics({"own": metric}))
+    with contextlib.suppress(JobError):  # of the evaluation at the end
+        training.run(evaluate=True)
+    assert stages.evaluated[:2] == [4, 2]  # the first mini-batch of ten samples and the last
+    return reported[: [event["event"] for event in reported].index("progress")]
+
+
+def test_what_a_metric_makes_of_one_mini_batch_is_a_warning_and_all_else_an_error() -> None:
+    assert _rehearsed(Fails(found={"f1": 0.5})) == []
+    (warning,) = _rehearsed(Fails())
+    assert warning["event"] == "warning"
+    assert warning["text"].startswith(
+        "metrics.own failed in compute(): ZeroDivisionError: no positives; tried on one mini-batch"
+    )
+    with pytest.raises(ConfigError, match=r"an evaluation fails.*own failed in update.*no such"):
+        _rehearsed(Fails(in_update=True))
+    with pytest.raises(ConfigError, match=r"compute\(\) gave str; it has to give one number"):
+        _rehearsed(Fails(found="much"))
+
+
+@pytest.mark.parametrize(
+    ("steps", "batch_size", "fewest"), [(2, 4, 4), (3, 4, 2), (1, 1, 1), (1, 16, 10)]
+)
+def test_the_smallest_mini_batch_that_a_run_comes_to_has_to_be_enough(
+    steps: int, batch_size: int, fewest: int
+) -> None:
+    stages, _ = train(job(steps=steps, data={**TESTED, "batch_size": batch_size}))
+    assert stages.trained == fewest
+
+
+def test_a_run_that_goes_on_is_evaluated_after_the_same_steps() -> None:
+    config = job(steps=8, evaluate_every_steps=3, data=TESTED)
+    for step, begin in progress_of(config).items():
+        log = go_on(config, begin)
+        # The one after the step that it goes on from is done again: who went before may not have.
+        assert evaluations(log) == [found for found in (3, 6, 8) if found >= step]
+
+
+STOPPING = {"patience": 2, "min_delta": 0.01}
+LOSSES = {2: 0.5, 4: 0.4, 6: 0.395, 8: math.nan, 10: 0.1}
+
+
+def test_a_run_ends_when_evaluations_do_not_get_better() -> None:
+    config = job(steps=20, evaluate_every_steps=2, data=TESTED, early_stopping=STOPPING)
+    reported: list[Message] = []
+    stages = Stages(config, LOSSES)
+    _training(config, stages, reported.append, threading.Event()).run(evaluate=True)
+    assert evaluations(stages.log) == [2, 4, 6, 8]  # the last is not evaluated twice
+    (told,) = [event for event in reported if event["event"] == "early_stop"]
+    assert (told["step"], told["best_step"], told["best"], told["waited"]) == (8, 4, 0.4, 2)
+    assert "start9" not in stages.log
+    known = {e["step"]: Progress.from_message(e) for e in reported if e["event"] == "progress"}
+    for step, begin in known.items():  # the last that was told of each step
+        again = Stages(config, LOSSES)
+        told_again: list[Message] = []
+        _training(config, again, told_again.append, threading.Event(), begin).run(evaluate=True)
+        assert evaluations(again.log) == [found for found in (2, 4, 6, 8) if found >= step]
+        assert "start9" not in again.log
+        assert [event for event in told_again if event["event"] == "early_stop"] == [told]
+
+
+def test_more_patience_lets_a_run_go_on_that_had_stopped() -> None:
+    config = job(steps=12, evaluate_every_steps=2, data=TESTED, early_stopping=STOPPING)
+    reported: list[Message] = []
+    training = _training(config, Stages(config, LOSSES), reported.append, threading.Event())
+    training.run(evaluate=True)
+    patient = job(
+        steps=12,
+        evaluate_every_steps=2,
+        data=TESTED,
+        early_stopping={**STOPPING, "patience": 3},
+    )
+    stages = Stages(patient, LOSSES)
+    _training(patient, stages, reported.append, threading.Event(), training.progress).run(True)
+    assert evaluations(stages.log) == [8, 10, 12]
+
+
+def test_the_best_step_is_saved_and_waited_for() -> None:
+    config = job(
+        steps=10,
+        evaluate_every_steps=2,
+        data=TESTED,
+        checkpoint={"dir": "saved", "every_steps": 5, "best": "loss"},
+    )
+    losses = {2: 0.5, 4: 0.6, 6: math.nan, 8: 0.3, 10: 0.2}
+    stages, training = _saving(config, losses)
+    saved = [entry for entry in stages.log if "save" in entry or entry.startswith("evaluate")]
+    assert saved == [
+        *("evaluate0", "evaluate2", "evaluate2", "save2", "evaluate4", "evaluate4"),
+        *("start5+save", "evaluate6", "evaluate6", "evaluate8", "evaluate8", "save8"),
+        *("start10+save", "evaluate10", "evaluate10"),
+    ]
+    assert training.progress.best == Best("loss", "min", 0.2, 10)
+
+
+def test_a_best_step_that_the_disks_do_not_take_is_none() -> None:
+    config = job(
+        steps=6,
+        evaluate_every_steps=2,
+        data=TESTED,
+        checkpoint={"dir": "saved", "every_steps": 100, "best": "loss"},
+    )
+    stages, training = _saving(config, {2: 0.5, 4: 0.1, 6: 0.3}, failing=4)
+    assert [entry for entry in stages.log if "save" in entry] == ["save2", "save4", "start6+save"]
+    assert training.progress.best == Best("loss", "min", 0.3, 6)
+
+
+def _saving(config: Config, losses: dict[int, float], failing: int = 0) -> tuple[Stages, Training]:
+    """A run whose supervisor has every checkpoint on the disks when the driver waits for it."""
+    stages = Stages(config, losses)
+
+    def report(event: Message) -> None:
+        if event["event"] == "progress" and event["awaits_save"]:
+            step = event["step"]
+            later = threading.Timer(0.01, lambda: training.saves.note_done(step, step == failing))
+            later.start()
+
+    training = _training(config, stages, report, threading.Event())
+    training.run(evaluate=True)
+    return stages, training

@@ -1,0 +1,71 @@
+"""A job whose schedule changes between two steps, with its processes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+
+from rpcmp import configfile, plan
+from rpcmp.config import Config
+from rpcmp.job.segments import Segments
+from rpcmp.plan import Assignment
+from rpcmp.setting import Setting
+from tests.support.processes import JobFolder, rpcmp
+
+
+def train(config: Config, order: Sequence[tuple[Setting, int]]) -> list[float]:
+    """The losses of a few steps under one setting after the other."""
+
+    async def run() -> list[float]:
+        segments = Segments(config, settings=[setting for setting, _ in order])
+        losses: list[float] = []
+        try:
+            await segments.start()
+            for setting, steps in order:
+                segments.change_to(setting)
+                done = await segments.run(steps)
+                assert min(done.busy_seconds.values()) > 0
+                assert set(done.busy_seconds) == set(config.stage_names)
+                losses += done.losses
+        finally:
+            await segments.close()
+        return losses
+
+    return asyncio.run(run())
+
+
+def setting(num_microbatches: int, schedule: str, max_in_flight: int | None = None) -> Setting:
+    """For brevity."""
+    return Setting.model_validate(
+        {
+            "num_microbatches": num_microbatches,
+            "schedule": schedule,
+            "max_in_flight": max_in_flight,
+        }
+    )
+
+
+def test_a_worker_knows_the_limits_of_all_settings_that_may_come() -> None:
+    stages = [{"module": "zoo:First"}, {"module": "zoo:Join"}]
+    config = configfile.parse({"stages": stages, "loss": "torch.nn:MSELoss"})
+    first, _ = plan.assign(config, [setting(9, "gpipe"), setting(9, "1f1b", 5)])
+    arrived = Assignment.model_validate_json(first.model_dump_json())
+    assert [limits.open for limits in arrived.all_limits] == [2, 9, 5]
+
+
+def test_each_segment_runs_under_its_own_setting(job: JobFolder) -> None:
+    text = 'loss = "zoo:output_mean"\n[model]\nlayers = "zoo:counting"\nnum_stages = 2'
+    config = configfile.load(job.config(text))
+    order = [("1f1b", 5), ("gpipe", 5), ("gpipe", 2), ("zero-bubble", 10), ("gpipe", 10)]
+    losses = train(config, [(setting(number, schedule), 1) for schedule, number in order])
+    assert losses == pytest.approx([1.0, 3.0, 1.5, 1.0, 5.5])
+
+
+def test_a_change_of_the_schedule_leaves_the_bits(job: JobFolder) -> None:
+    path = job.config('[model]\nlayers = "zoo:mlp"\nnum_stages = 3')
+    order = [(setting(4, "zero-bubble", 6), 2), (setting(4, "1f1b"), 2), (setting(4, "gpipe"), 1)]
+    plain = rpcmp("drive", path, "--json", "--steps", "5")
+    assert plain.code == 0, plain.err
+    assert train(configfile.load(path), order) == plain.losses

@@ -1,0 +1,169 @@
+"""Files that somebody else wrote: what they say is bounded before it is believed."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rpcmp import configfile
+from rpcmp.bounded import MIB
+from rpcmp.checkpoint.folder import MANIFEST, look
+from rpcmp.errors import ConfigError
+from rpcmp.runfolder import layout, reader
+from rpcmp.trace import chrome, window
+from rpcmp.trace.shares import measure
+from tests.support.traces import drawn
+from tests.unit.trace.test_chrome import GOOD_SPAN, HEADER
+
+MOST_MIB = 600
+"""Of memory that `rpcmp trace` may take; it was 5,900 for 2.9 MB of a file."""
+
+MEASURED = """
+import resource, subprocess, sys
+code = subprocess.run(sys.argv[1:]).returncode
+print("MiB", resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss // 1024)
+sys.exit(code)
+"""
+
+
+def measured(*arguments: str | Path) -> tuple[int, str, int]:
+    """Exit code and standard error of a command, and the MiB that it took at most."""
+    words = [sys.executable, "-c", MEASURED, sys.executable, "-m", "rpcmp", *map(str, arguments)]
+    found = subprocess.run(words, capture_output=True, text=True, timeout=300, check=False)
+    return found.returncode, found.stderr, int(found.stdout.rpartition("MiB")[2])
+
+
+def many_spans() -> Iterator[bytes]:
+    """One span more than is read."""
+    yield b'{"traceEvents": ['
+    text = json.dumps(GOOD_SPAN).encode() + b","
+    for _ in range(chrome.MAX_SPANS // 1000):
+        yield text * 1000
+    yield text[:-1] + b"]}"
+
+
+BOMBS = {
+    "a value": ((b'{"metadata": [', *[b"[]," * 2**20] * 32), "longer than"),
+    "a text": ((b'{"traceEvents": ["', *[b" " * 2**20] * 128), "longer than"),
+    "depth": ((b'{"traceEvents": [', b"[" * 500_000), "recursion"),
+    "spans": (many_spans(), "has more than 1,000,000 spans"),
+}
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_a_small_archive_does_not_fill_the_memory(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "bomb.json.gz"
+    parts, reason = BOMBS[name]
+    with gzip.open(path, "wb", 1) as file:
+        for part in parts:
+            file.write(part)
+    code, said, mib = measured("trace", path)
+    assert (code, mib < MOST_MIB) == (2, True), (code, mib)
+    assert str(path) in said
+    assert reason in said
+
+
+def test_a_file_without_an_end_is_refused_by_what_it_decompresses_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chrome, "MAX_TEXT", 100_000)
+    path = tmp_path / "run.json.gz"
+    path.write_bytes(gzip.compress(b" " * 200_000))
+    with pytest.raises(ConfigError, match=r"run.json.gz is not .* longer than 100,000 characters"):
+        chrome.read(path)
+
+
+def test_pipes_and_devices_are_no_traces(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "run.json")
+    for path in (tmp_path / "run.json", Path("/dev/zero")):
+        with pytest.raises(ConfigError, match="no regular file"):
+            chrome.read(path)
+
+
+def test_values_may_lie_across_blocks_and_the_array_anywhere(tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    later = [
+        {**GOOD_SPAN, "ts": 10 * n, "args": {"step": n, "microbatch": 0, "waited_us": 0}}
+        for n in range(1, 2000)
+    ]
+    document = {"other": 1.5, "metadata": {"rpcmp": HEADER}, "traceEvents": later, "last": [{}]}
+    path.write_text(json.dumps(document, indent=3))
+    assert [span.step for span in chrome.read(path).tracks[0].spans] == [*range(1, 2000)]
+
+
+def test_of_a_trace_with_too_many_spans_some_steps_can_be_looked_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "run.json"
+    cells = "F0 B0 O . " * 9
+    chrome.write(drawn(f"a {cells}\nb . {cells}"), path)
+    whole = chrome.read(path)
+    expected = measure(whole, window.window(whole, 4, 5))
+    monkeypatch.setattr(chrome, "MAX_SPANS", 30)
+    with pytest.raises(ConfigError, match=r"run.json has more than 30 spans .* --steps 10:12"):
+        chrome.read(path)
+    part = chrome.read(path, 4, 5)
+    assert len(part.tracks[0].spans) == 12
+    assert measure(part, window.window(part, 4, 5)) == expected
+
+
+def run_folder(path: Path, **files: bytes) -> Path:
+    """The folder of a run, in which `files` have another content, by their stems."""
+    path.mkdir()
+    info = layout.RunInfo(name="job", started=0.0, outcome="done").model_dump_json().encode()
+    whole = {layout.RUN: info, layout.CONFIG: b"{}", layout.METRICS: b"", layout.EVENTS: b""}
+    for name, content in whole.items():
+        (path / name).write_bytes(files.get(Path(name).stem, content))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "reason"),
+    [
+        ("run", b"[" * 100_000, "recursion"),
+        ("config", b"[" * 100_000, "recursion"),
+        ("config", b" " * (16 * MIB + 1), "longer than 16 MiB"),
+        ("metrics", b" " * (4 * MIB + 1), "line 1 is longer than 4 MiB"),
+        ("events", b'{"event": "step", "time": 1%s}\n' % (b"0" * 400), "no event with a time"),
+    ],
+)
+def test_a_run_folder_that_takes_too_much_is_refused(
+    name: str, content: bytes, reason: str, tmp_path: Path
+) -> None:
+    folder = run_folder(tmp_path / "run", **{name: content})
+    with pytest.raises(ConfigError, match=rf"{name}.jsonl? is damaged or missing: .*{reason}"):
+        reader.read(folder)
+
+
+@pytest.mark.parametrize("name", [layout.RUN, layout.CONFIG, layout.METRICS, layout.EVENTS])
+def test_a_run_folder_that_leads_to_a_device_is_refused(name: str, tmp_path: Path) -> None:
+    folder = run_folder(tmp_path / "run")
+    (folder / name).unlink()
+    (folder / name).symlink_to("/dev/zero")
+    with pytest.raises(ConfigError, match=f"{name} is damaged or missing: it is no regular file"):
+        reader.read(folder)
+
+
+def test_a_manifest_that_takes_too_much_is_no_checkpoint(tmp_path: Path) -> None:
+    path = tmp_path / MANIFEST
+    path.write_bytes(b" " * (16 * MIB + 1))
+    assert "longer than 16 MiB" in getattr(look(tmp_path), "problem", "")
+    path.unlink()
+    path.symlink_to("/dev/zero")
+    assert "no regular file" in getattr(look(tmp_path), "problem", "")
+
+
+def test_a_config_that_takes_too_much_is_refused(tmp_path: Path) -> None:
+    deep, endless = tmp_path / "deep.toml", tmp_path / "endless.toml"
+    deep.write_text("a = " + "[" * 100_000)
+    endless.symlink_to("/dev/zero")
+    for path, reason in ((deep, "recursion"), (endless, "no regular file")):
+        with pytest.raises(ConfigError, match=rf"{path.name} is not valid TOML: .*{reason}"):
+            configfile.load(path)

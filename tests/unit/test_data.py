@@ -1,0 +1,286 @@
+"""Mini-batches: one order a seed and epoch, whoever asks and however often."""
+
+from __future__ import annotations
+
+import random
+from collections import UserDict
+from collections.abc import Iterator
+from contextlib import closing
+from multiprocessing import resource_tracker
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import BatchSampler, Dataset, DistributedSampler, IterableDataset
+
+from rpcmp import data, seeds
+from rpcmp.errors import ConfigError
+from rpcmp.kinds import Factory
+from rpcmp.sections import DataConfig
+from tests.zoo import models
+
+
+def load(
+    name: str = "numbers", seed: int = 0, training: bool = True, samples: int = 10, **options: Any
+) -> data.Batches:
+    """The mini-batches of a dataset of tests.zoo.models."""
+    kwargs = {} if name == "Noise" else {"samples": samples}
+    train = Factory(callable=f"tests.zoo.models:{name}", kwargs=kwargs)
+    section = DataConfig(train=train, **{"batch_size": 4, **options})
+    return data.load(train, "data.train", section, seed, training)
+
+
+def order(batches: data.Batches, epoch: int = 1) -> list[list[int]]:
+    """The indices in each mini-batch."""
+    return [inputs.tolist() for inputs, _ in batches.epoch(epoch)]
+
+
+def test_inputs_and_targets_stay_together() -> None:
+    for inputs, targets in load().epoch(1):
+        assert torch.equal(targets, inputs * 10)
+
+
+def test_every_sample_comes_once_an_epoch() -> None:
+    batches = order(load())
+    assert [len(batch) for batch in batches] == [4, 4, 2]
+    assert sorted(index for batch in batches for index in batch) == list(range(10))
+
+
+def test_an_epochs_order_depends_on_the_seed_and_the_epoch_alone() -> None:
+    used = load()
+    first, second = order(used, 1), order(used, 2)
+    assert first != second
+    torch.rand(5)  # what the model draws does not matter
+    assert order(used, 1) == order(load(), 1) == first
+    assert order(load(), 2) == second
+    assert order(load(seed=1), 1) != first
+
+
+def test_mini_batches_are_those_of_ranks_with_distributed_samplers() -> None:
+    here = order(load(seed=5, samples=16), epoch=3)
+    ranks = []
+    for rank in range(2):  # with half of the batch each
+        sampler: DistributedSampler[Any] = DistributedSampler(models.numbers(16), 2, rank, seed=5)
+        sampler.set_epoch(2)
+        ranks.append(list(BatchSampler(sampler, 2, drop_last=False)))
+    assert list(map(sorted, here)) == [sorted(a + b) for a, b in zip(*ranks, strict=True)]
+
+
+@pytest.fixture(scope="module")
+def tracker() -> None:
+    """A helper process of multiprocessing's, which lives on: started before a test looks for its
+    own."""
+    resource_tracker.ensure_running()
+
+
+@pytest.mark.usefixtures("tracker")
+def test_the_order_is_the_same_for_every_number_of_loader_processes() -> None:
+    here, there = load(), load(num_workers=1)
+    for epoch in (1, 2):
+        assert order(there, epoch) == order(here, epoch)
+
+
+def test_without_shuffling_and_in_evaluation_samples_come_in_order() -> None:
+    in_order = [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+    assert order(load(shuffle=False), 3) == in_order
+    assert order(load(training=False), 3) == in_order
+
+
+def test_an_incomplete_mini_batch_is_dropped_in_training_only() -> None:
+    dropping = load(drop_last=True)
+    assert len(dropping) == len(order(dropping)) == 2
+    assert len(load(drop_last=True, training=False)) == 3
+    assert len(load(samples=8, drop_last=True)) == 2
+
+
+def test_random_transforms_are_the_same_in_every_run_and_differ_between_epochs() -> None:
+    def drawn(epoch: int, seed: int = 0) -> torch.Tensor:
+        return torch.cat([inputs for inputs, _ in load("Noise", seed).epoch(epoch)])
+
+    assert torch.equal(drawn(1), drawn(1))
+    assert not torch.equal(drawn(1), drawn(2))
+    assert not torch.equal(drawn(1), drawn(1, seed=1))
+
+
+def test_a_random_transform_does_not_depend_on_what_happens_between_mini_batches() -> None:
+    undisturbed = [inputs for inputs, _ in load("Noise").epoch(1)]
+    disturbed = []
+    for inputs, _ in load("Noise").epoch(1):
+        disturbed.append(inputs)
+        seeds.seed_all("a training step")
+    assert torch.equal(torch.cat(undisturbed), torch.cat(disturbed))
+
+
+class Transformed(Dataset[tuple[Tensor, int]]):
+    """Ten samples; a random transform draws from every generator there is."""
+
+    def __len__(self) -> int:
+        return 10
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        drawn = [torch.rand(()).item(), random.random(), numpy.random.rand()]
+        return torch.tensor(drawn, dtype=torch.float64), index
+
+
+class Counted(Transformed):
+    """Tells which samples were loaded."""
+
+    def __init__(self) -> None:
+        self.loaded: list[int] = []
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        self.loaded.append(index)
+        return super().__getitem__(index)
+
+
+class AllAtOnce(Transformed):
+    """Loads all samples of a mini-batch in one go."""
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        raise AssertionError("one by one")
+
+    def __getitems__(self, indices: list[int]) -> list[tuple[Tensor, int]]:
+        return [super(AllAtOnce, self).__getitem__(index) for index in indices]
+
+
+def batches_of(dataset: Dataset[Any], **options: Any) -> data.Batches:
+    """The mini-batches of a dataset, for training."""
+    unused = Factory(callable="tests.zoo.models:numbers")
+    section = DataConfig(train=unused, **{"batch_size": 3, **options})
+    return data.Batches(dataset, section, seed=0, training=True)
+
+
+def values(batches: data.Batches, epoch: int, first: int = 0) -> list[tuple[Any, Any]]:
+    """The mini-batches in a form that compares by bits."""
+    return [(inputs.tolist(), targets.tolist()) for inputs, targets in batches.epoch(epoch, first)]
+
+
+@pytest.mark.usefixtures("tracker")
+@pytest.mark.parametrize(
+    ("num_workers", "shuffle"),
+    [
+        (0, True),
+        (0, False),
+        *(pytest.param(2, way, marks=pytest.mark.long) for way in (True, False)),
+    ],
+)
+def test_an_epoch_taken_up_in_its_middle_is_the_tail_of_the_whole(
+    num_workers: int, shuffle: bool
+) -> None:
+    options = {"num_workers": num_workers, "shuffle": shuffle}
+    with closing(batches_of(Transformed(), **options)) as batches:
+        whole = values(batches, 2)
+    with closing(batches_of(Transformed(), **options)) as batches:
+        next(batches.epoch(1))  # left after its start, with other mini-batches on their way
+        for first in (3, 1, 4, 0):
+            assert values(batches, 2, first) == whole[first:]
+
+
+@pytest.mark.usefixtures("tracker")
+@pytest.mark.parametrize("dataset", [Transformed, pytest.param(AllAtOnce, marks=pytest.mark.long)])
+def test_random_transforms_are_the_same_for_every_number_of_loader_processes(
+    dataset: type[Transformed],
+) -> None:
+    here = batches_of(Transformed())
+    with closing(batches_of(dataset(), num_workers=2)) as there:
+        for epoch in (1, 2):
+            assert values(there, epoch) == values(here, epoch)
+
+
+@pytest.mark.usefixtures("tracker")
+def test_loader_processes_leave_the_generators_of_this_process_alone() -> None:
+    def drawn() -> list[float]:
+        return [torch.rand(()).item(), random.random(), numpy.random.rand()]
+
+    seeds.seed_all("a test")
+    undisturbed = drawn()
+    seeds.seed_all("a test")
+    with closing(batches_of(Transformed(), num_workers=1)) as batches:
+        assert len(values(batches, 1)) == 4
+    assert drawn() == undisturbed
+
+
+def test_skipped_samples_are_not_loaded() -> None:
+    dataset = Counted()
+    tail = values(batches_of(dataset), 1, first=2)
+    assert dataset.loaded == [index for _, targets in tail for index in targets]
+    assert len(dataset.loaded) == 4
+    assert values(batches_of(dataset), 1, first=4) == []
+    assert len(dataset.loaded) == 4
+
+
+def test_a_dataset_may_load_the_samples_of_a_mini_batch_at_once() -> None:
+    assert values(batches_of(AllAtOnce()), 1) == values(batches_of(Transformed()), 1)
+
+
+def test_a_dataset_that_stops_early_does_not_end_the_epoch_in_silence() -> None:
+    class Stopping(Transformed):
+        def __getitem__(self, index: int) -> tuple[Tensor, int]:
+            raise StopIteration
+
+    with pytest.raises(RuntimeError, match="StopIteration"):
+        values(batches_of(Stopping()), 1)
+
+
+def test_items_that_are_no_pairs_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"must be \(input, target\) pairs"):
+        next(load("triples").epoch(1))
+
+
+@pytest.mark.parametrize(
+    ("options", "samples"), [({}, 0), ({"drop_last": True}, 3), ({"drop_last": True}, 0)]
+)
+def test_a_dataset_without_a_mini_batch_is_refused(options: dict[str, Any], samples: int) -> None:
+    with pytest.raises(ConfigError, match=f"data.train: {samples} samples make no mini-batch"):
+        load(samples=samples, **options)
+
+
+def load_returned(monkeypatch: pytest.MonkeyPatch, dataset: object) -> data.Batches:
+    """The mini-batches of any object."""
+    monkeypatch.setattr(models, "returned", lambda: dataset)
+    train = Factory(callable="tests.zoo.models:returned")
+    return data.load(train, "data.train", DataConfig(train=train), 0, training=False)
+
+
+class Stream(IterableDataset[tuple[int, int]]):
+    """A dataset with a length, but without items."""
+
+    def __len__(self) -> int:
+        return 4
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        return iter([(1, 1)] * 4)
+
+
+@pytest.mark.parametrize("dataset", [3, iter([1]), {1}, Stream()])
+def test_what_has_no_length_or_items_is_refused(
+    monkeypatch: pytest.MonkeyPatch, dataset: object
+) -> None:
+    with pytest.raises(
+        ConfigError, match=r"'tests.zoo.models:returned' is not a map-style dataset"
+    ):
+        load_returned(monkeypatch, dataset)
+
+
+def test_a_list_of_pairs_is_a_dataset(monkeypatch: pytest.MonkeyPatch) -> None:
+    pairs = [({"image": torch.ones(2)}, index) for index in range(3)]
+    ((inputs, targets),) = load_returned(monkeypatch, pairs).epoch(1)
+    assert inputs["image"].shape == (3, 2)
+    assert targets.tolist() == [0, 1, 2]
+
+
+def test_what_is_no_tensor_is_named_with_the_part_of_the_batch_that_has_it() -> None:
+    batch = data.Loaded(torch.ones(2, 3), {"same": torch.ones(2), "name": ["a", "b"]})
+    with pytest.raises(ConfigError, match=r"^target\.name\.0 is str; a batch must be made of tens"):
+        _ = batch.num_samples
+
+
+def test_mappings_of_every_kind_become_dicts(monkeypatch: pytest.MonkeyPatch) -> None:
+    pairs = [UserDict(tokens=UserDict(ids=torch.ones(2)), label=index) for index in range(3)]
+    ((inputs, targets),) = load_returned(monkeypatch, pairs).epoch(1)
+    assert inputs is targets
+    assert (type(inputs), type(inputs["tokens"])) == (dict, dict)
+    assert inputs["tokens"]["ids"].shape == (3, 2)
+    assert inputs["label"].tolist() == [0, 1, 2]

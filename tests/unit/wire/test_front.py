@@ -1,0 +1,333 @@
+"""The one port of a stage server: who is let in, as whom, and who is not. Nobody is in between."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import shutil
+import socket
+import ssl
+import subprocess
+import sys
+from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import grpc
+import pytest
+
+from rpcmp.v1 import control_pb2 as pb
+from rpcmp.v1.control_pb2_grpc import ControlStub
+from rpcmp.wire import authority, role
+from rpcmp.wire.credentials import CA, CERTIFICATE, GRPC, KEY, RELAY
+from tests.support.lan import cli, issue, serving
+from tests.support.processes import (
+    JobFolder,
+    Result,
+    Server,
+    describe,
+    poll_for,
+    rpcmp,
+    running_servers,
+)
+
+HERE = "127.0.0.1"
+
+NOBODY = 65534
+
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
+"""What every HTTP/2 client says first."""
+
+
+@pytest.fixture(scope="module")
+def certs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Good certificates, and every kind of bad one."""
+    folder = issue(tmp_path_factory.mktemp("certs"), HERE, HERE)
+    now, day = datetime.now(UTC), timedelta(days=1)
+    authority.issue(folder, "expired", role.DRIVER, [], 1, now - 3 * day)
+    authority.issue(folder, "early", role.DRIVER, [], 1, now + 3 * day)
+    authority.issue(folder, "elsewhere", role.stage(0), ["host-b"], 1)
+    authority.issue(folder, "driver-here", role.DRIVER, [HERE], 1)
+    authority.issue(folder, "spare", role.SPARE, [HERE], 1)
+    authority.issue(folder, "stage0-expired", role.stage(0), [HERE], 1, now - 3 * day)
+    other = tmp_path_factory.mktemp("other")
+    cli(other, "init")
+    stranger = folder / "stranger"  # trusts us, but is of another family
+    shutil.copytree(other / "driver", stranger)
+    shutil.copy(folder / CA, stranger / CA)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(certs: Path) -> Iterator[Server]:
+    with serving(0, f"{HERE}:0", certs) as started:
+        yield started
+
+
+def dial(server: Server, folder: Path, protocol: str = GRPC, **more: bool) -> str:
+    """What a client hears that has been let in, or why it was not."""
+    context = ssl.create_default_context(cafile=str(folder / CA))
+    context.set_alpn_protocols([protocol] if protocol else [])
+    if more.get("shows_nothing") is None:
+        context.load_cert_chain(folder / CERTIFICATE, folder / KEY)
+    if more.get("is_old"):
+        context.maximum_version = ssl.TLSVersion.TLSv1_2
+    host, port = server.address.rsplit(":", 1)
+    try:
+        with (
+            socket.create_connection((host, int(port)), timeout=20) as plain,
+            context.wrap_socket(plain, server_hostname=host) as connection,
+        ):
+            if protocol == GRPC:
+                connection.sendall(
+                    b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0] + [0] * 4)
+                )
+            return "answers" if connection.recv(9) else "hangs up"
+    except ssl.SSLError as error:
+        return error.reason or str(error)
+    except ConnectionResetError:
+        return "hangs up"
+
+
+@pytest.mark.parametrize("name", ["driver", "stage1", "spare"])
+def test_who_has_a_certificate_is_let_in(server: Server, certs: Path, name: str) -> None:
+    assert dial(server, certs / name) == "answers"
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("stranger", "TLSV1_ALERT_UNKNOWN_CA"),
+        ("expired", "SSLV3_ALERT_CERTIFICATE_EXPIRED"),
+        ("early", "SSLV3_ALERT_BAD_CERTIFICATE"),
+    ],
+)
+def test_who_has_a_bad_one_is_not(server: Server, certs: Path, name: str, why: str) -> None:
+    assert dial(server, certs / name) == why
+
+
+def test_nor_is_who_has_none_or_speaks_something_old(server: Server, certs: Path) -> None:
+    nothing = dial(server, certs / "driver", shows_nothing=True)
+    assert nothing == "TLSV13_ALERT_CERTIFICATE_REQUIRED"
+    assert dial(server, certs / "driver", is_old=True) == "TLSV1_ALERT_PROTOCOL_VERSION"
+    assert dial(server, certs / "driver", protocol="") == "hangs up"
+
+
+def test_a_certificate_without_a_role_is_good_for_nothing(server: Server, certs: Path) -> None:
+    class Nobody(role.Role):
+        uri = "rpcmp://stage/"
+
+    authority.issue(certs, "nobody", Nobody("stage"), [HERE], 1)
+    assert dial(server, certs / "nobody") == "hangs up"
+
+
+def test_who_does_not_speak_tls_is_not_heard(server: Server) -> None:
+    host, port = server.address.rsplit(":", 1)
+    with socket.create_connection((host, int(port)), timeout=20) as connection:
+        connection.sendall(PREFACE)
+        answer = connection.recv(100)
+    assert b"\x00\x00" not in answer[3:]  # at most a TLS alert, no HTTP/2 frame
+
+
+def test_a_pickle_on_the_relay_is_not_read(server: Server, certs: Path, tmp_path: Path) -> None:
+    """Not even from a host of the job: no group runs here, and nothing here unpickles."""
+    marker = tmp_path / "was-here"
+
+    class Evil:
+        def __reduce__(self) -> tuple[object, ...]:
+            return Path.touch, (marker,)
+
+    context = ssl.create_default_context(cafile=str(certs / CA))
+    context.load_cert_chain(certs / "stage1" / CERTIFICATE, certs / "stage1" / KEY)
+    context.set_alpn_protocols([RELAY])
+    host, port = server.address.rsplit(":", 1)
+    with (
+        socket.create_connection((host, int(port)), timeout=20) as plain,
+        context.wrap_socket(plain, server_hostname=host) as connection,
+    ):
+        connection.sendall(pickle.dumps(Evil()))
+        assert connection.recv(1) == b""
+    assert not marker.exists()
+
+
+def ask(server: Server, certs: Path, name: str, job: JobFolder) -> Result:
+    config = job.config('[model]\nlayers = "zoo:mlp"\nbalance = [4]')
+    return rpcmp("drive", config, "--connect", server.address, "--certs", certs / name)
+
+
+def test_a_stage_cannot_drive(server: Server, certs: Path, job: JobFolder) -> None:
+    result = ask(server, certs, "stage1", job)
+    assert result.code == 2
+    assert "the certificate is for stage 1, which cannot drive" in result.err
+
+
+def test_nor_can_one_whose_driver_does_not_look(server: Server, certs: Path) -> None:
+    """The server looks as well: a stage's certificate reaches what stages need, and no more."""
+    code = f"""
+import asyncio
+from pathlib import Path
+from rpcmp.control.client import StageClient
+from rpcmp.v1 import control_pb2 as pb
+from rpcmp.wire.dialer import Dialer
+from rpcmp.wire.security import Security
+
+async def main():
+    dialer = Dialer(Security(Path({str(certs / "stage1")!r})))
+    async with StageClient("a", {server.address!r}, dialer, 0) as client:
+        print((await client.connect()).stage_index)
+        for call in (client.prepare(pb.PrepareRequest(job="evil")), client.drain()):
+            try:
+                await call
+            except Exception as error:
+                print(type(error).__name__, error)
+
+asyncio.run(main())
+"""
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    first, *refused = said.stdout.splitlines()
+    assert first == "0", said.stderr
+    assert len(refused) == 2
+    for line in refused:
+        assert line.startswith("SecurityError stage 'a'")
+        assert "only a driver may call" in line
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("elsewhere", "IP address mismatch"),
+        ("stage1", "has a certificate for stage 1, not for stage 0"),
+        ("driver-here", "has a certificate for driver, not for stage 0"),
+        ("stage0-expired", "certificate has expired"),
+    ],
+)
+def test_a_server_that_is_not_who_it_should_be_gets_no_job(
+    certs: Path, job: JobFolder, name: str, why: str
+) -> None:
+    """An impostor that runs other software is believed no more than its certificate."""
+    code = f"""
+import asyncio
+from pathlib import Path
+from rpcmp.server.server import StageServer
+from rpcmp.wire.security import Security
+
+async def main():
+    server = StageServer(0, security=Security(Path({str(certs / name)!r})))
+    print(await server.start("{HERE}", 0), flush=True)
+    await asyncio.sleep(60)
+
+asyncio.run(main())
+"""
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as run:
+        try:
+            assert run.stdout is not None
+            address = f"{HERE}:{run.stdout.readline().strip()}"
+            config = job.config('[model]\nlayers = "zoo:mlp"\nbalance = [4]')
+            result = rpcmp("drive", config, "--connect", address, "--certs", certs / "driver")
+        finally:
+            run.kill()
+    assert result.code == 2
+    assert why in result.err
+
+
+def test_a_server_that_does_not_know_our_ca_says_so(
+    server: Server, certs: Path, job: JobFolder
+) -> None:
+    result = ask(server, certs, "stranger", job)
+    assert result.code == 2
+    assert "does not know the CA of our certificate" in result.err
+
+
+def test_a_server_that_is_drained_says_so_before_it_hangs_up() -> None:
+    """The answer is written after the server has begun to close."""
+    code = f"""
+import asyncio
+from rpcmp.server.control import ControlServicer
+from rpcmp.server.doors import Doors
+from rpcmp.server.serve import serve
+from rpcmp.server.server import StageServer
+
+drain, close, closes = ControlServicer.Drain, Doors.close, asyncio.Event()
+
+async def slow_drain(self, request, grpc_context):
+    answer = await drain(self, request, grpc_context)
+    await closes.wait()
+    for _ in range(50):  # turns of the loop, in which anything that is ready to end does
+        await asyncio.sleep(0)
+    return answer
+
+async def noted_close(self):
+    closes.set()
+    await close(self)
+
+async def main():
+    await serve(StageServer(0), "{HERE}", 0, lambda port: print(port, flush=True))
+
+ControlServicer.Drain, Doors.close = slow_drain, noted_close
+asyncio.run(main())
+"""
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as run:
+        try:
+            assert run.stdout is not None
+            with grpc.insecure_channel(f"{HERE}:{run.stdout.readline().strip()}") as channel:
+                assert ControlStub(channel).Drain(pb.DrainRequest(), timeout=20).job == ""
+            assert run.wait(20) == 0
+        finally:
+            run.kill()
+
+
+def test_renewed_files_are_taken_up_without_a_restart(certs: Path) -> None:
+    with serving(1, f"{HERE}:0", certs) as server:
+        host, port = server.address.rsplit(":", 1)
+        before = ssl.get_server_certificate((host, int(port)))
+        cli(certs, "issue", "--name", "stage1", "--host", HERE)
+        after = ssl.get_server_certificate((host, int(port)))
+        assert before != after
+        assert after == (certs / "stage1" / CERTIFICATE).read_text()
+        (certs / "stage1" / CERTIFICATE).write_text("half of a cert")
+        assert ssl.get_server_certificate((host, int(port))) == after
+        cli(certs, "issue", "--name", "stage1", "--host", HERE)
+
+
+def test_another_user_of_this_machine_is_not_let_in() -> None:
+    """Without certificates a server takes calls from its own user alone, and from root."""
+    with running_servers(1) as (server,):
+        host, port = server.address.rsplit(":", 1)
+        os.seteuid(NOBODY)  # whoever makes a socket owns it
+        try:
+            connection = socket.socket()
+        finally:
+            os.seteuid(0)
+        with connection:
+            connection.settimeout(20)
+            connection.connect((host, int(port)))
+            assert heard(connection) == b""
+        with socket.create_connection((host, int(port)), timeout=20) as connection:
+            assert heard(connection) != b""
+        assert describe(server).stage_index == 0
+
+
+def heard(connection: socket.socket) -> bytes:
+    """What a server says to an HTTP/2 client; nothing where it hangs up."""
+    try:
+        connection.sendall(PREFACE)
+        return connection.recv(9)
+    except (ConnectionResetError, BrokenPipeError):
+        return b""
+
+
+def test_a_server_that_is_open_to_all_says_so(job: JobFolder) -> None:
+    with running_servers(1, "--insecure") as (server,):
+        poll_for(lambda: "insecure: nothing is encrypted" in "".join(server.run.err), "a warning")
+        with grpc.insecure_channel(server.address) as channel:
+            assert ControlStub(channel).Describe(pb.DescribeRequest(), timeout=10).stage_index == 0
+
+
+def test_strangers_who_say_nothing_keep_nobody_out(server: Server, certs: Path) -> None:
+    host, port = server.address.rsplit(":", 1)
+    silent = [socket.create_connection((host, int(port))) for _ in range(300)]
+    try:
+        assert dial(server, certs / "driver") == "answers"
+    finally:
+        for connection in silent:
+            connection.close()

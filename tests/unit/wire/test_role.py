@@ -1,0 +1,334 @@
+"""What a certificate is good for at a stage server that works for a job: what its role needs."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rpcmp.control.client import StageClient
+from rpcmp.errors import CheckpointError, ConfigError, RpcmpError, SecurityError
+from rpcmp.server.group import Group
+from rpcmp.v1 import control_pb2 as pb
+from rpcmp.wire import role
+from rpcmp.wire.credentials import GRPC, RELAY
+from rpcmp.wire.dialer import Dialer
+from rpcmp.wire.end import End
+from rpcmp.wire.role import Role
+from rpcmp.wire.security import Security
+from tests.support.lan import cli, issue, serving
+from tests.support.processes import JobFolder, Server, connect, poll_for, running
+
+HERE = "127.0.0.1"
+
+JOB = """
+name = "secret-job"
+steps = 100000
+[model]
+layers = "zoo:jittery"
+balance = [3, 2]
+[checkpoint]
+dir = "checkpoints"
+every_seconds = 1.0
+keep = 1000
+shared = true
+"""
+
+Call = Callable[[StageClient], Awaitable[Any]]
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job that two servers work for.
+
+    Attributes:
+        certs: folder of the certificates.
+        servers: of its stages.
+        job_id: the job's.
+        file: of one of its checkpoints.
+    """
+
+    certs: Path
+    servers: list[Server]
+    job_id: str
+    file: Path
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What messages about it carry."""
+        return {"job_id": self.job_id, "generation": 1}
+
+    def ask(self, name: str, call: Call, stage: int = 0) -> Any:
+        """What a stage's server answers to the holder of a certificate."""
+        return asyncio.run(ask(self.certs / name, self.servers[stage].address, call))
+
+    def steps(self, stage: int) -> list[int]:
+        """Those whose snapshots the server of a stage has, of its own."""
+        seen: pb.DescribeResponse = self.ask("driver", lambda client: client.connect(), stage)
+        return list(seen.holdings[0].steps)
+
+
+async def ask(certs: Path, address: str, call: Call) -> Any:
+    """What a server answers to the holder of a certificate."""
+    async with StageClient("asked", address, Dialer(Security(certs))) as client:
+        return await asyncio.wait_for(call(client), 30)
+
+
+@pytest.fixture(scope="module")
+def certs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Those of a job's two stages, a third one's that is not in it, and a spare's."""
+    folder = issue(tmp_path_factory.mktemp("certs"), HERE, HERE)
+    cli(folder, "issue", "--stage", "9", "--host", HERE)
+    cli(folder, "issue", "--spare", "--host", HERE)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def job(certs: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
+    folder = JobFolder(tmp_path_factory.mktemp("job") / "zoo")
+    config = folder.config(JOB)
+    with (
+        serving(0, f"{HERE}:0", certs) as first,
+        serving(1, f"{HERE}:0", certs) as second,
+    ):
+        servers = [first, second]
+        where = ("--connect", connect(servers), "--certs", certs / "driver")
+        with running("drive", config, "--json", *where) as run:
+            run.wait_for_line('"event": "checkpoint"')
+            seen = asyncio.run(ask(certs / "driver", first.address, lambda one: one.connect()))
+            file = next((folder.folder / "checkpoints").glob("*/*/*.safetensors"))
+            yield Job(certs, servers, seen.holdings_of, file)
+            assert run.process.poll() is None
+            assert not [event for event in run.result().events if event["event"] == "fault"]
+
+
+async def fetched(client: StageClient, request: pb.FetchRequest) -> int:
+    """How many bytes of a snapshot or file come."""
+    return sum([len(part.data) async for part in client.fetch(request)])
+
+
+def snapshot(job: Job, client: StageClient, stage: str, step: int) -> Awaitable[int]:
+    return fetched(client, pb.FetchRequest(**job.identity, stage_name=stage, step=step))
+
+
+def file_of(job: Job, client: StageClient) -> Awaitable[int]:
+    return fetched(client, pb.FetchRequest(**job.identity, path=str(job.file)))
+
+
+def newer(job: Job, client: StageClient) -> Awaitable[int]:
+    """Acknowledge a step that is far away, and get the next one: the caller mirrors stage 0."""
+    request = pb.FetchRequest(**job.identity, stage_name="stage0", step=1, newer=True)
+    return fetched(client, request)
+
+
+async def one_newer(job: Job, client: StageClient) -> int:
+    """`newer` as neighbours ask for it: again where the worker was faster, its steps are short."""
+    for _ in range(100):
+        with contextlib.suppress(CheckpointError):
+            return await newer(job, client)
+    raise AssertionError("always overwritten")
+
+
+OF_MEMBERS: dict[str, tuple[Callable[[Job, StageClient], Awaitable[Any]], str]] = {
+    "snapshot": (
+        lambda job, client: snapshot(job, client, "stage0", 1),
+        "may not read snapshots of 'stage0'",
+    ),
+    "file": (file_of, "may not read its checkpoints"),
+    "mirror": (newer, "may not mirror stage 'stage0'"),
+    "set": (lambda job, client: client.store_set(job.identity, "k", b"v"), "use the rendezvous"),
+    "get": (lambda job, client: client.store_get(job.identity, ["k"]), "use the rendezvous"),
+    "add": (lambda job, client: client.store_add(job.identity, "n", 1), "use the rendezvous"),
+    "swap": (
+        lambda job, client: client.store_compare_set(job.identity, "k", b"", b"v"),
+        "use the rendezvous",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", OF_MEMBERS)
+def test_a_stage_that_is_not_in_the_group_gets_nothing_of_it(job: Job, what: str) -> None:
+    call, why = OF_MEMBERS[what]
+    with pytest.raises(SecurityError) as refused:
+        job.ask("stage9", lambda client: call(job, client))
+    assert "the certificate is for stage 9, which may not" in str(refused.value)
+    assert why in str(refused.value)
+    assert "of job 'secret-job'" in str(refused.value)
+
+
+def test_describe_tells_a_stage_no_more_than_health_does(job: Job) -> None:
+    for name in ("stage9", "stage1", "spare"):
+        seen = job.ask(name, lambda client: client.connect())
+        assert seen == pb.DescribeResponse()
+        assert job.ask(name, lambda client: client.health()) == "SERVING"
+    seen = job.ask("driver", lambda client: client.connect())
+    assert (seen.job, seen.generation) == ("secret-job", 1)
+    assert seen.worker_pid > 0
+
+
+def test_a_member_reads_what_members_need(job: Job) -> None:
+    for count, name in enumerate(["stage0", "stage1", "spare"], start=1):
+        assert job.ask(name, lambda client: file_of(job, client)) == job.file.stat().st_size
+        added = job.ask(name, lambda client: client.store_add(job.identity, "members", 1))
+        assert added == str(count).encode()
+
+
+def test_a_snapshot_is_for_servers_of_its_stage(job: Job) -> None:
+    with pytest.raises(SecurityError, match="stage 1, which may not read snapshots of 'stage0'"):
+        job.ask("stage1", lambda client: snapshot(job, client, "stage0", 1))
+    poll_for(lambda: its_snapshot(job, "stage0") > 0, "a snapshot for its stage")
+    poll_for(lambda: its_snapshot(job, "spare") > 0, "a snapshot for a spare")
+
+
+def its_snapshot(job: Job, name: str) -> int:
+    """The bytes of stage 0's newest snapshot; 0 if later ones have overwritten it meanwhile."""
+    step = job.steps(0)[-1]
+    try:
+        size: int = job.ask(name, lambda client: snapshot(job, client, "stage0", step))
+    except CheckpointError:
+        return 0
+    return size
+
+
+def test_only_the_stage_that_mirrors_a_stage_acknowledges_its_steps(job: Job) -> None:
+    for name, number in (("stage0", 0), ("stage9", 9)):
+        with pytest.raises(
+            SecurityError, match=f"stage {number}, which may not mirror .* only stage 1 may"
+        ):
+            job.ask(name, lambda client: newer(job, client))
+    assert job.ask("stage1", lambda client: one_newer(job, client)) > 0
+
+
+@pytest.mark.parametrize(
+    "what",
+    [{"stage_name": "stage0", "step": 1}, {"stage_name": "stage0", "newer": True}, {"path": "/x"}],
+)
+def test_nothing_is_read_for_a_generation_that_is_gone(job: Job, what: dict[str, Any]) -> None:
+    request = pb.FetchRequest(job_id=job.job_id, generation=0, **what)
+    with pytest.raises(RpcmpError, match="does not belong to generation 0"):
+        job.ask("driver", lambda client: fetched(client, request))
+
+
+@pytest.mark.parametrize(
+    ("name", "op", "member"),
+    [
+        ("stage9", "connect", "stage1:0"),
+        ("stage9", "connect", "driver"),
+        ("stage9", "connect", ""),
+        ("stage9", "wait", "driver"),
+        ("stage1", "connect", "stage0:0"),
+        ("stage1", "connect", "driver"),
+        ("stage1", "wait", "driver"),
+        ("stage1", "wait", "stage1:0"),
+        ("driver", "connect", "stage1:0"),
+        ("spare", "wait", "driver"),
+    ],
+)
+def test_who_is_on_a_relay_speaks_for_himself(job: Job, name: str, op: str, member: str) -> None:
+    assert asyncio.run(hangs_up(job, name, op, member))
+
+
+async def hangs_up(job: Job, name: str, op: str, member: str) -> bool:
+    """Whether stage 0's server ends a connection that begins like this."""
+    dialer = Dialer(Security(job.certs / name))
+    end = await dialer.open(job.servers[0].address, RELAY, 0)
+    try:
+        await end.write_message({**job.identity, "op": op, "from": member})
+        await asyncio.wait_for(end.read(1), 30)
+    except (EOFError, ConnectionError):
+        return True
+    finally:
+        end.abort()
+    return False
+
+
+GROUP = Group("j", ["a", "b"], [1, 2])
+
+
+@pytest.mark.parametrize("index", [0, 1, 2, None])
+@pytest.mark.parametrize(
+    ("holder", "is_member", "may_be"),
+    [
+        (None, True, {0, 1, 2, None}),
+        (role.DRIVER, True, {0, 1, 2, None}),
+        (role.SPARE, True, {0, 1, 2}),
+        (role.stage(0), True, {0}),
+        (role.stage(1), True, {1}),
+        (role.stage(2), False, {2}),
+    ],
+)
+def test_what_a_role_may(
+    holder: Role | None, is_member: bool, may_be: set[int | None], index: int | None
+) -> None:
+    with expected(is_member):
+        GROUP.require_member(holder, "look at files")
+    with expected(index in may_be):
+        GROUP.require_stage(holder, index, "be a stage")
+
+
+def expected(is_allowed: bool) -> contextlib.AbstractContextManager[object]:
+    """Expect a refusal, unless it is allowed."""
+    said = r"^the certificate is for .*, which may not (look|be) .* of job 'j': "
+    return contextlib.nullcontext() if is_allowed else pytest.raises(SecurityError, match=said)
+
+
+@pytest.mark.parametrize(("stage", "replica"), [(2, 0), (0, 1), (1, 2)])
+def test_a_server_is_not_claimed_for_a_group_that_it_is_not_in(stage: int, replica: int) -> None:
+    group = [pb.GroupStage(name="a", replicas=1), pb.GroupStage(name="b", replicas=2)]
+    request = pb.PrepareRequest(job="j", stage_index=stage, replica=replica, group=group)
+    with pytest.raises(ConfigError, match=f"no stage {stage} replica {replica} in its group of 2"):
+        Group.of(request)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("addrs/stage0:0", b"uv://127.0.0.1:1"), ("addrs/driver", b"x"), ("names/0", b"stage0:0")],
+)
+def test_a_member_joins_under_no_other_name(job: Job, key: str, value: bytes) -> None:
+    for call in (
+        lambda client: client.store_set(job.identity, key, value),
+        lambda client: client.store_compare_set(job.identity, key, b"", value),
+    ):
+        with pytest.raises(SecurityError, match="may not join job 'secret-job' as"):
+            asyncio.run(ask(job.certs / "stage1", job.servers[0].address, call))
+
+
+def test_members_join_under_their_own_names() -> None:
+    for holder, name in ((None, "a:0"), (role.DRIVER, "b:1"), (role.stage(1), "b:1")):
+        GROUP.require_name(holder, name)
+    for holder, name in ((role.stage(1), "a:0"), (role.stage(1), "driver"), (role.SPARE, "c:0")):
+        with pytest.raises(SecurityError):
+            GROUP.require_name(holder, name)
+
+
+def test_one_certificate_does_not_fill_a_server(certs: Path) -> None:
+    """Of a stage that is in no job, with connections that it holds open."""
+    limit = ("prlimit", "--nofile=256:256")
+
+    async def hold(address: str) -> int:
+        dialer = Dialer(Security(certs / "stage9"))
+        ends = [await dialer.open(address, GRPC, 0) for _ in range(60)]
+        try:
+            async with StageClient("a", address, Dialer(Security(certs / "driver"))) as client:
+                assert (await client.connect()).stage_index == 0
+            return sum(not one for one in await asyncio.gather(*map(_is_closed, ends)))
+        finally:
+            for end in ends:
+                end.abort()
+
+    with serving(0, f"{HERE}:0", certs, limit) as server:
+        assert 10 <= asyncio.run(hold(server.address)) <= 16
+
+
+async def _is_closed(end: End) -> bool:
+    """Whether the server has ended a connection; it greets those that it keeps."""
+    try:
+        await end.read(1)
+    except (EOFError, OSError):
+        return True
+    return False

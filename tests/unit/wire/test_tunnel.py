@@ -1,0 +1,59 @@
+"""The socket by which gRPC in this process reaches a server: it is for this process alone."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import subprocess
+import sys
+from pathlib import Path
+
+import grpc
+import pytest
+from grpc_health.v1.health_pb2 import HealthCheckRequest
+from grpc_health.v1.health_pb2_grpc import HealthStub
+
+from rpcmp.wire.dialer import Dialer
+from rpcmp.wire.security import Security
+from rpcmp.wire.tunnel import Tunnel
+from tests.support.fuzz import http2
+from tests.support.lan import issue, serving
+
+HERE = "127.0.0.1"
+
+OTHER = f"""
+import socket, sys
+with socket.socket(socket.AF_UNIX) as connection:
+    connection.connect(sys.argv[1])
+    try:
+        connection.sendall({http2.opening()!r})
+        print(len(connection.recv(9)))
+    except (BrokenPipeError, ConnectionResetError):
+        print(0)
+"""
+
+
+def test_another_process_does_not_get_to_use_our_certificate(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    certs = issue(tmp_path / "certs", HERE)
+
+    async def heard(address: str, under: list[str]) -> int:
+        tunnel = Tunnel(Dialer(Security(certs / "driver")), address, 0)
+        try:
+            async with grpc.aio.insecure_channel(tunnel.target) as channel:
+                await HealthStub(channel).Check(HealthCheckRequest())
+            path = tunnel.target.removeprefix("unix:")
+            command = [*under, sys.executable, "-c", OTHER, path]
+            said = await asyncio.to_thread(subprocess.check_output, command, timeout=60)
+        finally:
+            await tunnel.close()
+        return int(said)
+
+    in_a_container = ["unshare", "--user", "--map-root-user", "--pid", "--fork"]
+    with serving(0, f"{HERE}:0", certs) as server, caplog.at_level(logging.WARNING):
+        assert asyncio.run(heard(server.address, [])) == 0
+        assert asyncio.run(heard(server.address, in_a_container)) == 0
+    warnings = [record.getMessage() for record in caplog.records]
+    assert len(warnings) == 2
+    assert all(f"has tried to reach {server.address} by our socket" in said for said in warnings)

@@ -1,0 +1,292 @@
+"""A stage's optimizer and scheduler, without other processes."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+
+from rpcmp import plan
+from rpcmp.configfile import parse
+from rpcmp.errors import CheckpointError, ConfigError
+from rpcmp.schedule import policy
+from rpcmp.snapshot.state import StageState
+from rpcmp.worker.compute import ComputeThread
+from rpcmp.worker.model import StageModel
+from rpcmp.worker.optimizer import StageOptimizer
+
+OWN = {
+    "optimizer": {"callable": "torch.optim:AdamW", "kwargs": {"lr": 0.5}},
+    "scheduler": {"callable": "torch.optim.lr_scheduler:StepLR", "kwargs": {"step_size": 1}},
+}
+
+
+def made(*stages: dict[str, Any], of: int = 0, **job: Any) -> tuple[StageModel, StageOptimizer]:
+    """The optimizer of one of these stages, and the model that it trains."""
+    data = {"loss": "torch.nn:MSELoss", "model": {"layers": "tests.zoo.models:layers"}, **job}
+    config = parse({**data, "stages": list(stages), "scheduler_interval": "step"})
+    assignment = plan.assign(config)[of]
+    model = StageModel(assignment)
+    compute = ComputeThread(policy(config.schedule))
+    return model, StageOptimizer(model, assignment, compute)
+
+
+def state(model: StageModel, optimizer: StageOptimizer) -> StageState:
+    """What the stage is now."""
+    return StageState(optimizer.steps, optimizer.stage, model.state_dict(), *optimizer.parts())
+
+
+def train(model: StageModel, optimizer: StageOptimizer) -> None:
+    """One step."""
+    for _, parameter in model.named_parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step_now()
+
+
+def test_each_stage_steps_by_its_own_rule() -> None:
+    rates = []
+    for index in range(2):
+        model, optimizer = made(OWN, {}, of=index)
+        for _ in range(2):
+            train(model, optimizer)
+        assert optimizer.report is not None
+        rates.append(optimizer.report.learning_rate)
+    assert rates == [0.05, 0.01]
+
+
+def test_an_optimizer_goes_on_where_another_of_its_kind_was() -> None:
+    model, optimizer = made(OWN)
+    train(model, optimizer)
+    _, other = made(OWN)
+    other.restore(state(model, optimizer))
+    assert str(other.parts()) == str(optimizer.parts())
+
+
+def own(*, scheduler: dict[str, Any] | None = None, **kwargs: Any) -> dict[str, Any]:
+    """OWN, with other arguments."""
+    found = {"optimizer": {**OWN["optimizer"], "kwargs": {"lr": 0.5, **kwargs}}}
+    return {**found, "scheduler": {**OWN["scheduler"], "kwargs": scheduler or {"step_size": 1}}}
+
+
+def taken_over(before: dict[str, Any], after: dict[str, Any], steps: int = 2) -> StageState:
+    """What a stage under the config `after` makes of the state of one under `before`."""
+    model, optimizer = made(before)
+    for _ in range(steps):
+        train(model, optimizer)
+    other_model, other = made(after)
+    other.restore(state(model, optimizer))
+    return state(other_model, other)
+
+
+def rates(found: StageState) -> list[float]:
+    return [group["lr"] for group in found.groups]
+
+
+def test_a_changed_learning_rate_wins_over_the_saved_one() -> None:
+    plain = {"optimizer": OWN["optimizer"]}
+    changed = {"optimizer": own(lr=0.125, weight_decay=0.25)["optimizer"]}
+    found = taken_over(plain, changed)
+    assert rates(found) == [0.125]
+    assert found.groups[0]["weight_decay"] == 0.25
+    assert all(int(each["step"]) == 2 for each in found.state.values())  # what it has learnt stays
+
+
+def test_a_scheduler_goes_on_from_where_it_was_at_a_changed_rate() -> None:
+    found = taken_over(own(), own(lr=0.25))
+    assert rates(found) == pytest.approx([0.25 * 0.1**2])
+    assert found.scheduler["base_lrs"] == [0.25]
+    assert found.scheduler["last_epoch"] == 2
+    assert found.scheduler["_last_lr"] == rates(found)
+
+
+def test_a_scheduler_that_does_not_keep_where_it_began_goes_on_too() -> None:
+    def plateau(lr: float) -> dict[str, Any]:
+        callable_ = "torch.optim.lr_scheduler:ReduceLROnPlateau"
+        return {**own(lr=lr), "scheduler": {"callable": callable_, "kwargs": {"patience": 0}}}
+
+    model, optimizer = made(plateau(0.5))
+    for _ in range(3):
+        train(model, optimizer)
+        optimizer.step_scheduler(1.0).wait()  # the second and the third are no better
+    other_model, other = made(plateau(0.25))
+    other.restore(state(model, optimizer))
+    assert rates(state(other_model, other)) == pytest.approx([0.25 * 0.1**2])
+
+
+def test_what_differs_from_process_to_process_is_no_change_of_the_config() -> None:
+    starting = {"scheduler": {"callable": f"{__name__}:Starting"}}
+    model, optimizer = made({**own(), **starting})
+    train(model, optimizer)
+    optimizer.step_scheduler(1.0).wait()
+    for rate in (0.5, 0.25):
+        other_model, other = made({**own(lr=rate), **starting})
+        other.restore(state(model, optimizer))
+        found = state(other_model, other)
+        assert found.scheduler["best"] == 0.25
+        assert rates(found) == pytest.approx([rate / 10])
+
+
+class Starting(torch.optim.lr_scheduler.StepLR):
+    """Knows nothing to begin with."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__(optimizer, 1)
+        self.best = float("nan")
+
+    def step(self, epoch: Any = None) -> None:
+        super().step()
+        self.best = 0.25
+
+
+def test_changed_arguments_of_a_scheduler_win_over_the_saved_ones() -> None:
+    found = taken_over(own(), own(scheduler={"step_size": 5, "gamma": 0.5}))
+    assert (found.scheduler["step_size"], found.scheduler["gamma"]) == (5, 0.5)
+    assert found.scheduler["last_epoch"] == 2
+    assert rates(found) == pytest.approx([0.005])  # what the old ones have made of it stays
+
+
+def test_a_scheduler_inside_of_another_one_takes_a_changed_rate_over() -> None:
+    def warming_up(lr: float) -> dict[str, Any]:
+        return {**own(lr=lr), "scheduler": {"callable": f"{__name__}:warm_up"}}
+
+    assert rates(taken_over(warming_up(0.5), warming_up(0.25), 3)) == pytest.approx(
+        [rate / 2 for rate in rates(taken_over(warming_up(0.5), warming_up(0.5), 3))]
+    )
+
+
+def warm_up(optimizer: torch.optim.Optimizer) -> Any:
+    """Two steps up from a tenth, then down."""
+    schedulers = torch.optim.lr_scheduler
+    up = schedulers.LinearLR(optimizer, 0.1, total_iters=2)
+    return schedulers.SequentialLR(optimizer, [up, schedulers.StepLR(optimizer, 1)], [2])
+
+
+def test_a_scheduler_that_a_run_has_not_had_finds_what_it_needs() -> None:
+    cycle = {
+        "callable": "torch.optim.lr_scheduler:OneCycleLR",
+        "kwargs": {"max_lr": 0.1, "total_steps": 9},
+    }
+    model, optimizer = made({"optimizer": OWN["optimizer"]})
+    train(model, optimizer)
+    other_model, other = made({"optimizer": OWN["optimizer"], "scheduler": cycle})
+    other.restore(state(model, optimizer))
+    train(other_model, other)
+    assert other.report is not None
+    assert other.report.learning_rate is not None
+
+
+def test_what_an_optimizer_keeps_among_its_options_is_no_change() -> None:
+    """As those do that need no schedule: it is not the config that has changed it."""
+    counting = {"optimizer": {"callable": f"{__name__}:Counting", "kwargs": {"lr": 0.5}}}
+    found = taken_over(counting, {"optimizer": {**counting["optimizer"], "kwargs": {"lr": 0.25}}})
+    assert (rates(found), found.groups[0]["k"]) == ([0.25], 2)
+
+
+class Counting(torch.optim.SGD):
+    """Counts its steps in its options."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, lr)
+        self.param_groups[0]["k"] = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.param_groups[0]["k"] += 1
+        return super().step(closure)
+
+
+def test_the_state_of_another_kind_of_optimizer_is_refused() -> None:
+    model, optimizer = made({})
+    train(model, optimizer)
+    _, other = made(OWN)
+    with pytest.raises(ConfigError, match=r"'stage0' is another optimizer's than AdamW's.* betas"):
+        other.restore(state(model, optimizer))
+
+
+def test_a_state_that_is_sent_lies_on_the_host_and_is_otherwise_as_it_was() -> None:
+    milestones = {"callable": "torch.optim.lr_scheduler:MultiStepLR"}
+    steps = {**milestones, "kwargs": {"milestones": [1, 5]}}
+    model, optimizer = made({"optimizer": OWN["optimizer"], "scheduler": steps})
+    train(model, optimizer)
+    sent = optimizer.state_dict().wait()
+    assert isinstance(sent["scheduler"]["stage0"]["milestones"], Counter)
+    tensors = [value for each in sent["state"].values() for value in each.values()]
+    assert {tensor.device.type for tensor in tensors} == {"cpu"}
+    assert str(sent["state"]) == str(optimizer.parts()[0])
+
+
+def test_a_stage_without_parameters_has_no_optimizer() -> None:
+    model, optimizer = made({**OWN, "frozen": True})
+    train(model, optimizer)
+    assert optimizer.report is not None
+    assert optimizer.report.learning_rate is None
+    assert optimizer.parts() == ({}, None, None, None, None)
+
+
+FUSED = {"optimizer": {"callable": "torch.optim:AdamW", "kwargs": {"lr": 0.5, "fused": True}}}
+
+
+def test_a_fused_kernel_gets_no_state_of_another_shape() -> None:
+    """It writes where its parameter's elements would be, whatever memory there is."""
+    model, optimizer = made(FUSED)
+    train(model, optimizer)
+    whole = optimizer._state_dict()
+    name = next(iter(whole["state"]))
+    for key in ("exp_avg", "exp_avg_sq"):
+        short = {**whole["state"][name], key: torch.zeros(1)}
+        with pytest.raises(CheckpointError, match=f"{key!r} of parameter {name!r} .* has shape"):
+            optimizer._load_state_dict({**whole, "state": {**whole["state"], name: short}})
+    optimizer._load_state_dict(whole)
+    train(model, optimizer)
+
+
+def test_what_is_loaded_does_not_choose_the_kernel() -> None:
+    model, optimizer = made(OWN)
+    train(model, optimizer)
+    whole = optimizer._state_dict()
+    groups = [{**group, "fused": True} for group in whole["param_groups"][optimizer.stage]]
+    optimizer._load_state_dict({**whole, "param_groups": {optimizer.stage: groups}})
+    assert optimizer._optimizer is not None
+    assert not optimizer._optimizer.param_groups[0]["fused"]
+
+
+@pytest.mark.parametrize("kept", ["contiguous", "expanded"])
+def test_a_fused_kernel_gets_state_that_lies_as_its_parameter_does(kept: str) -> None:
+    """Files keep no strides, and the kernel goes by those of the parameter alone."""
+
+    def laid_out() -> tuple[StageModel, StageOptimizer]:
+        model, optimizer = made(FUSED)
+        for parameter in optimizer._parameters:
+            if parameter.dim() == 2:  # as channels-last is, of more dimensions
+                parameter.data = parameter.data.t().contiguous().t()
+        return model, optimizer
+
+    def step(optimizer: StageOptimizer, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        for parameter in optimizer._parameters:
+            gradient = torch.randn(parameter.shape, generator=generator)
+            parameter.grad = torch.empty_like(parameter).copy_(gradient)
+        optimizer.step_now()
+
+    model, optimizer = laid_out()
+    step(optimizer, 1)
+    found = copy.deepcopy(state(model, optimizer))
+    for values in found.state.values():
+        for key in ("exp_avg", "exp_avg_sq"):
+            values[key] = values[key].clone(memory_format=torch.contiguous_format)
+            if kept == "expanded":
+                values[key] = values[key].flatten()[0].expand(values[key].shape)
+    other_model, other = laid_out()
+    other_model.load_state_dict(model.state_dict())
+    other.restore(found)
+    for parameter, values in zip(other._parameters, found.state.values(), strict=True):
+        for key in ("exp_avg", "exp_avg_sq"):
+            loaded = other._optimizer.state[parameter][key]
+            assert torch.equal(loaded, values[key])
+            assert loaded.stride() == parameter.stride()
+    for each in (optimizer, other):
+        step(each, 2)
+    if kept == "contiguous":
+        assert str(state(other_model, other)) == str(state(model, optimizer))
