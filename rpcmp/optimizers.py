@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rpcmp import factory
+from rpcmp import factory, lazydynamo
 from rpcmp.config import Config
 from rpcmp.errors import ConfigError, FactoryError
 from rpcmp.kinds import Factory, OptimizerFactory
@@ -41,6 +41,7 @@ def create(source: OptimizerFactory, named: Mapping[str, Tensor], what: str = "o
         FactoryError: it does not import, raised, or knows no such option as a group gives; names
             the parameters that it does not take.
     """
+    lazydynamo.defer()
     try:
         optimizer = factory.create(source, what, _arranged(source, named))
     except FactoryError as error:

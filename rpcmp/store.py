@@ -11,7 +11,6 @@ import itertools
 import queue
 import threading
 from collections.abc import Callable
-from datetime import timedelta
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
@@ -50,10 +49,6 @@ class ChannelStore(Store):
 
     def add(self, key: str, value: int) -> int:
         return int(self._ask("add", [key], amount=value))
-
-    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        # A peer that never comes is the supervisors' business, not a timeout's.
-        self._ask("get", keys)
 
     def _ask(self, call: str, keys: list[str], **more: str | int) -> bytes:
         number, answers = next(self._ids), queue.SimpleQueue[Message]()

@@ -5,8 +5,8 @@ open a TCPStore and a Gloo group beside it: like this a worker has one listening
 in a thread that is in the private network of `rpcmp.process.network`, and with it its own. What we
 rely on in torch is pinned down by tests/unit/test_torch_contract.py:
 
-- `TensorPipeAgent` needs a store with `set`, `get`, `compare_set`, and for a graceful shutdown
-  `add` and `wait`; the Python store must stay referenced as long as the agent lives.
+- `TensorPipeAgent` needs a store with `set`, `get` and `compare_set`; the Python store must stay
+  referenced as long as the agent lives.
 - TensorPipe's "shm" transport busy-polls (20 to 30 % of a stage's compute on two cores): "uv" only.
 - Its "cma" channel copies tensors from one process's memory to another's, without the kernel's TCP,
   where both may: one host, one user, the same namespaces, as both sides find out when they connect.
@@ -33,8 +33,9 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch._C._distributed_autograd import _init as _init_autograd
@@ -88,10 +89,11 @@ class Raised(NamedTuple):
 
 @dataclass
 class _Served:
-    """What this process serves to the group; empty before it joins."""
+    """What this process serves to the group, and where its members meet; empty before it joins."""
 
     service: Any = None
-    store: Store | None = None
+    store: Any = None
+    num_members: int = 0
 
 
 _served = _Served()
@@ -122,7 +124,7 @@ def join(members: Sequence[str], rank: int, store: Store, service: object) -> st
     Raises:
         SecurityError: the agent listens where it should not.
     """
-    _served.service, _served.store = service, store
+    _served.service, _served.store, _served.num_members = service, store, len(members)
     os.environ["TP_SOCKET_IFNAME"] = network.current.interface(rank)
     before = listeners()
     network.current.run(lambda: _start_agent(members, rank, store))
@@ -152,34 +154,106 @@ def _start_agent(members: Sequence[str], rank: int, store: Store) -> None:
 
 
 def leave(timeout: float) -> None:
-    """Leave the group together with all other members, or after `timeout` seconds alone."""
-    with contextlib.suppress(Exception):  # a peer or a store that is gone cannot be waited for
-        rpc.shutdown(graceful=True, timeout=timeout)
+    """Wait until no member of the group asks another for anything more, at most `timeout` seconds.
+
+    The process has to end right after, by `os._exit`. To have torch shut its agent down would take
+    0.7 s, and changes nothing for anybody: what is still under way then says that a context or a
+    reference is needed no more.
+    """
+    meeting = threading.Thread(target=_meet, name="rpcmp-leave", daemon=True)
+    meeting.start()
+    meeting.join(timeout)
 
 
-def call(member: str, method: Callable[..., Any], *args: Any) -> Future[Any]:
-    """Run `method(service, *args)` in the process called `member`."""
-    future: Future[Any] = rpc.rpc_async(member, _dispatch, args=(method, args))
-    return future
+def _meet() -> None:
+    """Return when all members of the group have come here."""
+    with contextlib.suppress(Exception):  # a store that is gone cannot be asked
+        if _served.store.add("left", 1) == _served.num_members:
+            _served.store.set("all have left", "")
+        _served.store.get("all have left")
 
 
-def remote_service(member: str) -> RRef[Any]:
-    """A reference that keeps what `member` serves alive and names its owner."""
-    service_rref: RRef[Any] = rpc.remote(member, _get_service)
-    return service_rref
+class Transport(Protocol):
+    """How a process reaches the other members of its group, and differentiates across them.
+
+    Neither stages nor the driver know any other way.
+    """
+
+    def call(self, member: str, method: Callable[..., Any], *args: Any) -> Future[Any]:
+        """Run `method(service, *args)` in the process called `member`."""
+        ...
+
+    def remote_service(self, member: str) -> RRef[Any]:
+        """A reference that keeps what `member` serves alive and names its owner."""
+        ...
+
+    def remote_part(self, owner_rref: RRef[Any], getter: Callable[[Any], Any]) -> RRef[Any]:
+        """A reference to `getter(object)`, with the object of `owner_rref` where it lives."""
+        ...
+
+    def call_rref(
+        self, target_rref: RRef[Any], method: Callable[..., Any], *args: Any
+    ) -> Future[Any]:
+        """Run `method(object, *args)` where the object of `target_rref` lives."""
+        ...
+
+    def autograd_context(self) -> AbstractContextManager[int]:
+        """A distributed autograd context; gone on all members soon after the block."""
+        ...
+
+    def backward(self, context_id: int, roots: Sequence[torch.Tensor]) -> None:
+        """Differentiate the scalars `roots` across all members; blocks until every stage is done.
+
+        Raises:
+            RuntimeError: a stage's backward raised; the stage knows why.
+        """
+        ...
+
+    def live_state(self) -> dict[str, int]:
+        """Counts of what a step must not leave behind in this process: contexts and references."""
+        ...
 
 
-def remote_part(owner_rref: RRef[Any], getter: Callable[[Any], Any]) -> RRef[Any]:
-    """A reference to `getter(object)`, with the object of `owner_rref` where it lives."""
-    part_rref: RRef[Any] = rpc.remote(owner_rref.owner(), _get_part, args=(owner_rref, getter))
-    return part_rref
+class TorchRpc:
+    """The members of the group that this process has joined, by torch RPC; see Transport."""
 
+    def call(self, member: str, method: Callable[..., Any], *args: Any) -> Future[Any]:
+        future: Future[Any] = rpc.rpc_async(member, _dispatch, args=(method, args))
+        return future
 
-def call_rref(target_rref: RRef[Any], method: Callable[..., Any], *args: Any) -> Future[Any]:
-    """Run `method(object, *args)` where the object of `target_rref` lives."""
-    arguments = (target_rref, method, args)
-    future: Future[Any] = rpc.rpc_async(target_rref.owner(), _dispatch_rref, args=arguments)
-    return future
+    def remote_service(self, member: str) -> RRef[Any]:
+        service_rref: RRef[Any] = rpc.remote(member, _get_service)
+        return service_rref
+
+    def remote_part(self, owner_rref: RRef[Any], getter: Callable[[Any], Any]) -> RRef[Any]:
+        part_rref: RRef[Any] = rpc.remote(owner_rref.owner(), _get_part, args=(owner_rref, getter))
+        return part_rref
+
+    def call_rref(
+        self, target_rref: RRef[Any], method: Callable[..., Any], *args: Any
+    ) -> Future[Any]:
+        arguments = (target_rref, method, args)
+        future: Future[Any] = rpc.rpc_async(target_rref.owner(), _dispatch_rref, args=arguments)
+        return future
+
+    @contextlib.contextmanager
+    def autograd_context(self) -> Iterator[int]:
+        with dist_autograd.context() as context_id:
+            yield context_id
+
+    def backward(self, context_id: int, roots: Sequence[torch.Tensor]) -> None:
+        _backward(context_id, list(roots))
+
+    def live_state(self) -> dict[str, int]:
+        gc.collect()
+        # The call that asks for this came with a reference, which is acknowledged some time later.
+        ends = time.monotonic() + ACKNOWLEDGED_SECONDS
+        while (info := {**rpc._get_debug_info()}).get("num_pending_futures") != "0":
+            if time.monotonic() > ends:
+                break
+            time.sleep(0.001)
+        keys = ("num_autograd_contexts", "num_current_backward_passes", "num_pending_futures")
+        return {key: int(info.get(key, 0)) for key in (*keys, "num_forks", "num_owner_rrefs")}
 
 
 def result(future: Future[Any], member: str) -> Any:
@@ -259,37 +333,6 @@ def when_all(
 
     for _, future in calls:
         future.add_done_callback(one_ended)
-
-
-@contextlib.contextmanager
-def autograd_context() -> Iterator[int]:
-    """A distributed autograd context; gone on all members soon after the block."""
-    with dist_autograd.context() as context_id:
-        yield context_id
-
-
-def backward(context_id: int, roots: Sequence[torch.Tensor]) -> None:
-    """Differentiate the scalars `roots` across all members; blocks until every stage is done.
-
-    Raises:
-        RuntimeError: a stage's backward raised; the stage knows why.
-    """
-    _backward(context_id, list(roots))
-
-
-def live_state() -> dict[str, int]:
-    """Counts of what a step must not leave behind in this process: contexts and references.
-
-    The call that asks for them came with a reference, which is acknowledged some time later.
-    """
-    gc.collect()
-    ends = time.monotonic() + ACKNOWLEDGED_SECONDS
-    while (info := {**rpc._get_debug_info()}).get("num_pending_futures") != "0":
-        if time.monotonic() > ends:
-            break
-        time.sleep(0.001)
-    keys = ("num_autograd_contexts", "num_current_backward_passes", "num_pending_futures")
-    return {key: int(info.get(key, 0)) for key in (*keys, "num_forks", "num_owner_rrefs")}
 
 
 @rpc.functions.async_execution  # type: ignore[untyped-decorator]

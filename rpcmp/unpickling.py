@@ -47,7 +47,6 @@ _PLAIN = {
     },
     "collections": {"OrderedDict", "Counter", "defaultdict", "deque"},
     "torch": {"Size", "device"},
-    "torch.distributed.rpc.api": {"_gather_to_leader", "_broadcast_to_followers"},  # at the end
     "torch.distributed.rpc.internal": {"PythonUDF", "RemoteException", "_InternalRPCPickler"},
 }
 

@@ -16,7 +16,7 @@ from tests.support.places import PACKAGE
 PROTOS = PACKAGE.parent / "protos"
 
 LAYERS = """
-    bounded tablekeys visible scratch sealed
+    bounded tablekeys visible scratch sealed lazydynamo
     jsonlines
     __init__ errors members seeds metrics direction tree tensorfile digest v1 host examples devices
     starter suggestion evaluated sums
@@ -147,7 +147,10 @@ def test_only_two_modules_print_on_a_terminal_and_they_make_it_visible() -> None
     assert uses == {"rpcmp.cli.terminal", "rpcmp.cli.console"}
 
 
-PRIVATE = {"rpcmp.split uses torch._C._autograd._top_saved_tensors_default_hooks"}
+PRIVATE = {
+    "rpcmp.split uses torch._C._autograd._top_saved_tensors_default_hooks",
+    "rpcmp.lazydynamo uses torch._dynamo",
+}
 """What is private in torch and cannot be had in the transport; see unit/test_torch_contract.py."""
 
 

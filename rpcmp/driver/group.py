@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from rpcmp import digest, inflight, microbatch, sums, transport
+from rpcmp import digest, inflight, microbatch, sums
 from rpcmp.config import Config
 from rpcmp.data import Loaded
 from rpcmp.driver import replicas
@@ -27,6 +27,7 @@ from rpcmp.errors import ConfigError, JobError, RpcmpError, one_line
 from rpcmp.members import DRIVER, Member
 from rpcmp.source import Source
 from rpcmp.trace.spans import Span
+from rpcmp.transport import Transport, result, results
 from rpcmp.work import Drawn, End, Evaluated, Holding, Mode, Outputs, StepReport, Trained
 from rpcmp.worker.stage import Stage
 
@@ -39,11 +40,13 @@ class Group:
     Args:
         config: the job.
         source: what this process serves to the stages.
+        peers: the stages' processes.
     """
 
-    def __init__(self, config: Config, source: Source) -> None:
+    def __init__(self, config: Config, source: Source, peers: Transport) -> None:
         self._config = config
-        self._workers = Workers.join(config.workers)
+        self._peers = peers
+        self._workers = Workers.join(config.workers, peers)
         self._rounds = Rounds(config, source, self._workers)
         graph = config.graph()
         self._readers = [worker for worker in config.workers if graph.parts(worker.stage)]
@@ -269,13 +272,13 @@ class Group:
             )
             for w in self._workers
         ]
-        transport.results(futures)
+        results(futures)
         self._unite()
 
     def holdings(self) -> dict[str, Holding]:
         """What the stages have built to load samples from, by name; of those that do so."""
         asked = [(each.label, self._workers.on(each, Stage.holding)) for each in self._readers]
-        pairs = zip(self._readers, transport.results(asked), strict=True)
+        pairs = zip(self._readers, results(asked), strict=True)
         return {each.label: holding for each, holding in pairs if holding is not None}
 
     def order(self, epoch: int) -> torch.Tensor:
@@ -288,9 +291,7 @@ class Group:
             ConfigError: the sampler cannot be used.
         """
         reader = self._readers[0]
-        found: torch.Tensor = transport.result(
-            self._workers.on(reader, Stage.order, epoch), reader.label
-        )
+        found: torch.Tensor = result(self._workers.on(reader, Stage.order, epoch), reader.label)
         return found
 
     def announce(self, drawn: Sequence[Drawn]) -> None:
@@ -320,14 +321,14 @@ class Group:
         asked = [(w.label, self._workers.on(w, Stage.recent, step, count)) for w in self._workers]
 
         def answers() -> dict[str, list[Span]]:
-            found = transport.results(asked)
+            found = results(asked)
             return {label: spans for (label, _), spans in zip(asked, found, strict=True)}
 
         return answers
 
     def clock(self, worker: Member) -> int:
         """A worker's `time.perf_counter_ns`, now."""
-        now: int = transport.result(self._workers.on(worker, Stage.clock), worker.label)
+        now: int = result(self._workers.on(worker, Stage.clock), worker.label)
         return now
 
     def memory(self) -> dict[str, dict[str, int]]:
@@ -336,7 +337,7 @@ class Group:
 
     def live_state(self) -> dict[str, dict[str, int]]:
         """For each stage and the driver, counts of what a step must not leave behind."""
-        return {**self._everywhere(Stage.live_state), DRIVER: transport.live_state()}
+        return {**self._everywhere(Stage.live_state), DRIVER: self._peers.live_state()}
 
     def close(self) -> None:
         """Tell all workers to leave the group, and let go of what lives there."""

@@ -38,6 +38,7 @@ from rpcmp.setting import Setting
 from rpcmp.source import Source
 from rpcmp.store import ChannelStore
 from rpcmp.tensorfile import save_tensors
+from rpcmp.transport import TorchRpc
 
 LEAVE_SECONDS = 10.0
 """How long the driver waits for the workers when the group ends."""
@@ -85,7 +86,7 @@ class DriverProcess:
             address = transport.join(order["members"], order["rank"], self._store, self._source)
         self._channel.send({"event": "joined", "address": address})
         work = self._messages.get()
-        group = Group(config, self._source)
+        group = Group(config, self._source, TorchRpc())
         if self._loads_at_stages:
             self._datasets = Datasets.at_stages(config, group)
         match work["op"]:

@@ -5,29 +5,34 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from rpcmp import transport
 from rpcmp.members import Member
-from rpcmp.transport import RRef
+from rpcmp.transport import RRef, Transport, results
 
 
 class Workers:
     """All workers, or their parts, as the driver reaches them.
 
     Args:
+        peers: the group that they are members of.
         rrefs: by worker, in the order of the config.
+
+    Attributes:
+        peers: as given.
     """
 
-    def __init__(self, rrefs: dict[Member, RRef[Any]]) -> None:
+    def __init__(self, peers: Transport, rrefs: dict[Member, RRef[Any]]) -> None:
+        self.peers = peers
         self._rrefs = rrefs
 
     @classmethod
-    def join(cls, members: Sequence[Member]) -> Workers:
+    def join(cls, members: Sequence[Member], peers: Transport) -> Workers:
         """What they serve to the group."""
-        return cls({worker: transport.remote_service(worker.name) for worker in members})
+        return cls(peers, {worker: peers.remote_service(worker.name) for worker in members})
 
     def parts(self, getter: Callable[[Any], Any]) -> Workers:
         """Of each object the part that `getter` returns where it lives."""
-        return Workers({w: transport.remote_part(rref, getter) for w, rref in self._rrefs.items()})
+        parts = {w: self.peers.remote_part(rref, getter) for w, rref in self._rrefs.items()}
+        return Workers(self.peers, parts)
 
     def __iter__(self) -> Iterator[Member]:
         return iter(self._rrefs)
@@ -47,7 +52,7 @@ class Workers:
 
     def on(self, worker: Member, method: Callable[..., Any], *args: Any) -> Any:
         """A future of what one of them returns."""
-        return transport.call_rref(self._rrefs[worker], method, *args)
+        return self.peers.call_rref(self._rrefs[worker], method, *args)
 
     def _on(
         self,
@@ -58,7 +63,7 @@ class Workers:
     ) -> dict[str, Any]:
         """Not one after the other: where one fails, another may wait for it in vain."""
         calls = [(name(worker), self.on(worker, method, *args)) for worker in asked]
-        return dict(zip(map(name, asked), transport.results(calls), strict=True))
+        return dict(zip(map(name, asked), results(calls), strict=True))
 
     def release(self) -> None:
         """Let go of the references; nothing else may be called afterwards."""

@@ -19,7 +19,7 @@ from rpcmp.process import interpreter
 from rpcmp.process.confinement import Reach
 from rpcmp.process.environment import compute_environment
 
-WORKERS, DRIVERS = "rpcmp.worker.preload", "rpcmp.driver.process"
+WORKERS, DRIVERS = "rpcmp.worker.process", "rpcmp.driver.process"
 """Imported before any worker is forked, and before any driver process."""
 
 MAX_BYTES = 64 * 1024

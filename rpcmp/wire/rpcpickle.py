@@ -28,7 +28,6 @@ _FUNCTIONS = {
     "rpcmp.worker.stage",
     "rpcmp.worker.optimizer",
     "rpcmp.source",
-    "torch.distributed.rpc.api",
 }
 """Modules whose functions and methods messages name."""
 
@@ -40,8 +39,6 @@ STAGES_CALL = {
     ("rpcmp.worker.stage", "Stage.posted"),
     ("rpcmp.worker.stage", "Stage.total"),
     ("rpcmp.source", "Source.slices"),
-    ("torch.distributed.rpc.api", "_gather_to_leader"),
-    ("torch.distributed.rpc.api", "_broadcast_to_followers"),
 }
 """What a stage may call, of others and of the driver."""
 

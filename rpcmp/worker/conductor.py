@@ -21,9 +21,8 @@ from typing import Any
 
 from torch.futures import Future
 
-from rpcmp import transport
 from rpcmp.errors import NonFiniteLossError
-from rpcmp.transport import NOBODY, Raised
+from rpcmp.transport import NOBODY, Raised, Transport, attempt, result
 from rpcmp.work import Bundle, Outputs, Trained, Work
 
 
@@ -33,6 +32,7 @@ class Conductor:
     Args:
         ask: the answer to one bundle of the stage that computes the loss, in this process.
         in_flight: how many may be under way at once.
+        peers: the members of the group, across which it differentiates.
         is_scaled: whether gradients are those of a scaled loss: then it is them that decide whether
             a step is skipped, and a loss that is not finite is no error.
     """
@@ -41,9 +41,11 @@ class Conductor:
         self,
         ask: Callable[[Bundle], Future[Any]],
         in_flight: int,
+        peers: Transport,
         is_scaled: bool = False,
     ) -> None:
         self._ask = ask
+        self._peers = peers
         self._check = _unchecked if is_scaled else _finite
         self._threads = ThreadPoolExecutor(in_flight, "rpcmp-bundle")
         self._lock = threading.Lock()
@@ -78,16 +80,16 @@ class Conductor:
 
     def _attempt(self, bundle: Bundle) -> Any:
         """A Trained for each micro-batch, or a Raised."""
-        return transport.attempt(lambda: self._train(bundle))
+        return attempt(lambda: self._train(bundle))
 
     def _train(self, bundle: Bundle) -> list[Trained]:
-        with transport.autograd_context() as context_id:
-            answer: list[Outputs] = transport.result(self._ask(bundle), NOBODY)
+        with self._peers.autograd_context() as context_id:
+            answer: list[Outputs] = result(self._ask(bundle), NOBODY)
             trained = [
                 Trained(self._check(outputs.value.item(), work), outputs.reports or {})
                 for work, outputs in zip(bundle.works, answer, strict=True)
             ]
-            transport.backward(context_id, [outputs.value for outputs in answer])
+            self._peers.backward(context_id, [outputs.value for outputs in answer])
         return trained
 
 

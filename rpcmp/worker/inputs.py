@@ -7,10 +7,9 @@ from typing import Any
 
 from torch.futures import Future
 
-from rpcmp import transport
 from rpcmp.graph import SOURCES, Graph, Port, Reference
 from rpcmp.members import member
-from rpcmp.transport import NOBODY
+from rpcmp.transport import NOBODY, Transport, when_all
 from rpcmp.turns import Share, Turns
 from rpcmp.work import Bundle, Mode
 from rpcmp.worker.feed import Feed
@@ -26,6 +25,7 @@ class Inputs:
         own: which bundles this replica of it computes.
         turns: which replica of another stage computes which.
         forward: the method by which another stage is asked, with a bundle and a port.
+        peers: the other members of the group.
         feed: what this stage loads itself; None: the driver has all of the batch.
 
     Attributes:
@@ -40,13 +40,15 @@ class Inputs:
         own: Share,
         turns: Callable[[str], Turns],
         forward: Callable[..., Future[Any]],
+        peers: Transport,
         feed: Feed | None = None,
     ) -> None:
         self.references = graph.inputs[stage]
         self.ports = [_port(graph, stage, index) for index in range(len(self.references))]
         self._is_sink = graph.sink == stage
         self._forward = forward
-        self._slices = Slices(own)
+        self._peers = peers
+        self._slices = Slices(own, peers)
         self._feed = feed
         self._turns = {
             reference.producer: turns(reference.producer)
@@ -64,7 +66,7 @@ class Inputs:
         if self._is_sink and bundle.mode is not Mode.PREDICT:
             targets = self._ask_batch(bundle, Reference(SOURCES[1]), len(self.references))
             asked.append((NOBODY, targets))
-        transport.when_all(asked, callback)
+        when_all(asked, callback)
 
     def forget(self) -> None:
         """Let go of what was asked for and will not be taken: a round was aborted."""
@@ -82,7 +84,7 @@ class Inputs:
         if reference.from_batch:
             return NOBODY, self._ask_batch(bundle, reference, index)
         producer = self.producer(index, bundle)
-        return producer, transport.call(producer, self._forward, bundle, self.ports[index])
+        return producer, self._peers.call(producer, self._forward, bundle, self.ports[index])
 
     def _ask_batch(self, bundle: Bundle, reference: Reference, index: int) -> Future[Any]:
         if self._feed is not None and bundle.works[0].drawn:

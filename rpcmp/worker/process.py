@@ -33,6 +33,7 @@ from rpcmp.process import heartbeat
 from rpcmp.process.channel import Bond, Message
 from rpcmp.snapshot.slots import Slots
 from rpcmp.store import ChannelStore
+from rpcmp.transport import TorchRpc
 from rpcmp.worker.feed import Feed
 from rpcmp.worker.loaders import Loaders
 from rpcmp.worker.snapshots import StageSnapshots, restore
@@ -127,7 +128,7 @@ class WorkerProcess:
     def _build(self, assignment: Assignment, loaders: Loaders | None) -> Stage:
         try:
             feed = None if loaders is None else Feed(loaders)
-            stage = Stage(assignment, self._activity, feed, self._start["rehearses"])
+            stage = Stage(assignment, TorchRpc(), self._activity, feed, self._start["rehearses"])
             if feed is not None:
                 feed.wait()
             if assignment.config.takes_snapshots:

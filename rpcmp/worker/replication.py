@@ -15,9 +15,9 @@ from typing import Any
 
 from torch.futures import Future
 
-from rpcmp import transport
 from rpcmp.errors import RpcmpError
 from rpcmp.members import Member, member
+from rpcmp.transport import Transport
 from rpcmp.worker.following import Following
 from rpcmp.worker.model import StageModel
 from rpcmp.worker.readiness import Readiness
@@ -32,6 +32,7 @@ class Replication:
     Args:
         own: which replica of which stage.
         model: its layers.
+        peers: the other members of the group.
         part, total: the methods by which another replica's `part` and `total` are asked for.
         following: what it takes over from replica 0.
     """
@@ -40,6 +41,7 @@ class Replication:
         self,
         own: Member,
         model: StageModel,
+        peers: Transport,
         part: Method,
         total: Method,
         following: Following,
@@ -47,9 +49,8 @@ class Replication:
         self._own = own
         names = [member(own.stage, replica) for replica in range(own.num_replicas)]
         parameters = [value for _, value in model.named_parameters() if value.requires_grad]
-        self._summing = Summing(
-            parameters, own.replica, own.num_replicas, _Others(names, own.replica, part, total)
-        )
+        others = _Others(peers, names, own.replica, part, total)
+        self._summing = Summing(parameters, own.replica, own.num_replicas, others)
         self._readiness = Readiness(
             parameters, [bucket.indices for bucket in self._summing.buckets], self._launch
         )
@@ -130,17 +131,19 @@ class Replication:
 
 
 class _Others:
-    """The other replicas, by torch RPC."""
+    """The other replicas, as Summing asks them."""
 
-    def __init__(self, names: list[str], own: int, part: Method, total: Method) -> None:
-        self._names, self._own = names, own
+    def __init__(
+        self, peers: Transport, names: list[str], own: int, part: Method, total: Method
+    ) -> None:
+        self._peers, self._names, self._own = peers, names, own
         self._part, self._total = part, total
 
     def part(self, member: int, key: int, bucket: int) -> Future[Any]:
-        return transport.call(self._names[member], self._part, self._own, key, bucket)
+        return self._peers.call(self._names[member], self._part, self._own, key, bucket)
 
     def total(self, member: int, key: int, bucket: int) -> Future[Any]:
-        return transport.call(self._names[member], self._total, key, bucket)
+        return self._peers.call(self._names[member], self._total, key, bucket)
 
     def name(self, member: int) -> str:
         return self._names[member]

@@ -13,10 +13,9 @@ from typing import Any, NamedTuple
 
 from torch.futures import Future
 
-from rpcmp import transport
 from rpcmp.members import DRIVER
 from rpcmp.source import Source
-from rpcmp.transport import NOBODY, Raised
+from rpcmp.transport import NOBODY, Raised, Transport, attempt, outcome, when_all
 from rpcmp.turns import Share
 from rpcmp.work import Bundle, Outputs, microbatches_of
 
@@ -37,10 +36,12 @@ class Slices:
 
     Args:
         own: the bundles that this worker computes; it fetches nothing for others.
+        peers: the other members of the group; the driver is one.
     """
 
-    def __init__(self, own: Share) -> None:
+    def __init__(self, own: Share, peers: Transport) -> None:
         self._own = own
+        self._peers = peers
         self._lock = threading.Lock()
         self._caller = ThreadPoolExecutor(1, "rpcmp-slices")
         self._groups: dict[_Key, Future[Any]] = {}
@@ -66,7 +67,7 @@ class Slices:
             slices = zip(places, found, strict=True)
             answer.set_result(failed or [Outputs(group[at % GROUP]) for at, group in slices])
 
-        transport.when_all([(NOBODY, group) for group in groups], arrived)
+        when_all([(NOBODY, group) for group in groups], arrived)
         return answer
 
     def _group(
@@ -98,13 +99,11 @@ class Slices:
         answer: Future[Any] = Future()
 
         def ask() -> None:
-            called = transport.attempt(lambda: transport.call(DRIVER, Source.slices, *what))
+            called = attempt(lambda: self._peers.call(DRIVER, Source.slices, *what))
             if isinstance(called, Raised):
                 answer.set_result(called)
             else:
-                called.add_done_callback(
-                    lambda done: answer.set_result(transport.outcome(done, DRIVER))
-                )
+                called.add_done_callback(lambda done: answer.set_result(outcome(done, DRIVER)))
 
         self._caller.submit(ask)
         return answer

@@ -26,14 +26,14 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
-from rpcmp import digest, host, transport
+from rpcmp import digest, host
 from rpcmp.errors import RpcmpError, StageError, one_line
 from rpcmp.graph import Port
 from rpcmp.members import DRIVER
 from rpcmp.plan import Assignment
 from rpcmp.process.activity import Activity
 from rpcmp.schedule import Limits, policy
-from rpcmp.transport import Raised
+from rpcmp.transport import Raised, Transport, result
 from rpcmp.turns import Share
 from rpcmp.work import Bundle, Drawn, End, Holding, Mode, StepReport, Work, microbatches_of
 from rpcmp.worker.backward import Backwards
@@ -65,6 +65,7 @@ class Stage:
 
     Args:
         assignment: which stage of which job.
+        peers: the group that it will be a member of.
         activity: told what it does.
         feed: what it loads itself; None: the driver has all of the batch.
         rehearses: whether to try that its optimizer can be restored.
@@ -80,6 +81,7 @@ class Stage:
     def __init__(
         self,
         assignment: Assignment,
+        peers: Transport,
         activity: Activity | None = None,
         feed: Feed | None = None,
         rehearses: bool = True,
@@ -87,6 +89,7 @@ class Stage:
         config, stage = assignment.config, assignment.stage_name
         self.name = assignment.member.label
         self.snapshots: StageSnapshots | None = None
+        self._peers = peers
         graph = config.graph()
         ports = graph.ports(stage) or (Port(DRIVER, 0, ()),)
         self._share = Share(assignment.stage.turns, assignment.replica)
@@ -95,7 +98,9 @@ class Stage:
         self._limits = assignment.limits
         self._compute = ComputeThread(policy(config.schedule), activity)
         self._feed = feed
-        self._inputs = Inputs(graph, stage, self._share, config.turns_of, Stage.forward, feed)
+        self._inputs = Inputs(
+            graph, stage, self._share, config.turns_of, Stage.forward, peers, feed
+        )
         self._failures = Failures()
         self._missing = Missing(self._tell_missing)
         self._backwards = Backwards(
@@ -117,7 +122,9 @@ class Stage:
             wire_dtype=_WIRE_DTYPES[config.wire_dtype],
             loss_scale=scale,
         )
-        self._together = Together(assignment, self.model, Stage.part, Stage.total, Stage.posted)
+        self._together = Together(
+            assignment, self.model, peers, Stage.part, Stage.total, Stage.posted
+        )
         self.optimizer = StageOptimizer(
             self.model, assignment, self._compute, self._together.stepped, scale, rehearses
         )
@@ -135,6 +142,7 @@ class Stage:
         self._conductor = Conductor(
             lambda bundle: self.forward(bundle, DRIVER_PORT),
             assignment.conducted,
+            peers,
             is_scaled=scale is not None,
         )
         self._meter = Meter(self.model.device)
@@ -302,7 +310,7 @@ class Stage:
 
     def live_state(self) -> dict[str, int]:
         """Counts of what a step must not leave behind."""
-        return {**transport.live_state(), "pending": len(self._exchange)}
+        return {**self._peers.live_state(), "pending": len(self._exchange)}
 
     def memory(self) -> dict[str, int]:
         """Bytes of this process's memory: when it was idle, and at its peak."""
@@ -428,5 +436,5 @@ class Stage:
     def _tell_missing(self, bundle: Bundle, work: Work, index: int, which: list[int]) -> None:
         producer = self._inputs.producer(index, bundle)
         port = self._inputs.ports[index]
-        told = transport.call(producer, Stage.note_missing, work, port, which)
-        transport.result(told, producer)
+        told = self._peers.call(producer, Stage.note_missing, work, port, which)
+        result(told, producer)

@@ -17,9 +17,9 @@ from typing import Any
 from torch import Tensor
 from torch.futures import Future
 
-from rpcmp import transport
 from rpcmp.errors import JobError, RpcmpError, StageError, WorkerDiedError, one_line
 from rpcmp.plan import Assignment
+from rpcmp.transport import Transport, result
 from rpcmp.worker.board import Board, Key
 from rpcmp.worker.following import Following
 from rpcmp.worker.model import StageModel
@@ -35,18 +35,25 @@ class Together:
     Args:
         assignment: which worker of which job.
         model: its layers.
+        peers: the other members of the group.
         part, total, posted: the methods by which another worker's are asked for.
     """
 
     def __init__(
-        self, assignment: Assignment, model: StageModel, part: Method, total: Method, posted: Method
+        self,
+        assignment: Assignment,
+        model: StageModel,
+        peers: Transport,
+        part: Method,
+        total: Method,
+        posted: Method,
     ) -> None:
         self._own = own = assignment.member
         config = assignment.config
 
         def ask(worker: str, key: Key) -> Callable[[], list[Any]]:
-            asked = transport.call(worker, posted, key)
-            return lambda: transport.result(asked, worker)
+            asked = peers.call(worker, posted, key)
+            return lambda: result(asked, worker)
 
         def fetch(worker: str, key: Key) -> list[Tensor]:
             return ask(worker, key)()
@@ -56,7 +63,7 @@ class Together:
 
         self._board = Board()
         self._replication = (
-            Replication(own, model, part, total, Following(own, model, self._board, ask))
+            Replication(own, model, peers, part, total, Following(own, model, self._board, ask))
             if own.num_replicas > 1
             else None
         )

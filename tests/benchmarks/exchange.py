@@ -113,6 +113,9 @@ class Sum(Exchange):
             _require(parameter.grad, self._world_size * (self._world_size + 1) / 2)
 
 
+RPC = transport.TorchRpc()
+
+
 class Served:
     """What a rank answers; the part of a stage that is needed here."""
 
@@ -135,10 +138,10 @@ class _Others:
         self._names, self._own = names, own
 
     def part(self, member: int, key: int, bucket: int) -> Future[Any]:
-        return transport.call(self._names[member], Served.part, self._own, key, bucket)
+        return RPC.call(self._names[member], Served.part, self._own, key, bucket)
 
     def total(self, member: int, key: int, bucket: int) -> Future[Any]:
-        return transport.call(self._names[member], Served.total, key, bucket)
+        return RPC.call(self._names[member], Served.total, key, bucket)
 
     def name(self, member: int) -> str:
         return self._names[member]

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from torch.futures import Future
 
-from rpcmp import transport
 from rpcmp.errors import ConfigError, JobError, to_wire
 from rpcmp.members import DRIVER
 from rpcmp.source import Source
-from rpcmp.transport import Raised
+from rpcmp.transport import Raised, Transport
 from rpcmp.turns import Share, Turns
 from rpcmp.work import Bundle, Mode, Outputs, Work
 from rpcmp.worker.slices import GROUP, Slices
@@ -74,6 +73,10 @@ class Driver:
             self._heard.notify_all()
         return future
 
+    def reader(self) -> Slices:
+        """A stage that asks it."""
+        return Slices(ALL, cast(Transport, self))
+
     def questions(self, slices: Slices) -> list[tuple[Any, ...]]:
         """All that was asked; questions come from another thread, one after the other."""
         slices.get(bundle(0, number=LAST), "input", (), 0)
@@ -88,10 +91,8 @@ class Driver:
 
 
 @pytest.fixture
-def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
-    made = Driver()
-    monkeypatch.setattr(transport, "call", made.call)
-    return made
+def driver() -> Driver:
+    return Driver()
 
 
 def bundle(*microbatches: int, number: int = 1) -> Bundle:
@@ -104,7 +105,7 @@ def bundle(*microbatches: int, number: int = 1) -> Bundle:
 
 
 def test_a_few_micro_batches_come_with_one_question(driver: Driver) -> None:
-    slices = Slices(ALL)
+    slices = driver.reader()
     answers = [slices.get(bundle(index), "input", ("x",), 0) for index in range(len(SLICES))]
     assert driver.questions(slices) == [
         (1, "input", ("x",), list(range(GROUP))),
@@ -118,14 +119,14 @@ def test_a_few_micro_batches_come_with_one_question(driver: Driver) -> None:
 
 
 def test_no_micro_batch_is_asked_for_before_its_group_is_needed(driver: Driver) -> None:
-    slices = Slices(ALL)
+    slices = driver.reader()
     for index in range(GROUP):
         slices.get(bundle(index), "input", (), 0)
     assert driver.questions(slices) == [(1, "input", (), list(range(GROUP)))]
 
 
 def test_kinds_paths_and_rounds_are_fetched_apart(driver: Driver) -> None:
-    slices = Slices(ALL)
+    slices = driver.reader()
     slices.get(bundle(0), "input", ("x",), 0)
     slices.get(bundle(0), "input", ("y",), 0)
     slices.get(bundle(0), "target", (), 0)
@@ -134,14 +135,14 @@ def test_kinds_paths_and_rounds_are_fetched_apart(driver: Driver) -> None:
 
 
 def test_no_two_inputs_share_a_slice_which_one_of_them_may_change(driver: Driver) -> None:
-    slices = Slices(ALL)
+    slices = driver.reader()
     for reader in range(2):
         slices.get(bundle(0), "input", ("x",), reader)
     assert len(driver.questions(slices)) == 2
 
 
 def test_a_slice_that_arrived_before_it_is_asked_for_is_given_at_once(driver: Driver) -> None:
-    slices = Slices(ALL)
+    slices = driver.reader()
     slices.get(bundle(0), "input", ("x",), 0)
     assert len(driver.questions(slices)) == 1
     driver.answer()
@@ -149,7 +150,7 @@ def test_a_slice_that_arrived_before_it_is_asked_for_is_given_at_once(driver: Dr
 
 
 def test_a_bundle_gets_its_slices_from_as_many_groups_as_they_lie_in(driver: Driver) -> None:
-    slices = Slices(ALL)
+    slices = driver.reader()
     answers = [slices.get(bundle(*range(a, b)), "target", (), 0) for a, b in ((0, 6), (6, 10))]
     assert len(driver.questions(slices)) == 2
     driver.answer(0)
@@ -160,7 +161,7 @@ def test_a_bundle_gets_its_slices_from_as_many_groups_as_they_lie_in(driver: Dri
 
 
 def test_what_went_wrong_is_the_answer_for_all_of_a_group(driver: Driver) -> None:
-    slices = Slices(ALL)
+    slices = driver.reader()
     answers = [slices.get(bundle(index), "input", (), 0) for index in range(2)]
     raised = Raised(to_wire(JobError("no such batch")))
     assert len(driver.questions(slices)) == 1
@@ -169,7 +170,7 @@ def test_what_went_wrong_is_the_answer_for_all_of_a_group(driver: Driver) -> Non
 
 
 def test_after_an_abort_nothing_of_the_rounds_before_is_given(driver: Driver) -> None:
-    slices = Slices(ALL)
+    slices = driver.reader()
     slices.get(bundle(0), "input", (), 0)
     slices.forget()
     slices.get(bundle(0), "input", (), 0)
