@@ -84,15 +84,19 @@ class _Finder(MetaPathFinder, Loader):
         with self._lock:
             if self._real is None and not self._is_importing:
                 self._is_importing = True
-                del sys.modules[NAME], torch._dynamo
-                self._real = importlib.import_module(NAME)
+                sys.modules.pop(NAME, None)
+                vars(torch).pop("_dynamo", None)
+                try:
+                    self._real = importlib.import_module(NAME)
+                finally:
+                    self._is_importing = False
         return sys.modules[NAME]  # as far as it has come, for what it imports itself
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """Who loads `fullname`; None: whoever else would."""
-        if fullname == NAME and not self._is_importing:
+        if fullname == NAME and not self._is_importing and not self.has_imported:
             return ModuleSpec(fullname, self)
         if fullname.startswith(f"{NAME}.") and fullname in sys.modules:
             # Asked for by who has found the deferred one, and imported with the real one meanwhile.

@@ -14,6 +14,7 @@ alone. Three things are otherwise than `load_state_dict` would have them:
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 from collections.abc import Mapping, Sequence
 from enum import Enum
@@ -29,12 +30,12 @@ from rpcmp.worker.hiddenstate import HiddenState
 
 _log = logging.getLogger(__name__)
 
-_TORCHS_OWN = {
-    *vars(torch.optim.SGD([torch.zeros(1, requires_grad=True)])),
-    "step",  # a scheduler wraps it, and notes that it was called
-    "_opt_called",
-}
-"""Attributes of every optimizer; those that count are in its `state_dict`."""
+
+@functools.cache
+def _torchs_own() -> set[str]:
+    """Attributes of every optimizer; those that count are in its `state_dict`."""
+    one = torch.optim.SGD([torch.zeros(1, requires_grad=True)])
+    return {*vars(one), "step", "_opt_called"}  # a scheduler wraps, and notes, that it steps
 
 
 _KERNELS = ("fused", "foreach", "capturable")
@@ -196,7 +197,7 @@ class OptimizerState:
     def _own(self) -> dict[str, Any]:
         """Its attributes but those of every optimizer of torch."""
         found = getattr(self._optimizer, "__dict__", {})
-        return {key: value for key, value in found.items() if key not in _TORCHS_OWN}
+        return {key: value for key, value in found.items() if key not in _torchs_own()}
 
     def _can_store(self, value: Any) -> bool:
         """Whether a file can hold it: it is plain, and none of the parameters themselves."""
