@@ -13,8 +13,9 @@ import hypothesis
 import psutil
 import pytest
 
+from rpcmp.job import fleet, visit
 from rpcmp.process.forking import Forks
-from tests.support import processes
+from tests.support import pool, processes
 from tests.support.processes import Server, poll_for
 from tests.support.sharedforks import borrowing
 
@@ -66,13 +67,16 @@ def token(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _shared_forks() -> Iterator[None]:
-    """Have pipelines that tests launch fork by a line of what the tests share, too."""
+def _shared() -> Iterator[None]:
+    """Have jobs of this process fork by a line of what the tests share, and share stage servers."""
     with pytest.MonkeyPatch.context() as patch:
         forks = processes.FORKS
         borrow = borrowing(lambda: forks.line("drive"))
         patch.setattr(Forks, "__init__", borrow)
+        for module in (fleet, visit):
+            patch.setattr(module, "LocalServers", pool.PooledServers)
         yield
+    pool.POOL.close()
     forks.close()
 
 

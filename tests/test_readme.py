@@ -243,7 +243,7 @@ def test_the_model_and_config_run_as_they_stand(
 
 def test_bench_prints_ours_beside_a_peer() -> None:
     small = ("--stages", "2", "--microbatches", "4", "--pairs", "1", "--steps", "2")
-    result = rpcmp("bench", "sleep", *small, "--peers", "torch-1f1b", "--json", timeout=250)
+    result = rpcmp("bench", "sleep", *small, "--peers", "torch-1f1b", "--json")
     assert result.code == 0, result.err
     said = json.loads(result.out)
     assert (said["case"], list(said["peers"])) == ("sleep", ["torch-1f1b"])

@@ -177,7 +177,7 @@ def test_jitter_in_every_action_does_not_hang(job: JobFolder, schedule: str, ste
         batch_size = 16
     """)
     overrides = ("--set", f"schedule={schedule}", "--steps", str(steps))
-    result = rpcmp("drive", config, "--json", *overrides, timeout=280)
+    result = rpcmp("drive", config, "--json", *overrides)
     assert result.code == 0, result.err
     assert len(result.losses) == steps
 

@@ -218,7 +218,7 @@ def test_an_unreachable_stage_is_named(job: JobFolder, shared_servers: list[Serv
     config = job.config('[model]\nlayers = "zoo:mlp"\nbalance = [2, 2]')
     nobody = "127.0.0.1:1"
     where = f"{shared_servers[0].address},{nobody}"
-    result = rpcmp("drive", config, "--connect", where, timeout=60)
+    result = rpcmp("drive", config, "--connect", where)
     assert result.code == 75
     assert f"stage 'stage1' at {nobody} does not answer" in result.err
     assert describe(shared_servers[0]).job == ""

@@ -19,6 +19,7 @@ from tests.support.processes import (
     Server,
     connect,
     rpcmp,
+    rpcmp_process,
     running,
     runs,
     with_token,
@@ -204,7 +205,7 @@ def test_a_server_that_is_drained_hands_its_state_over(
         if how == "SIGTERM":
             second.run.process.terminate()
         else:
-            assert rpcmp("drain", second.address, timeout=AT_ONCE).code == 0
+            assert rpcmp_process("drain", second.address, timeout=AT_ONCE).code == 0
         assert second.run.wait(AT_ONCE).code == 0
         run.wait_for_line('"waiting"')
         with server(1, second.address):

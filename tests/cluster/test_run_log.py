@@ -9,7 +9,15 @@ from typing import Any
 
 import pytest
 
-from tests.support.processes import JobFolder, Result, connect, poll_for, rpcmp, running_servers
+from tests.support.processes import (
+    JobFolder,
+    Result,
+    connect,
+    poll_for,
+    rpcmp,
+    rpcmp_process,
+    running_servers,
+)
 
 ANY_TIME = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3}"
 
@@ -52,7 +60,9 @@ def test_an_ordinary_end_is_silent_on_every_host(job: JobFolder) -> None:
 
 @pytest.mark.usefixtures("own_forks")
 def test_all_that_a_stage_says_in_mid_run_is_in_the_drivers_log(job: JobFolder) -> None:
-    result = rpcmp("drive", config(job, {"second": "everything", "third": "lines"}), "--json")
+    result = rpcmp_process(
+        "drive", config(job, {"second": "everything", "third": "lines"}), "--json"
+    )
     assert result.code == 0, result.err
     said = lines(result, "stage1")
     assert [(each["level"], each["logger"]) for each in said] == [

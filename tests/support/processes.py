@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
+import logging
 import os
 import re
 import shutil
@@ -12,6 +14,7 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +22,9 @@ from typing import Any
 
 import grpc
 import psutil
+import pytest
 
+from rpcmp import cli
 from rpcmp.v1 import control_pb2 as pb
 from rpcmp.v1.control_pb2_grpc import ControlStub
 from tests.support import sharedforks
@@ -131,21 +136,22 @@ def running(
     Args:
         under: a program and its arguments that runs it.
     """
-    if command[0] == "drive" and EXAMPLES in Path(command[1]).parents:
-        command = (*command, "--set", "log.folder=")  # nothing is kept in the repository
     with _line("drive" if command[0] in SHARING and not under else "") as fds:
         shared = ["-P", sharedforks.__file__, *map(str, fds)]
         program = shared if fds else ["-m", "rpcmp"]
-        command = _serving(*command)
+        command = _in_a_test(*command)
         run = _start([*under, sys.executable, *program, *map(str, command)], fds, cwd)
     with _ended(run):
         yield run
 
 
-def _serving(*command: str | Path) -> tuple[str | Path, ...]:
-    """A server lets checkpoints lie in any folder, unless a test says otherwise."""
-    anywhere = command[0] == "serve" and "--checkpoints" not in command
-    return (*command, "--checkpoints", "/") if anywhere else command
+def _in_a_test(*command: str | Path) -> tuple[str | Path, ...]:
+    """Nothing is kept in the repository; a server lets checkpoints lie in any folder."""
+    if command[0] == "drive" and EXAMPLES in Path(command[1]).parents:
+        return (*command, "--set", "log.folder=")
+    if command[0] == "serve" and "--checkpoints" not in command:
+        return (*command, "--checkpoints", "/")
+    return command
 
 
 @contextlib.contextmanager
@@ -198,8 +204,31 @@ def runs(process: psutil.Process, what: str) -> bool:
     return what in " ".join(process.cmdline()).split()
 
 
-def rpcmp(*command: str | Path, timeout: float = 120.0) -> Result:
-    """Run `rpcmp COMMAND...` to its end."""
+def rpcmp(*command: str | Path) -> Result:
+    """Run `rpcmp COMMAND...` to its end, in this process: an interpreter less, and its imports.
+
+    Its job, if any, has stage servers of the pool; see tests.support.pool. `rpcmp_process` is the
+    whole of it.
+    """
+    out, err = io.StringIO(), io.StringIO()
+    levels = {name: logging.getLogger(name).level for name in (None, "rpcmp")}
+    with (
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+        warnings.catch_warnings(),
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        patch.setattr(sys, "argv", ["rpcmp", *map(str, _in_a_test(*command))])
+        try:
+            code = cli._run()
+        finally:
+            for name, level in levels.items():
+                logging.getLogger(name).setLevel(level)
+    return Result(code, out.getvalue(), err.getvalue())
+
+
+def rpcmp_process(*command: str | Path, timeout: float = 120.0) -> Result:
+    """Run `rpcmp COMMAND...` to its end, in a process of its own."""
     with running(*command) as run:
         return run.wait(timeout)
 
@@ -225,7 +254,7 @@ def running_servers(num_stages: int, *options: str) -> Iterator[list[Server]]:
             place = ("--stage", str(index), "--listen", "127.0.0.1:0")
             with _line(f"stage {index}") as fds:
                 shared = [part for fd in fds for part in ("--forks", str(fd))]
-                command = ["-m", "rpcmp", *_serving("serve", *place, *shared, *options)]
+                command = ["-m", "rpcmp", *_in_a_test("serve", *place, *shared, *options)]
                 runs.append(_start([sys.executable, *command], fds, None))
             stack.enter_context(_ended(runs[-1]))
         yield [Server(run, run.wait_for_line(r"SERVING on (\S+)")[1]) for run in runs]

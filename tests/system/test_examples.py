@@ -25,7 +25,7 @@ def verify(example: str, steps: int, *overrides: str) -> str:
     """The hash of a verified run."""
     options = [part for override in overrides for part in ("--set", override)]
     config = EXAMPLES / f"{example}.toml"
-    result = rpcmp("verify", config, "--steps", str(steps), *options, timeout=280)
+    result = rpcmp("verify", config, "--steps", str(steps), *options)
     assert result.code == 0, result.err
     return result.out.split()[-1]
 
@@ -33,7 +33,7 @@ def verify(example: str, steps: int, *overrides: str) -> str:
 def drive(example: str, *overrides: str) -> Result:
     """A whole run; without overrides as the README has it."""
     options = [part for override in overrides for part in ("--set", override)]
-    result = rpcmp("drive", EXAMPLES / f"{example}.toml", "--json", *options, timeout=280)
+    result = rpcmp("drive", EXAMPLES / f"{example}.toml", "--json", *options)
     assert result.code == 0, result.err
     return result
 
