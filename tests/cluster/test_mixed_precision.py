@@ -15,7 +15,7 @@ import rpcmp as library
 from rpcmp.checkpoint.folder import remove
 from rpcmp.config import Config
 from rpcmp.errors import JobError, LossScaleError
-from tests.cluster.test_verify import CHAINS, GRAPH
+from tests.support.chains import CHAINS, GRAPH
 from tests.support.faults import Faults, committed, drive
 from tests.support.places import ZOO
 from tests.support.processes import JobFolder, Result, rpcmp, runs, with_token

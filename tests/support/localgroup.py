@@ -3,10 +3,10 @@
     driver's Group, Training ──LocalTransport──> Stage, Stage, ...    each with its compute thread
                                     └── one thread pool; plain autograd in place of the distributed
 
-Every stage has its threads, so schedules, replicas, shared parameters, recomputation, clipping,
-loss scaling and aborts run for real, in a fraction of a second. A message arrives as a copy, by the
-unpickler of the real ones. What only processes show is left to tests/cluster: how distributed
-autograd records what is sent, its zeros in the place of None, strides on the wire.
+Every stage is built as a worker builds it and has its threads, so schedules, replicas, shared
+parameters, recomputation, clipping, loss scaling, snapshots and aborts run for real, in a fraction
+of a second. What only processes show is left to tests/cluster: how distributed autograd records
+what is sent, its zeros in the place of None, strides on the wire, and whatever is lost.
 
 Generators are the process's, and are seeded before every layer, step and mini-batch. So what draws
 from them does so one at a time.
@@ -15,141 +15,48 @@ from them does so one at a time.
 from __future__ import annotations
 
 import contextlib
-import io
-import itertools
-import pickle
+import shutil
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import wraps
-from typing import Any
+from functools import cached_property, wraps
+from pathlib import Path
+from typing import Any, NamedTuple, cast
 
 import pytest
-import torch
-from torch import Tensor
-from torch.autograd.function import FunctionCtx
-from torch.futures import Future
+import torch.nn.functional as F  # noqa: N812
 
-from rpcmp import data, plan, ties, unpickling
+from rpcmp import data, plan, split, ties, unpickling
 from rpcmp.config import Config
+from rpcmp.driver.datasets import Datasets
 from rpcmp.driver.group import Group
-from rpcmp.driver.planning import plan_job
+from rpcmp.driver.metrics import Metrics
+from rpcmp.driver.planning import Planned, plan_job
+from rpcmp.driver.progress import Progress
 from rpcmp.driver.training import Training
+from rpcmp.errors import JobError, from_wire
 from rpcmp.members import DRIVER
-from rpcmp.process.channel import Message
+from rpcmp.plan import Assignment
+from rpcmp.process.activity import Activity
+from rpcmp.process.channel import Bond, Message
 from rpcmp.reference.training import UnsplitModel
+from rpcmp.snapshot.slots import Slots
 from rpcmp.source import Source
-from rpcmp.transport import attempt
 from rpcmp.verify import Run, first_difference
+from rpcmp.work import Holding
+from rpcmp.worker import loading, process
+from rpcmp.worker.compute import ComputeThread
 from rpcmp.worker.execution import Execution
+from rpcmp.worker.loaders import Loaders
 from rpcmp.worker.optimizer import StageOptimizer
-from rpcmp.worker.stage import Stage
+from tests.support.localtransport import LocalTransport
 from tests.support.places import ZOO
 
 sys.path.append(str(ZOO))  # its models are imported here, and not from a job's folder
 
-NUM_THREADS = 4
-"""Threads of the pool; as in a worker, no handler blocks one."""
-
 _computing = threading.RLock()
-
-
-class LocalTransport:
-    """The members of a group that are all in this process; see rpcmp.transport.Transport.
-
-    Args:
-        services: what each member serves, by its name; may be filled in later.
-    """
-
-    def __init__(self, services: dict[str, Any]) -> None:
-        self._services = services
-        self._pool = ThreadPoolExecutor(NUM_THREADS, "local-rpc")
-        self._contexts = itertools.count(1)
-
-    def call(self, member: str, method: Callable[..., Any], *args: Any) -> Future[Any]:
-        return self._ask(lambda: self._services[member], method, args)
-
-    def remote_service(self, member: str) -> Any:
-        return self._services[member]
-
-    def remote_part(self, owner_rref: Any, getter: Callable[[Any], Any]) -> Any:
-        return getter(owner_rref)
-
-    def call_rref(self, target_rref: Any, method: Callable[..., Any], *args: Any) -> Future[Any]:
-        return self._ask(lambda: target_rref, method, args)
-
-    @contextlib.contextmanager
-    def autograd_context(self) -> Iterator[int]:
-        yield next(self._contexts)
-
-    def backward(self, context_id: int, roots: Sequence[Tensor]) -> None:
-        try:
-            torch.autograd.backward(list(roots))
-        except Exception as error:
-            raise RuntimeError(f"Error on a node: {error}") from error
-
-    def live_state(self) -> dict[str, int]:
-        return {}
-
-    def close(self) -> None:
-        """Let its threads end."""
-        self._pool.shutdown()
-
-    def _ask(
-        self, target: Callable[[], Any], method: Callable[..., Any], args: tuple[Any, ...]
-    ) -> Future[Any]:
-        answer: Future[Any] = Future()
-        arrived = copied(args)
-
-        def answered(done: Future[Any]) -> None:
-            answer.set_result(attempt(lambda: copied(done.value())))
-
-        def serve() -> None:
-            value = attempt(lambda: method(target(), *arrived))
-            if isinstance(value, Future):
-                value.add_done_callback(answered)
-            else:
-                answer.set_result(attempt(lambda: copied(value)))
-
-        self._pool.submit(serve)
-        return answer
-
-
-class _Journey(torch.autograd.Function):
-    """A tensor's way to another member; its gradient comes back the same way."""
-
-    @staticmethod
-    def forward(ctx: FunctionCtx, tensor: Tensor) -> Tensor:
-        return tensor.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient.clone()
-
-
-def copied(message: Any) -> Any:
-    """What arrives of a message: pickled and unpickled, with copies of its tensors."""
-    tensors: list[Tensor] = []
-
-    class Pickler(pickle.Pickler):
-        def persistent_id(self, value: Any) -> int | None:
-            if not isinstance(value, Tensor):
-                return None
-            tensors.append(value)
-            return len(tensors) - 1
-
-    class Unpickler(unpickling.Unpickler):
-        def persistent_load(self, number: Any) -> Tensor:
-            sent = tensors[number]
-            with torch.enable_grad():
-                apply: Callable[[Tensor], Tensor] = _Journey.apply
-                return apply(sent) if sent.requires_grad else sent.detach().clone()
-
-    stream = io.BytesIO()
-    Pickler(stream).dump(message)
-    return Unpickler(io.BytesIO(stream.getvalue())).load()
 
 
 def _one_at_a_time(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -161,37 +68,190 @@ def _one_at_a_time(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def _meanwhile_others(function: Callable[[int], None]) -> Callable[[int], None]:
+    """`function`, which waits for other stages, called by one whose turn it is."""
+
+    def call(step: int) -> None:
+        _computing.release()
+        try:
+            function(step)
+        finally:
+            _computing.acquire()
+
+    return call
+
+
+class Begin(NamedTuple):
+    """What a group may go on from.
+
+    Attributes:
+        progress: the driver's.
+        files: the snapshots of all stages.
+    """
+
+    progress: Progress
+    files: list[str]
+
+
+class _Supervisor:
+    """In the place of a worker's channel: there is nobody to be told."""
+
+    def send(self, message: Message) -> None:
+        """Take no notice."""
+
+
+class LocalLoaders(Loaders):
+    """What loads a stage's samples, in a thread instead of processes."""
+
+    def __init__(self, config: Config, stage: str) -> None:
+        self._stage = stage
+        self._references = config.graph().parts(stage)
+        self._threads = ThreadPoolExecutor(1, "local-loader")
+        self._loading = loading._Loading(config, stage)
+
+    def holding(self) -> Holding:
+        return Holding(self._stage, _answered(self._loading.build())["sizes"])
+
+    def close(self) -> None:
+        self._threads.shutdown()
+
+    def _ask(self, what: list[Any]) -> Any:
+        asked = self._loading.order if len(what) == 1 else self._loading.load
+        return _answered(asked(*what))
+
+
+def _answered(answer: Message) -> Message:
+    if "error" in answer:
+        raise from_wire(answer["error"])
+    return answer
+
+
+class LocalWorker:
+    """One worker's stage, with memory for its snapshots.
+
+    Args:
+        part: which stage of which job.
+        files: of the stages that it goes on from.
+    """
+
+    def __init__(self, part: Assignment, files: Sequence[str]) -> None:
+        self.part = part
+        self.slots = Slots.create()
+        loads = part.loads_data and part.config.graph().parts(part.stage_name)
+        self._loaders = LocalLoaders(part.config, part.stage_name) if loads else None
+        start = {"rehearses": False, "is_mirrored": False, "saves": False}
+        bond = Bond(cast(Any, _Supervisor()), Activity(), cast(Any, None), list(self.slots.fds))
+        worker = process.WorkerProcess(bond, start)
+        self.stage = worker._build(part, self._loaders)
+        if files:
+            worker._restore(self.stage, 0, list(files))
+        optimizer = self.stage.optimizer
+        optimizer._stepped = _meanwhile_others(optimizer._stepped)
+
+    def end(self) -> None:
+        """End its threads, and free its memory."""
+        compute = self.stage._compute
+        with compute._changed:
+            compute._next = _leave  # type: ignore[method-assign]
+            compute._changed.notify_all()
+        compute._thread.join(1.0)
+        self.stage._conductor._threads.shutdown(wait=False)
+        if self._loaders is not None:
+            self._loaders.close()
+        self.slots.close()
+
+
+def _leave() -> None:
+    raise SystemExit
+
+
+def _until_left(loop: Callable[..., None]) -> Callable[..., None]:
+    """A thread's loop, which `_leave` ends."""
+
+    def run(thread: Any) -> None:
+        with contextlib.suppress(SystemExit):
+            loop(thread)
+
+    return run
+
+
 @dataclass
 class LocalGroup:
     """All members of a job's group.
 
     Attributes:
         config: the job.
-        stages: by the workers' names.
+        workers: their stages.
         group: the driver's side.
+        metrics: those that the driver computes.
+        begin: what it goes on from.
         events: what the driver has told.
     """
 
     config: Config
-    stages: dict[str, Stage]
+    planned: Planned
+    workers: list[LocalWorker]
     group: Group
-    training: Training
+    begin: Begin | None = None
     events: list[Message] = field(default_factory=list)
+
+    @cached_property
+    def training(self) -> Training:
+        """The run of the config."""
+        datasets = self.planned.datasets
+        if self.planned.loads_at_stages:
+            datasets = Datasets.at_stages(self.config, self.group)
+        if datasets is None:
+            raise JobError("this group has no data to train with")
+        progress = None if self.begin is None else self.begin.progress
+        if progress is not None and progress.scaler is not None:
+            self.group.optimizer.load_scaler(progress.scaler)
+        told, stop = self.events.append, threading.Event()
+        return Training(
+            self.config, datasets, self.group, told, stop, progress, metrics=self.metrics
+        )
+
+    @property
+    def metrics(self) -> Metrics:
+        return self.planned.metrics
+
+    def of(self, kind: str) -> list[Message]:
+        """The events of a kind."""
+        return [event for event in self.events if event["event"] == kind]
 
     def train(self, evaluate: bool = False) -> Run:
         """Train to the end."""
         self.training.run(evaluate)
-        losses = [event["loss"] for event in self.events if event["event"] == "step"]
+        losses = [event["loss"] for event in self.of("step")]
         scaler = self.training.progress.scaler
         skipped = 0 if scaler is None else scaler.skipped
         state = ties.under_all_names(self.group.state_dict(), self.config.tied_to)
         return Run(losses, state, skipped=skipped)
 
+    def kept(self, folder: Path) -> Begin:
+        """What the stages keep of the last step, in files, for another group."""
+        folder.mkdir(exist_ok=True)
+        step, files = self.training.progress.step, []
+        for worker in self.workers:
+            snapshot = worker.slots.get(step)
+            assert snapshot is not None, f"{worker.part.member.label} keeps nothing of step {step}"
+            files.append(str(folder / f"{worker.part.member.name}.safetensors"))
+            shutil.copyfile(worker.slots.path(snapshot.slot), files[-1])
+        return Begin(self.training.progress, files)
+
 
 @contextlib.contextmanager
-def local_group(config: Config) -> Iterator[LocalGroup]:
-    """A job's group, joined and ready to train."""
-    with pytest.MonkeyPatch.context() as patch:
+def local_group(
+    config: Config, begin: Begin | None = None, load_data: bool = True
+) -> Iterator[LocalGroup]:
+    """A job's group, joined and ready to train.
+
+    Args:
+        begin: what it goes on from.
+        load_data: whether it trains on the config's data.
+    """
+    with contextlib.ExitStack() as stack:
+        patch = stack.enter_context(pytest.MonkeyPatch.context())
         for owner, name in (
             (Execution, "_compute"),
             (Execution, "_infer"),
@@ -200,30 +260,25 @@ def local_group(config: Config) -> Iterator[LocalGroup]:
             (data.OwnSampler, "indices"),
         ):
             patch.setattr(owner, name, _one_at_a_time(getattr(owner, name)))
+        patch.setattr(ComputeThread, "_loop", _until_left(ComputeThread._loop))
         unpickling.allow(config.modules)
-        planned = plan_job(config)
+        planned = plan_job(config, load_data=load_data)
+        if any(limits.splits for part in planned.assignments for limits in part.all_limits):
+            for name in ("linear", *split.CONVOLUTIONS):
+                patch.setattr(F, name, getattr(F, name))  # so that it is itself again afterwards
+            split.install()
         services: dict[str, Any] = {DRIVER: Source()}
         peers = LocalTransport(services)
-        stages = {
-            part.member.name: Stage(part, peers, rehearses=False) for part in planned.assignments
-        }
-        services |= stages
+        stack.callback(peers.close)
+        patch.setattr(process, "TorchRpc", lambda: peers)
+        workers = []
+        for part in planned.assignments:
+            workers.append(LocalWorker(part, [] if begin is None else begin.files))
+            stack.callback(workers[-1].end)
+            services[part.member.name] = workers[-1].stage
         group = Group(config, services[DRIVER], peers)
-        events: list[Message] = []
-        assert planned.datasets is not None
-        training = Training(
-            config,
-            planned.datasets,
-            group,
-            events.append,
-            threading.Event(),
-            metrics=planned.metrics,
-        )
-        try:
-            yield LocalGroup(config, stages, group, training, events)
-        finally:
-            group.close()
-            peers.close()
+        stack.callback(group.close)
+        yield LocalGroup(config, planned, workers, group, begin)
 
 
 def unsplit(config: Config) -> Run:
@@ -238,7 +293,7 @@ def unsplit(config: Config) -> Run:
 
 def require_same_bits(config: Config) -> Run:
     """Train in a group and in one process, and compare; returns the group's run."""
-    with local_group(config) as local:
+    with local_group(config.without_recovery()) as local:
         found = local.train()
     difference = first_difference(found, unsplit(config))
     assert difference is None, difference
