@@ -4,6 +4,12 @@ what the tests share."""
 
 from __future__ import annotations
 
+# Before anything imports torch: bits are compared between threads of this process that compute, and
+# with those of real workers, which have as many threads and the same rule for MKL.
+import os
+
+os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "MKL_CBWR": "AUTO,STRICT"}
+
 import subprocess
 import uuid
 from collections.abc import Iterator

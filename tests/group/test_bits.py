@@ -1,0 +1,70 @@
+"""Bit-identical to one process: the test that catches nearly every mistake."""
+
+from __future__ import annotations
+
+import pytest
+
+from rpcmp import configfile
+from tests.support.chains import CHAINS, GRAPH
+from tests.support.localgroup import local_group, require_same_bits
+from tests.support.processes import JobFolder
+
+SCHEDULES = ["gpipe", "1f1b", "zero-bubble"]
+
+BUNDLES = ["microbatches_per_message=2", "max_in_flight=64"]
+
+
+def prove(job: JobFolder, text: str, *overrides: str) -> None:
+    """Six steps have the losses and the parameters of one process."""
+    found = require_same_bits(configfile.load(job.config(text), ["steps=6", *overrides]))
+    assert len(found.losses) == 6
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("text", CHAINS.values(), ids=CHAINS)
+def test_a_chain_gives_the_bits_of_one_process(job: JobFolder, text: str, schedule: str) -> None:
+    prove(job, text, f"schedule={schedule}")
+
+
+@pytest.mark.parametrize("text", CHAINS.values(), ids=CHAINS)
+def test_so_it_does_when_micro_batches_share_their_messages(job: JobFolder, text: str) -> None:
+    prove(job, text, *BUNDLES)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_graph_with_branches_and_skips_gives_the_bits_of_one_process(
+    job: JobFolder, schedule: str
+) -> None:
+    prove(job, GRAPH, f"schedule={schedule}")
+
+
+def test_so_does_such_a_graph_when_micro_batches_share_their_messages(job: JobFolder) -> None:
+    prove(job, GRAPH, "schedule=zero-bubble", "num_microbatches=5", *BUNDLES)
+
+
+def test_one_hash_for_every_balance_and_schedule(job: JobFolder) -> None:
+    path = job.config('[model]\nlayers = "zoo:mlp"')
+    hashes = set()
+    for num_stages, schedule in ((1, "1f1b"), (2, "gpipe"), (3, "zero-bubble"), (4, "1f1b")):
+        cut = [f"model.num_stages={num_stages}", f"schedule={schedule}"]
+        with local_group(configfile.load(path, ["steps=3", *cut])) as local:
+            local.train()
+            hashes.add(local.group.parameters_sha256())
+    assert len(hashes) == 1
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_jitter_in_every_action_does_not_hang(job: JobFolder, schedule: str) -> None:
+    path = job.config("""
+        steps = 50
+        num_microbatches = 8
+        optimizer = "zoo:JitterSGD"
+        [model]
+        layers = "zoo:jittery"
+        num_stages = 3
+        [data]
+        train = { callable = "zoo:regression", kwargs = { samples = 64 } }
+        batch_size = 16
+    """)
+    with local_group(configfile.load(path, [f"schedule={schedule}"])) as local:
+        assert len(local.train().losses) == 50

@@ -1,0 +1,121 @@
+"""A group's transport without torch RPC: the members are in this process, autograd is plain.
+
+A message arrives as a copy, by the unpickler of the real ones; gradients come back the same way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import itertools
+import pickle
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import FunctionCtx
+from torch.futures import Future
+
+from rpcmp import unpickling
+from rpcmp.transport import attempt
+
+NUM_THREADS = 4
+"""Threads of the pool; as in a worker, no handler blocks one."""
+
+
+class LocalTransport:
+    """The members of a group that are all in this process; see rpcmp.transport.Transport.
+
+    Args:
+        services: what each member serves, by its name; may be filled in later.
+    """
+
+    def __init__(self, services: dict[str, Any]) -> None:
+        self._services = services
+        self._pool = ThreadPoolExecutor(NUM_THREADS, "local-rpc")
+        self._contexts = itertools.count(1)
+
+    def call(self, member: str, method: Callable[..., Any], *args: Any) -> Future[Any]:
+        return self._ask(lambda: self._services[member], method, args)
+
+    def remote_service(self, member: str) -> Any:
+        return self._services[member]
+
+    def remote_part(self, owner_rref: Any, getter: Callable[[Any], Any]) -> Any:
+        return getter(owner_rref)
+
+    def call_rref(self, target_rref: Any, method: Callable[..., Any], *args: Any) -> Future[Any]:
+        return self._ask(lambda: target_rref, method, args)
+
+    @contextlib.contextmanager
+    def autograd_context(self) -> Iterator[int]:
+        yield next(self._contexts)
+
+    def backward(self, context_id: int, roots: Sequence[Tensor]) -> None:
+        try:
+            torch.autograd.backward(list(roots))
+        except Exception as error:
+            raise RuntimeError(f"Error on a node: {error}") from error
+
+    def live_state(self) -> dict[str, int]:
+        return {}
+
+    def close(self) -> None:
+        """Let its threads end."""
+        self._pool.shutdown()
+
+    def _ask(
+        self, target: Callable[[], Any], method: Callable[..., Any], args: tuple[Any, ...]
+    ) -> Future[Any]:
+        answer: Future[Any] = Future()
+        arrived = copied(args)
+
+        def answered(done: Future[Any]) -> None:
+            answer.set_result(attempt(lambda: copied(done.value())))
+
+        def serve() -> None:
+            value = attempt(lambda: method(target(), *arrived))
+            if isinstance(value, Future):
+                value.add_done_callback(answered)
+            else:
+                answer.set_result(attempt(lambda: copied(value)))
+
+        self._pool.submit(serve)
+        return answer
+
+
+class _Journey(torch.autograd.Function):
+    """A tensor's way to another member; its gradient comes back the same way."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, tensor: Tensor) -> Tensor:
+        return tensor.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient.clone()
+
+
+def copied(message: Any) -> Any:
+    """What arrives of a message: pickled and unpickled, with copies of its tensors."""
+    tensors: list[Tensor] = []
+
+    class Pickler(pickle.Pickler):
+        def persistent_id(self, value: Any) -> int | None:
+            if not isinstance(value, Tensor):
+                return None
+            tensors.append(value)
+            return len(tensors) - 1
+
+    class Unpickler(unpickling.Unpickler):
+        def persistent_load(self, number: Any) -> Tensor:
+            sent = tensors[number]
+            with torch.enable_grad():
+                apply: Callable[[Tensor], Tensor] = _Journey.apply
+                return apply(sent) if sent.requires_grad else sent.detach().clone()
+
+    stream = io.BytesIO()
+    Pickler(stream).dump(message)
+    return Unpickler(io.BytesIO(stream.getvalue())).load()
