@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 from rpcmp import microbatch
 from rpcmp.errors import ConfigError
@@ -75,3 +77,41 @@ def test_slices_are_contiguous_and_own_their_storage() -> None:
 def test_what_is_no_batch_is_refused(batch: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         microbatch.split(batch, 2)
+
+
+@pytest.mark.parametrize(
+    ("samples", "count", "smallest", "found"),
+    [
+        (8, 4, 1, [2, 2, 2, 2]),
+        (3, 4, 1, [1, 1, 1]),
+        (3, 4, 2, [3]),
+        (7, 4, 2, [3, 2, 2]),
+        (1, 4, 2, [1]),  # there is no more; whether that is enough is not decided here
+        (50, 7, 8, [9, 9, 8, 8, 8, 8]),
+    ],
+)
+def test_micro_batches_are_merged_until_each_has_enough(
+    samples: int, count: int, smallest: int, found: list[int]
+) -> None:
+    assert microbatch.sizes(samples, count, smallest) == found
+
+
+def test_only_what_is_trained_with_the_batchs_own_statistics_needs_two() -> None:
+    class Frozen(nn.BatchNorm2d):
+        def train(self, mode: bool = True) -> Frozen:
+            super().train(False)
+            return self
+
+    needs: list[tuple[Callable[[], nn.Module], int]] = [
+        (lambda: nn.Linear(1, 1), 1),
+        (lambda: nn.Sequential(nn.Linear(1, 1), nn.BatchNorm1d(1)), 2),
+        (lambda: nn.BatchNorm2d(1), 2),
+        (lambda: nn.SyncBatchNorm(1), 2),
+        (lambda: nn.LazyBatchNorm3d(), 2),
+        (lambda: nn.BatchNorm1d(1, track_running_stats=False).eval(), 2),
+        (lambda: nn.GroupNorm(1, 1), 1),
+        (lambda: nn.InstanceNorm2d(1), 1),  # of one value it fails with any number of samples
+        (lambda: Frozen(1).train(), 1),
+    ]
+    for make, found in needs:
+        assert microbatch.smallest_for([nn.Identity(), make()]) == found

@@ -1,0 +1,53 @@
+"""Jobs of samples that are more than pairs: what follows `[data]` is added by the test."""
+
+from __future__ import annotations
+
+
+def of_mapped(loss: str, reads: str) -> str:
+    """A job of samples that are mappings; its first stage reads a part of one."""
+    return f"""
+loss = "{loss}"
+[[stages]]
+module = "torch.nn:Linear"
+kwargs = {{ in_features = 8, out_features = 8 }}
+inputs = ["{reads}"]
+[[stages]]
+module = "torch.nn:Linear"
+kwargs = {{ in_features = 8, out_features = 1 }}
+[data]
+train = "samples:Mapped"
+test = "samples:Mapped"
+"""
+
+
+PADDED = """
+loss = "zoo:token_loss"
+[model]
+layers = "samples:reading"
+balance = [2, 1]
+[data]
+train = "samples:Texts"
+collate = { callable = "samples:padded", kwargs = { value = 0 } }
+sampler = { callable = "samples:ByLength", kwargs = { group = 15 } }
+"""
+
+MADE = {
+    "dicts": of_mapped("samples:mapped_loss", "input.x"),
+    "padded": PADDED,
+    "mappings": of_mapped("tokenized:loss", "input.more.x") + 'collate = "tokenized:collate"',
+    "weighted": """
+[model]
+layers = "zoo:mlp"
+balance = [2, 2]
+[data]
+train = "zoo:regression"
+sampler = "samples:weighted"
+""",
+    "itself": """
+[model]
+layers = "zoo:mlp"
+balance = [2, 2]
+[data]
+train = { callable = "torch:ones", kwargs = { size = [20, 8] } }
+""",
+}

@@ -1,0 +1,49 @@
+"""The config's own sampler and collate function."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import RandomSampler
+
+from rpcmp import data
+from rpcmp.errors import ConfigError
+from rpcmp.sections import DataConfig
+
+
+def sampled(sampler: Any, samples: int = 10) -> list[list[int]]:
+    """The first three epochs."""
+    own, found = data.OwnSampler(sampler, samples, seed=0), []
+    for epoch in range(3):
+        own.set_epoch(epoch)
+        found.append(list(own))
+    return found
+
+
+def test_a_samplers_own_generator_is_seeded_for_each_epoch() -> None:
+    generator = torch.Generator().manual_seed(5)
+    first = sampled(RandomSampler(range(10), generator=generator))
+    torch.rand(3, generator=generator)
+    assert sampled(RandomSampler(range(10), generator=generator)) == first
+    assert first[0] != first[1] != first[2]
+    assert all(sorted(epoch) == list(range(10)) for epoch in first)
+
+
+@pytest.mark.parametrize("wrong", [[0, 10], [-1, 0], [0, 1.0], ["a", 0], [torch.ones(2), 0]])
+def test_a_sampler_yields_indices(wrong: list[Any]) -> None:
+    with pytest.raises(ConfigError, match="has to yield indices of samples, here from 0 to 9"):
+        sampled(wrong)
+    assert sampled([torch.tensor(3), 4])[0] == [3, 4]
+
+
+def test_a_mini_batch_that_is_no_pair_is_named() -> None:
+    section = DataConfig(train="a:b", collate="tests.unit.test_samplers:_triple")  # type: ignore[arg-type]
+    batches = data.Batches([(1, 2)] * 4, section, 0, training=True)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"a mini-batch is \(int64\[4\], .*data.collate"):
+        next(batches.epoch(1))
+
+
+def _triple(samples: list[Any]) -> tuple[Any, ...]:
+    return (torch.arange(len(samples)),) * 3
