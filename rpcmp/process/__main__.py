@@ -199,9 +199,11 @@ def main() -> NoReturn:
     # Takes a process that has one thread.
     network.current = network.share(shared) if shared else network.open_private()
     die_with_parent(int(parent_pid), signal.SIGKILL)
+    gc.disable()  # what is imported stays
     for module in modules:
         importlib.import_module(module)
     gc.freeze()  # collections would touch, and so copy, what all children share
+    gc.enable()
     ForkServer(socket.socket(fileno=int(fd))).run()
 
 
