@@ -23,7 +23,7 @@ from rpcmp.job import fleet, visit
 from rpcmp.process.forking import Forks
 from tests.support import pool, processes
 from tests.support.processes import Server, poll_for
-from tests.support.sharedforks import borrowing
+from tests.support.sharedforks import DRIVE, borrowing
 
 hypothesis.settings.register_profile("rpcmp", deadline=None)  # this machine may be busy
 hypothesis.settings.load_profile("rpcmp")
@@ -77,7 +77,7 @@ def _shared() -> Iterator[None]:
     """Have jobs of this process fork by a line of what the tests share, and share stage servers."""
     with pytest.MonkeyPatch.context() as patch:
         forks = processes.FORKS
-        borrow = borrowing(lambda: forks.line("drive"))
+        borrow = borrowing(lambda: forks.line(DRIVE))
         patch.setattr(Forks, "__init__", borrow)
         for module in (fleet, visit):
             patch.setattr(module, "LocalServers", pool.PooledServers)

@@ -11,13 +11,16 @@ import subprocess
 import sys
 from collections.abc import Iterator
 
-import psutil
 import pytest
 
+from rpcmp.control.client import StageClient
 from tests.support.places import EXAMPLES
+from tests.support.pool import PooledServer, lent
 from tests.support.processes import (
+    DEADLINE,
+    FORKS,
     JobFolder,
-    Server,
+    RunningHere,
     connect,
     describe,
     poll_for,
@@ -30,14 +33,15 @@ from tests.support.processes import (
 )
 
 
-@pytest.fixture(scope="module")
-def shared_servers() -> Iterator[list[Server]]:
+@pytest.fixture
+def shared_servers() -> Iterator[list[PooledServer]]:
     """Servers that outlive all faults of this module, which is the point of it."""
-    with running_servers(2) as started:
-        yield started
+    with lent(2) as servers:
+        yield servers
+        assert not any(server.has_ended for server in servers)
 
 
-def drive(job: JobFolder, servers: list[Server], text: str, *options: str) -> tuple[int, str]:
+def drive(job: JobFolder, servers: list[PooledServer], text: str, *options: str) -> tuple[int, str]:
     """Exit code and standard error of a job on `servers`, which must be idle afterwards."""
     config = job.config(text)
     at_once = ("--set", "recovery.enabled=false")
@@ -70,7 +74,7 @@ LAST, FIRST = (2, "stage1"), (0, "stage0")
 )
 def test_an_exception_in_the_model_names_stage_step_and_microbatch(
     job: JobFolder,
-    shared_servers: list[Server],
+    shared_servers: list[PooledServer],
     phase: str,
     position: int,
     stage: str,
@@ -87,7 +91,7 @@ def test_an_exception_in_the_model_names_stage_step_and_microbatch(
 
 @pytest.mark.parametrize("schedule", ["zero-bubble", pytest.param("1f1b", marks=pytest.mark.long)])
 def test_an_exception_in_an_optimizer_names_stage_and_step(
-    job: JobFolder, shared_servers: list[Server], schedule: str
+    job: JobFolder, shared_servers: list[PooledServer], schedule: str
 ) -> None:
     text = 'steps = 5\noptimizer = "zoo:TroubledSGD"\n[model]\nlayers = "zoo:mlp"\nbalance = [2, 2]'
     code, err = drive(job, shared_servers, text, "--set", f"schedule={schedule}")
@@ -97,7 +101,7 @@ def test_an_exception_in_an_optimizer_names_stage_and_step(
 
 
 def test_a_shape_mismatch_names_both_stages_and_the_shapes(
-    job: JobFolder, shared_servers: list[Server]
+    job: JobFolder, shared_servers: list[PooledServer]
 ) -> None:
     code, err = drive(job, shared_servers, '[model]\nlayers="zoo:mismatched"\nbalance=[1, 1]')
     assert code == 1
@@ -107,7 +111,7 @@ def test_a_shape_mismatch_names_both_stages_and_the_shapes(
 
 
 def test_a_loss_that_is_not_finite_stops_the_job(
-    job: JobFolder, shared_servers: list[Server]
+    job: JobFolder, shared_servers: list[PooledServer]
 ) -> None:
     text = troubled("[2, 2]", phase="forward", step=2, kind="nan")
     code, err = drive(job, shared_servers, text)
@@ -116,7 +120,7 @@ def test_a_loss_that_is_not_finite_stops_the_job(
 
 
 def test_a_remote_factory_that_raises_names_the_stage(
-    job: JobFolder, shared_servers: list[Server]
+    job: JobFolder, shared_servers: list[PooledServer]
 ) -> None:
     text = '[model]\nlayers = "zoo:broken_layers"\nbalance = [1, 1]'
     code, err = drive(job, shared_servers, text)
@@ -127,7 +131,7 @@ def test_a_remote_factory_that_raises_names_the_stage(
 
 
 def test_a_remote_module_that_does_not_import_names_the_stage(
-    job: JobFolder, shared_servers: list[Server]
+    job: JobFolder, shared_servers: list[PooledServer]
 ) -> None:
     text = """
         [[stages]]
@@ -152,7 +156,7 @@ def test_a_remote_module_that_does_not_import_names_the_stage(
     ],
 )
 def test_a_misspelt_argument_of_the_users_own_is_an_error_of_the_config(
-    job: JobFolder, shared_servers: list[Server], key: str, said: str
+    job: JobFolder, shared_servers: list[PooledServer], key: str, said: str
 ) -> None:
     text = '[model]\nlayers = "zoo:mlp"\nbalance = [2, 2]'
     code, err = drive(job, shared_servers, text, "--set", key)
@@ -162,7 +166,7 @@ def test_a_misspelt_argument_of_the_users_own_is_an_error_of_the_config(
 
 
 def test_sys_exit_in_the_model_is_an_error_like_any_other(
-    job: JobFolder, shared_servers: list[Server]
+    job: JobFolder, shared_servers: list[PooledServer]
 ) -> None:
     text = troubled("[2, 2]", phase="forward", position=2, kind="sys.exit")
     code, err = drive(job, shared_servers, text)
@@ -171,7 +175,7 @@ def test_sys_exit_in_the_model_is_an_error_like_any_other(
 
 
 def test_an_output_that_cannot_travel_is_refused(
-    job: JobFolder, shared_servers: list[Server]
+    job: JobFolder, shared_servers: list[PooledServer]
 ) -> None:
     code, err = drive(job, shared_servers, '[model]\nlayers="zoo:opaque"\nbalance=[1, 1]')
     assert code == 1
@@ -188,7 +192,7 @@ def test_an_output_that_cannot_travel_is_refused(
     ],
 )
 def test_a_worker_that_dies_is_named(
-    job: JobFolder, shared_servers: list[Server], kind: str, how: str
+    job: JobFolder, shared_servers: list[PooledServer], kind: str, how: str
 ) -> None:
     text = troubled("[2, 2]", phase="backward", position=0, step=2, kind=kind)
     code, err = drive(job, shared_servers, text)
@@ -198,13 +202,13 @@ def test_a_worker_that_dies_is_named(
 
 
 def test_a_busy_stage_names_the_other_job_which_goes_on(
-    job: JobFolder, shared_servers: list[Server]
+    job: JobFolder, shared_servers: list[PooledServer]
 ) -> None:
     where = connect(shared_servers)
     text = 'name = "other"\nsteps = 100000\n[model]\nlayers="zoo:jittery"\nbalance=[3, 2]'
     other = job.config(text, "other.toml")
     with running("drive", other, "--connect", where, "--json") as first:
-        first.wait_for_line('"step"')
+        first.wait_for_line('"event": "step"')
         second = rpcmp("drive", job.config(text, "second.toml"), "--connect", where)
         assert second.code == 75
         assert "busy with job 'other'" in second.err
@@ -214,7 +218,10 @@ def test_a_busy_stage_names_the_other_job_which_goes_on(
         assert first.wait().code == 130
 
 
-def test_an_unreachable_stage_is_named(job: JobFolder, shared_servers: list[Server]) -> None:
+def test_an_unreachable_stage_is_named(
+    job: JobFolder, shared_servers: list[PooledServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(StageClient.connect, "__defaults__", (1.0,))
     config = job.config('[model]\nlayers = "zoo:mlp"\nbalance = [2, 2]')
     nobody = "127.0.0.1:1"
     where = f"{shared_servers[0].address},{nobody}"
@@ -224,14 +231,13 @@ def test_an_unreachable_stage_is_named(job: JobFolder, shared_servers: list[Serv
     assert describe(shared_servers[0]).job == ""
 
 
-@pytest.mark.usefixtures("own_forks")
 def test_the_driver_killed_leaves_idle_servers(
-    job: JobFolder, shared_servers: list[Server]
+    job: JobFolder, shared_servers: list[PooledServer]
 ) -> None:
     config = job.config('steps = 100000\n[model]\nlayers = "zoo:mlp"\nbalance = [2, 2]')
     with running("drive", config, "--connect", connect(shared_servers), "--json") as run:
         run.wait_for_line('"step"')
-        driver = psutil.Process(run.pid).children()
+        (driver,) = [p for p in FORKS.children() if runs(p, "rpcmp.driver")]
         run.process.kill()
         run.wait()
 
@@ -240,7 +246,7 @@ def test_the_driver_killed_leaves_idle_servers(
         return all((s["health"], s["job"], s["worker_pid"]) == ("SERVING", "", 0) for s in stages)
 
     poll_for(idle, "idle servers", timeout=10)
-    poll_for(lambda: not any(p.is_running() for p in driver), "the driver process to end")
+    poll_for(lambda: driver not in FORKS.children(), "the driver process to end")
 
 
 @pytest.mark.parametrize(
@@ -248,13 +254,16 @@ def test_the_driver_killed_leaves_idle_servers(
     [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.long)],
 )
 def test_a_signal_lets_the_step_finish_and_the_job_end(
-    job: JobFolder, shared_servers: list[Server], signum: signal.Signals, code: int
+    job: JobFolder, shared_servers: list[PooledServer], signum: signal.Signals, code: int
 ) -> None:
     config = job.config('steps = 100000\n[model]\nlayers = "zoo:jittery"\nbalance = [3, 2]')
-    with running("drive", config, "--connect", connect(shared_servers), "--json") as run:
+
+    def send(run: RunningHere) -> None:
         run.wait_for_line('"step"')
-        run.process.send_signal(signum)
-        result = run.wait()
+        run.signal(signum)
+
+    where = ("--connect", connect(shared_servers))
+    result = rpcmp("drive", config, "--json", *where, during=send)
     assert result.code == code
     assert result.event("summary")["steps"] == result.event("step")["step"]
     assert f"ended by {signum.name} after step" in result.err
@@ -263,25 +272,30 @@ def test_a_signal_lets_the_step_finish_and_the_job_end(
 
 def test_a_second_signal_ends_the_job_at_once(job: JobFolder) -> None:
     text = '[model]\nlayers = "zoo:jittery"\nbalance = [3, 2]\nkwargs = { milliseconds = 60000.0 }'
-    with running("drive", job.config(text), "--json") as run:
+
+    def send(run: RunningHere) -> None:
         run.wait_for_line('"start"')
-        run.process.send_signal(signal.SIGINT)
-        run.process.send_signal(signal.SIGTERM)
-        assert run.wait().code in (130, 143)
+        run.signal(signal.SIGINT)
+        run.signal(signal.SIGTERM)
+
+    assert rpcmp("drive", job.config(text), "--json", during=send).code in (130, 143)
 
 
 def test_a_server_told_to_stop_ends_the_job_after_its_step(job: JobFolder) -> None:
     config = job.config(f'{ENDLESS}\n[model]\nlayers = "zoo:jittery"\nbalance = [3, 2]')
-    with running_servers(2) as servers:
-        with running("drive", config, "--connect", connect(servers), "--json") as run:
+    with lent(2) as servers:
+
+        def stop(run: RunningHere) -> None:
             run.wait_for_line('"step"')
-            servers[1].run.process.terminate()
-            result = run.wait()
-        assert servers[1].run.wait().code == 0
+            servers[1].process.terminate()
+
+        where = ("--connect", connect(servers))
+        result = rpcmp("drive", config, "--json", *where, during=stop)
+        assert servers[1].process.wait(DEADLINE) == 0
         assert result.code == 75
         assert "the server of stage 'stage1' is being stopped" in result.err
-        servers[0].run.process.send_signal(signal.SIGINT)
-        assert servers[0].run.wait().code == 130
+        servers[0].process.send_signal(signal.SIGINT)
+        assert servers[0].process.wait(DEADLINE) == 130
 
 
 @pytest.mark.usefixtures("own_forks")
@@ -302,14 +316,17 @@ def test_a_signal_to_all_processes_ends_the_job_as_one_to_the_driver_does(
 
 def test_a_ctrl_c_on_a_busy_server_ends_the_job_after_its_step(job: JobFolder) -> None:
     config = job.config(f'{ENDLESS}\n[model]\nlayers = "zoo:jittery"\nbalance = [5]')
-    with running_servers(1) as servers:
-        with running("drive", config, "--connect", connect(servers), "--json") as run:
+    with lent(1) as (server,):
+
+        def interrupt(run: RunningHere) -> None:
             run.wait_for_line('"step"')
-            servers[0].run.process.send_signal(signal.SIGINT)
-            result = run.wait()
+            server.process.send_signal(signal.SIGINT)
+
+        where = ("--connect", server.address)
+        result = rpcmp("drive", config, "--json", *where, during=interrupt)
         assert result.code == 75
         assert "the server of stage 'stage0' is being stopped" in result.err
-        assert servers[0].run.wait().code == 130
+        assert server.process.wait(DEADLINE) == 130
 
 
 @pytest.mark.long
@@ -330,17 +347,20 @@ def test_output_that_is_read_late_is_complete(job: JobFolder, token: str) -> Non
 
 def test_a_server_killed_ends_the_job(job: JobFolder) -> None:
     config = job.config(f'{ENDLESS}\n[model]\nlayers = "zoo:mlp"\nbalance = [2, 2]')
-    with running_servers(2) as servers:
-        with running("drive", config, "--connect", connect(servers), "--json") as run:
+    with lent(2) as servers:
+
+        def kill(run: RunningHere) -> None:
             run.wait_for_line('"step"')
-            servers[1].run.process.kill()
-            result = run.wait()
-        assert result.code == 75
-        assert "lost stage 'stage1'" in result.err
+            servers[1].process.kill()
+
+        where = ("--connect", connect(servers))
+        result = rpcmp("drive", config, "--json", *where, during=kill)
+    assert result.code == 75
+    assert "lost stage 'stage1'" in result.err
 
 
 def test_a_port_in_use_is_refused() -> None:
-    with running_servers(1) as (server,):
+    with lent(1) as (server,):
         result = rpcmp("serve", "--stage", "0", "--listen", server.address)
     assert result.code == 2
     assert f"cannot listen on {server.address}" in result.err
@@ -348,7 +368,7 @@ def test_a_port_in_use_is_refused() -> None:
 
 def test_code_is_refused_by_a_server_that_takes_none(job: JobFolder) -> None:
     config = job.config('[model]\nlayers = "zoo:mlp"\nbalance = [4]')
-    with running_servers(1, "--no-code") as servers:
+    with running_servers(1, "--no-code", apart=False) as servers:
         result = rpcmp("drive", config, "--connect", connect(servers))
     assert result.code == 2
     files = len(list(job.folder.glob("*.py")))

@@ -4,6 +4,8 @@
     job ──start──> takes servers from the pool, which starts what is missing
         ──stop───> puts them back, once they are idle and hold nothing of it any more
 
+    with lent(2) as servers: rpcmp("drive", config, "--connect", connect(servers))
+
 They are what `rpcmp drive` would start: children of this process that fork by its shared fork
 server; but any of them serves any stage, and writes checkpoints anywhere. A job that is confined,
 or whose test has `own_forks`, starts servers of its own. So does `running("drive", ...)`, which is
@@ -13,12 +15,13 @@ a process of its own.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import re
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import grpc
@@ -29,13 +32,25 @@ from rpcmp.process.forking import Forks
 from rpcmp.v1 import control_pb2 as pb
 from rpcmp.v1.control_pb2_grpc import ControlStub
 from tests.support import processes
+from tests.support.sharedforks import DRIVE
+
+SECONDS = 30.0
+"""In which a server has forgotten a job that has ended."""
 
 
 class PooledServer:
-    """A running `rpcmp serve --spare`."""
+    """A running `rpcmp serve --spare`.
+
+    Args:
+        line: of the fork server that its workers come from.
+
+    Attributes:
+        address: where it listens.
+        process: what runs.
+    """
 
     def __init__(self, line: int) -> None:
-        self._process = subprocess.Popen(
+        self.process = subprocess.Popen(
             [
                 *(sys.executable, "-P", "-m", "rpcmp", "serve", "--spare"),
                 *("--listen", "127.0.0.1:0", "--parent", str(os.getpid())),
@@ -48,34 +63,43 @@ class PooledServer:
             env={k: v for k, v in os.environ.items() if k not in (processes.TOKEN, "RPCMP_CERTS")},
             start_new_session=True,
         )
-        assert self._process.stdout is not None
-        told = self._process.stdout.readline().decode()
+        assert self.process.stdout is not None
+        told = self.process.stdout.readline().decode()
         found = re.search(r"127\.0\.0\.1:\d+", told)
         assert found is not None, f"a stage server did not start: {told!r}"
         self.address = found[0]
 
     @property
+    def pid(self) -> int:
+        """Of the server."""
+        return self.process.pid
+
+    @property
     def has_ended(self) -> bool:
-        return self._process.poll() is not None
+        """Whether it is gone."""
+        return self.process.poll() is not None
 
     def is_idle(self) -> bool:
-        """Whether it has forgotten the last job."""
+        """Whether it has forgotten the last job, or has ended."""
+        if self.has_ended:
+            return True
         with grpc.insecure_channel(self.address) as channel:
             found = ControlStub(channel).Describe(pb.DescribeRequest(), timeout=10)
         return found.state == pb.SERVER_STATE_IDLE and not found.job and not found.draining
 
     def end(self) -> None:
-        """Kill it."""
-        self._process.kill()
-        self._process.wait()
-        if self._process.stdout is not None:
-            self._process.stdout.close()
+        """Kill it, with what it has had forked."""
+        self.process.kill()
+        self.process.wait()
+        if self.process.stdout is not None:
+            self.process.stdout.close()
 
 
 class ServerPool:
     """Servers that no job has. Thread-safe."""
 
     def __init__(self) -> None:
+        self._all: list[PooledServer] = []
         self._idle: list[PooledServer] = []
         self._lock = threading.Lock()
         # They end with the thread that has started them, so it must be one that stays.
@@ -91,28 +115,51 @@ class ServerPool:
         return self._starter.submit(self._start).result()
 
     def put(self, server: PooledServer) -> None:
-        """Give one back, which is idle again, or has ended."""
-        if server.has_ended:
-            return
-        processes.poll_for(server.is_idle, f"the server at {server.address} to be idle")
+        """Give one back that is to be idle, or has ended.
+
+        Raises:
+            AssertionError: it is not, and was killed.
+        """
+        try:
+            processes.poll_for(server.is_idle, "it to be idle", SECONDS)
+        except (AssertionError, grpc.RpcError) as error:
+            server.end()
+            raise AssertionError(
+                f"the server at {server.address} was left busy: {error}"
+            ) from error
         with self._lock:
             self._idle.append(server)
 
     def close(self) -> None:
-        """End all that lie here."""
+        """End all of them."""
         with self._lock:
-            for server in self._idle:
+            for server in self._all:
                 server.end()
             self._idle.clear()
 
     def _start(self) -> PooledServer:
-        line = processes.FORKS.line("drive")
-        assert line is not None
-        with line:
-            return PooledServer(line.fileno())
+        with processes.FORKS.line_of(DRIVE) as line:
+            server = PooledServer(line.fileno())
+        self._all = [*(each for each in self._all if not each.has_ended), server]
+        return server
 
 
 POOL = ServerPool()
+
+
+@contextlib.contextmanager
+def lent(count: int) -> Iterator[list[PooledServer]]:
+    """As many servers of the pool, for one test that has a job connect to them.
+
+    They must be idle again at the end. One may be stopped or killed: the next test has another.
+    They share the driver's network. See `running_servers` for those of several hosts.
+    """
+    with contextlib.ExitStack() as stack:
+        found = []
+        for _ in range(count):
+            found.append(POOL.take())
+            stack.callback(POOL.put, found[-1])
+        yield found
 
 
 class PooledServers(LocalServers):

@@ -18,7 +18,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import grpc
 import psutil
@@ -29,7 +29,7 @@ from rpcmp.v1 import control_pb2 as pb
 from rpcmp.v1.control_pb2_grpc import ControlStub
 from tests.support import sharedforks
 from tests.support.places import EXAMPLES, ZOO
-from tests.support.sharedforks import SharedByAll
+from tests.support.sharedforks import DRIVE, SharedByAll
 
 TOKEN = "RPCMP_TEST_TOKEN"
 DEADLINE = 60.0
@@ -89,6 +89,35 @@ def unstamped(event: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in event.items() if key not in ("time", "generation")}
 
 
+class Watched(Protocol):
+    """A command whose standard output is looked at while it runs."""
+
+    def lines(self) -> list[str]:
+        """What it has written so far."""
+
+    def has_ended(self) -> bool:
+        """Whether no more lines will come."""
+
+    def result(self) -> Result:
+        """How it has ended; what it has written so far if it has not."""
+
+
+def wait_for_line(run: Watched, pattern: str, timeout: float = DEADLINE) -> re.Match[str]:
+    """The first line of standard output that matches."""
+
+    def found() -> re.Match[str] | None:
+        has_ended = run.has_ended()  # before the look at its lines
+        for line in run.lines():
+            if match := re.search(pattern, line):
+                return match
+        if has_ended:
+            raise AssertionError(f"ended without {pattern!r}: {run.result()}")
+        return None
+
+    match: re.Match[str] = poll_for(found, f"a line like {pattern!r}", timeout)
+    return match
+
+
 @dataclass
 class Running:
     """A command that runs; its output is collected as it comes."""
@@ -102,19 +131,17 @@ class Running:
     def pid(self) -> int:
         return self.process.pid
 
+    def lines(self) -> list[str]:
+        """See Watched."""
+        return list(self.out)
+
+    def has_ended(self) -> bool:
+        """See Watched."""
+        return self.process.poll() is not None and not any(r.is_alive() for r in self.readers)
+
     def wait_for_line(self, pattern: str, timeout: float = DEADLINE) -> re.Match[str]:
         """The first line of standard output that matches."""
-
-        def found() -> re.Match[str] | None:
-            for line in list(self.out):
-                if match := re.search(pattern, line):
-                    return match
-            if self.process.poll() is not None and not any(r.is_alive() for r in self.readers):
-                raise AssertionError(f"ended without {pattern!r}: {self.result()}")
-            return None
-
-        match: re.Match[str] = poll_for(found, f"a line like {pattern!r}", timeout)
-        return match
+        return wait_for_line(self, pattern, timeout)
 
     def wait(self, timeout: float = DEADLINE) -> Result:
         """How it ends by itself."""
@@ -127,6 +154,41 @@ class Running:
         return Result(self.process.returncode, "".join(self.out), "".join(self.err))
 
 
+class RunningHere:
+    """A command that runs in this process, as another thread sees it.
+
+    Attributes:
+        out, err: what it writes.
+    """
+
+    def __init__(self) -> None:
+        self.out, self.err = io.StringIO(), io.StringIO()
+        self.code: int | None = None
+
+    def lines(self) -> list[str]:
+        """See Watched."""
+        return self.out.getvalue().splitlines()
+
+    def has_ended(self) -> bool:
+        """See Watched."""
+        return self.code is not None
+
+    def wait_for_line(self, pattern: str, timeout: float = DEADLINE) -> re.Match[str]:
+        """The first line of standard output that matches."""
+        return wait_for_line(self, pattern, timeout)
+
+    def signal(self, signum: signal.Signals) -> None:
+        """Send the command a signal, which is for this process."""
+        assert self.code is None, f"it has ended: {self.result()}"
+        os.kill(os.getpid(), signum)
+
+    def result(self) -> Result:
+        """See Watched."""
+        return Result(
+            -1 if self.code is None else self.code, self.out.getvalue(), self.err.getvalue()
+        )
+
+
 @contextlib.contextmanager
 def running(
     *command: str | Path, cwd: Path | None = None, under: Sequence[str] = ()
@@ -136,7 +198,7 @@ def running(
     Args:
         under: a program and its arguments that runs it.
     """
-    with _line("drive" if command[0] in SHARING and not under else "") as fds:
+    with _line(DRIVE if command[0] in SHARING and not under else "") as fds:
         shared = ["-P", sharedforks.__file__, *map(str, fds)]
         program = shared if fds else ["-m", "rpcmp"]
         command = _in_a_test(*command)
@@ -204,27 +266,65 @@ def runs(process: psutil.Process, what: str) -> bool:
     return what in " ".join(process.cmdline()).split()
 
 
-def rpcmp(*command: str | Path) -> Result:
+def rpcmp(*command: str | Path, during: Callable[[RunningHere], object] | None = None) -> Result:
     """Run `rpcmp COMMAND...` to its end, in this process: an interpreter less, and its imports.
 
     Its job, if any, has stage servers of the pool; see tests.support.pool. `rpcmp_process` is the
     whole of it.
+
+    Args:
+        during: what another thread does while it runs. An exception of that is raised here, and
+            ends the command.
     """
-    out, err = io.StringIO(), io.StringIO()
+    run = RunningHere()
     levels = {name: logging.getLogger(name).level for name in (None, "rpcmp")}
     with (
-        contextlib.redirect_stdout(out),
-        contextlib.redirect_stderr(err),
+        contextlib.redirect_stdout(run.out),
+        contextlib.redirect_stderr(run.err),
         warnings.catch_warnings(),
         pytest.MonkeyPatch.context() as patch,
+        _beside(run, during),
     ):
         patch.setattr(sys, "argv", ["rpcmp", *map(str, _in_a_test(*command))])
         try:
-            code = cli._run()
+            run.code = cli._run()
         finally:
             for name, level in levels.items():
                 logging.getLogger(name).setLevel(level)
-    return Result(code, out.getvalue(), err.getvalue())
+    return run.result()
+
+
+@contextlib.contextmanager
+def _beside(run: RunningHere, during: Callable[[RunningHere], object] | None) -> Iterator[None]:
+    if during is None:
+        yield
+        return
+    failed: list[BaseException] = []
+
+    def watch() -> None:
+        try:
+            during(run)
+        except BaseException as error:
+            failed.append(error)
+            for _ in range(2):  # the second signal ends what is slow to end
+                if run.code is None:
+                    run.signal(signal.SIGINT)
+                    time.sleep(1.0)
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    try:
+        yield
+    except KeyboardInterrupt:
+        if not failed:
+            raise
+    finally:
+        if run.code is None:
+            run.code = -1
+        watcher.join(DEADLINE)
+    if failed:
+        raise failed[0]
+    assert not watcher.is_alive(), "what is done beside the command does not end"
 
 
 def rpcmp_process(*command: str | Path, timeout: float = 120.0) -> Result:
@@ -246,13 +346,18 @@ class Server:
 
 
 @contextlib.contextmanager
-def running_servers(num_stages: int, *options: str) -> Iterator[list[Server]]:
-    """One stage server a stage, on free ports."""
+def running_servers(num_stages: int, *options: str, apart: bool = True) -> Iterator[list[Server]]:
+    """One stage server a stage, on free ports.
+
+    Args:
+        apart: whether each is in a network of its own, as on a host of its own; else all are in
+            that of drivers.
+    """
     with contextlib.ExitStack() as stack:
         runs = []
         for index in range(num_stages):
             place = ("--stage", str(index), "--listen", "127.0.0.1:0")
-            with _line(f"stage {index}") as fds:
+            with _line(f"stage {index}" if apart else DRIVE) as fds:
                 shared = [part for fd in fds for part in ("--forks", str(fd))]
                 command = ["-m", "rpcmp", *_in_a_test("serve", *place, *shared, *options)]
                 runs.append(_start([sys.executable, *command], fds, None))
@@ -260,18 +365,26 @@ def running_servers(num_stages: int, *options: str) -> Iterator[list[Server]]:
         yield [Server(run, run.wait_for_line(r"SERVING on (\S+)")[1]) for run in runs]
 
 
-def connect(servers: Sequence[Server]) -> str:
+class Addressed(Protocol):
+    """A server that can be reached."""
+
+    @property
+    def address(self) -> str:
+        """Host and port."""
+
+
+def connect(servers: Sequence[Addressed]) -> str:
     """The value of --connect for `servers`."""
     return ",".join(server.address for server in servers)
 
 
-def describe(server: Server) -> pb.DescribeResponse:
+def describe(server: Addressed) -> pb.DescribeResponse:
     """Who a server says it is."""
     with grpc.insecure_channel(server.address) as channel:
         return ControlStub(channel).Describe(pb.DescribeRequest(), timeout=10)
 
 
-def status(config: Path, servers: Sequence[Server]) -> list[dict[str, Any]]:
+def status(config: Path, servers: Sequence[Addressed]) -> list[dict[str, Any]]:
     """What `rpcmp status --json` says."""
     result = rpcmp("status", config, "--json", "--connect", connect(servers))
     stages: list[dict[str, Any]] = json.loads(result.out)["stages"]

@@ -7,7 +7,8 @@ What is forked by them, and how, is the same: a stage server that `rpcmp drive` 
 a line as well. Only who has started a fork server differs, and with it what its children inherit:
 environment and standard error. Tests that look at that use the fixture `own_forks`. Networks are as
 many as ever, since every fork server has its own: all of a job that starts its stage servers itself
-is in one, and stage servers that stay are each in another.
+is in one, and stage servers that stay are each in another. In a network is all of a job, or one
+process of it: there is no third way.
 """
 
 from __future__ import annotations
@@ -23,6 +24,9 @@ import psutil
 
 from rpcmp.process.environment import compute_environment
 from rpcmp.process.forking import DRIVERS, WORKERS, Forks
+
+DRIVE = "drive"
+"""The fork server of drivers, and of the servers that they start."""
 
 
 def adopted(line: socket.socket) -> socket.socket:
@@ -80,7 +84,7 @@ class SharedForks:
 
 
 class SharedByAll:
-    """All of them: one for what a driver's supervisor starts, and one for each stage server.
+    """All of them: DRIVE, and one for each stage server that stays.
 
     Args:
         without: see SharedForks.
@@ -97,9 +101,11 @@ class SharedByAll:
         self._starter = ThreadPoolExecutor(1, "shared-forks")
 
     def line(self, whose: str) -> socket.socket | None:
-        """A line to the one for "drive", or for a stage; None where nothing is shared."""
-        if not self.in_use:
-            return None
+        """A line to one; None where nothing is shared."""
+        return self.line_of(whose) if self.in_use else None
+
+    def line_of(self, whose: str) -> socket.socket:
+        """A line to one, even if no job of this test shares it."""
         forks = self._all.setdefault(whose, SharedForks(self._without))
         return self._starter.submit(forks.line).result()
 
