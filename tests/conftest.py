@@ -22,6 +22,7 @@ import pytest
 from rpcmp.job import fleet, visit
 from rpcmp.process.forking import Forks
 from tests.support import pool, processes
+from tests.support.places import TESTS
 from tests.support.processes import Server, poll_for
 from tests.support.sharedforks import DRIVE, borrowing
 
@@ -32,6 +33,14 @@ ALLOWED_SKIPS: dict[str, str] = {}
 """Tests that may be skipped, by node id, and why. Any other skip fails the run."""
 
 _unexpected_skips: list[str] = []
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What lies in a folder that is called like a marker has it; see pyproject.toml."""
+    for item in items:
+        for tier in ("system", "long"):
+            if TESTS / tier in item.path.parents:
+                item.add_marker(tier)
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
