@@ -22,6 +22,7 @@ import pytest
 from rpcmp.job import fleet, visit
 from rpcmp.process.forking import Forks
 from tests.support import pool, processes
+from tests.support.needs import needs, needs_root
 from tests.support.places import TESTS
 from tests.support.processes import Server, poll_for
 from tests.support.sharedforks import DRIVE, borrowing
@@ -118,15 +119,19 @@ def servers() -> Iterator[list[Server]]:
 def namespace() -> Iterator[tuple[str, ...]]:
     """A command that runs another in a network namespace of its own, where links can be cut."""
     name = f"rpcmp-{uuid.uuid4().hex[:8]}"
-    inside = ("ip", "netns", "exec", name)
-    subprocess.run(["ip", "netns", "add", name], check=True)
+    needs_root("make a network")
+    for program in ("nsenter", "ss"):  # by which tests/zoo/faults.py cuts links
+        needs(program)
+    ip = needs("ip")
+    inside = (ip, "netns", "exec", name)
+    subprocess.run([ip, "netns", "add", name], check=True)
     try:
         for command in (
-            ["ip", "link", "set", "lo", "up"],
-            ["ip", "rule", "add", "pref", "10", "lookup", "local"],  # so that rules can precede it
-            ["ip", "rule", "del", "pref", "0"],
+            [ip, "link", "set", "lo", "up"],
+            [ip, "rule", "add", "pref", "10", "lookup", "local"],  # so that rules can precede it
+            [ip, "rule", "del", "pref", "0"],
         ):
             subprocess.run([*inside, *command], check=True)
         yield inside
     finally:
-        subprocess.run(["ip", "netns", "del", name], check=True)
+        subprocess.run([ip, "netns", "del", name], check=True)

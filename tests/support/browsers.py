@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from playwright.sync_api import Browser, ConsoleMessage, Page, Request, sync_playwright
+
+from tests.support.needs import needs
 
 
 @dataclass
@@ -35,8 +36,7 @@ class Seen:
 @contextlib.contextmanager
 def chromium() -> Iterator[Browser]:
     """The browser; its profile is gone afterwards."""
-    program = shutil.which("chromium")
-    assert program is not None, "these tests need Chromium: apt-get install chromium"
+    program = needs("chromium")
     sandbox = os.geteuid() != 0  # it refuses to have one as root
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=program, chromium_sandbox=sandbox)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import platform
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.support.processes import JobFolder, Result, running
+from tests.support.processes import JobFolder, Result, rpcmp, running
 
 PHASES = ("joining", "forward", "backward", "optimizer", "saving")
 HOWS = ("SIGKILL", "SIGSTOP", "SIGSEGV", "exception", "deadlock", "cut")
@@ -92,13 +93,67 @@ def _without_twins(body: str) -> str:
 
 
 def drive(config: Path, *options: str, under: tuple[str, ...] = (), timeout: float = 120) -> Result:
-    """Run the job to its end."""
+    """Run the job to its end, in this process.
+
+    Args:
+        under: a program and its arguments that runs it; then it is a process of its own.
+        timeout: of that.
+    """
+    if not under:
+        return rpcmp("drive", config, "--json", *options)
     with running("drive", config, "--json", *options, under=under) as run:
         return run.wait(timeout)
 
 
-def committed(result: Result) -> tuple[list[tuple[int, str]], str]:
+Committed = tuple[list[tuple[int, str]], str]
+
+
+def committed(result: Result) -> Committed:
     """What must not depend on faults: every step's loss, and the final parameters."""
     assert result.code == 0, result.err
     steps = [(e["step"], e["loss"].hex()) for e in result.events if e["event"] == "step"]
     return steps, result.event("summary")["parameters_sha256"]
+
+
+def undisturbed_in(folder: Path) -> Committed:
+    """What a job commits that no fault strikes."""
+    return committed(drive(Faults(JobFolder(folder / "job")).config()))
+
+
+def assert_recovered(faults: Faults, result: Result) -> None:
+    """One process was hit, in the phase that was planned, and one more generation was formed."""
+    (planned,), (struck,) = faults.planned, faults.struck
+    assert [struck[key] for key in ("stage", "phase", "step")] == planned
+    (fault,) = [event for event in result.events if event["event"] == "fault"]
+    (recovered,) = [event for event in result.events if event["event"] == "recovered"]
+    assert fault["generation"] == 1
+    if struck["how"] != "cut":  # who is cut off and who cuts off is a matter of view
+        assert (fault["stage"], fault["host"]) == (f"stage{struck['stage']}", platform.node())
+    groups = [event for event in result.events if event["event"] == "generation"]
+    assert [(group["generation"], group["step"]) for group in groups] == [
+        (1, 0),
+        (2, recovered["step"]),
+    ][-len(groups) :]  # a fault before the first group has begun leaves one
+    assert recovered["generation"] == 2
+    assert fault["step"] - recovered["step"] <= 1  # at most one step that was told is done again
+
+
+Cell = tuple[str, str, int]
+"""How, in which phase, and at which stage a fault strikes."""
+
+
+def name_of(cell: Cell) -> str:
+    """Its id in the name of a test."""
+    return "-".join(map(str, cell))
+
+
+def assert_cell(
+    job: JobFolder, undisturbed: Committed, cell: Cell, under: tuple[str, ...] = ()
+) -> None:
+    """A run that such a fault strikes goes on by itself, and ends with the same bits."""
+    how, phase, stage = cell
+    faults = Faults(job).fail_at(stage, 0 if phase == "joining" else STEP, phase, how)
+    silent = ("--set", "recovery.heartbeat_timeout=2.0")
+    result = drive(faults.config(), *silent, under=under, timeout=90)
+    assert committed(result) == undisturbed
+    assert_recovered(faults, result)

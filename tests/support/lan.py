@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import shutil
 import subprocess
 import uuid
 from collections.abc import Iterator, Sequence
@@ -11,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rpcmp.cli.certs import certs
+from tests.support.needs import needs, needs_root
 from tests.support.processes import Running, Server, running
 
 PREFIX = "10.77.0"
@@ -47,8 +47,8 @@ class Host:
         """Let no more through in each direction than "1gbit"."""
         bucket = ["root", "tbf", "rate", rate, "burst", "1mb", "latency", "50ms"]
         ends = [
-            ([*self.inside, "tc", "qdisc"], "eth0"),
-            (["tc", "-n", self.switch, "qdisc"], self.cable),
+            ([*self.inside, needs("tc"), "qdisc"], "eth0"),
+            ([needs("tc"), "-n", self.switch, "qdisc"], self.cable),
         ]
         for command, device in ends:
             subprocess.run([*command, "replace", "dev", device, *bucket], check=True)
@@ -72,6 +72,8 @@ def lan(count: int, folder: Path) -> Iterator[list[Host]]:
     Args:
         folder: where each finds who it is.
     """
+    needs_root("make a network")
+    needs("mount")
     tag = uuid.uuid4().hex[:8]
     switch = f"rpcmp-{tag}-switch"
     names = [f"rpcmp-{tag}-{index}" for index in range(count)]
@@ -99,12 +101,12 @@ def _plug_in(switch: str, name: str, index: int, folder: Path) -> Host:
     binds = (
         f"mount --bind {boot} /proc/sys/kernel/random/boot_id && mount --bind {names} /etc/hosts"
     )
-    inside = ("ip", "netns", "exec", name, "sh", "-c", f'{binds} && exec "$@"', "sh")
+    inside = (needs("ip"), "netns", "exec", name, "sh", "-c", f'{binds} && exec "$@"', "sh")
     return Host(address, switch, cable, f"host-{chr(97 + index)}", inside)
 
 
 def _ip(*arguments: str) -> None:
-    subprocess.run([shutil.which("ip") or "/sbin/ip", *arguments], check=True)
+    subprocess.run([needs("ip"), *arguments], check=True)
 
 
 def issue(folder: Path, *hosts: str) -> Path:

@@ -28,6 +28,7 @@ from rpcmp import cli
 from rpcmp.v1 import control_pb2 as pb
 from rpcmp.v1.control_pb2_grpc import ControlStub
 from tests.support import sharedforks
+from tests.support.needs import needs, needs_root
 from tests.support.places import EXAMPLES, ZOO
 from tests.support.sharedforks import DRIVE, SharedByAll
 
@@ -416,9 +417,12 @@ class JobFolder:
 @contextlib.contextmanager
 def small_disk(folder: Path, size: str) -> Iterator[None]:
     """A disk that holds `size`, mounted at `folder`."""
+    needs_root("mount a disk")
     folder.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "rpcmp", folder], check=True)
+    subprocess.run(
+        [needs("mount"), "-t", "tmpfs", "-o", f"size={size}", "rpcmp", folder], check=True
+    )
     try:
         yield
     finally:
-        subprocess.run(["umount", folder], check=True)
+        subprocess.run([needs("umount"), folder], check=True)

@@ -12,6 +12,7 @@ import subprocess
 import pytest
 
 from tests.support.faults import HOWS, Faults, committed, drive
+from tests.support.needs import needs
 from tests.support.processes import JobFolder
 
 PHASES = ("forward", "backward", "optimizer", "saving")
@@ -50,6 +51,6 @@ def test_a_run_survives_whatever_happens_to_it(
     told = [event["step"] for event in result.events if event["event"] == "step"]
     assert told == list(range(1, steps + 1))
     listening = subprocess.run(
-        [*namespace, "ss", "-tlnH"], capture_output=True, text=True, check=True
+        [*namespace, needs("ss"), "-tlnH"], capture_output=True, text=True, check=True
     ).stdout
     assert listening == ""

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.needs import needs
 from tests.support.places import DEPLOY
 from tests.support.processes import running
 
@@ -32,7 +33,11 @@ def unit(tmp_path: Path) -> Path:
 
 def analyze(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        ["systemd-analyze", *arguments], capture_output=True, text=True, timeout=60, check=False
+        [needs("systemd-analyze"), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
     )
 
 

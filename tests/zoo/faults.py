@@ -38,11 +38,15 @@ class Planted:
     Args:
         faults: all that are planted in the job.
         stage: this worker's.
+
+    Attributes:
+        trains: whether a step has begun; before that, optimizers are only tried out.
     """
 
     def __init__(self, faults: list[dict[str, Any]], stage: int) -> None:
         self._faults = [fault for fault in faults if fault["stage"] == stage]
         self._stage = stage
+        self.trains = False
 
     def begin(self, phase: str, step: int) -> None:
         """Strike, if a fault is planted here and has not struck yet."""
@@ -136,7 +140,8 @@ def layers(
             )
             planted = Planted(at, stage)
             planted.begin("building", 0)
-            _watch_process(planted)
+            if at:
+                _watch_process(planted)
             return Watched(layer, planted, num_microbatches, milliseconds)
 
         return build
@@ -161,6 +166,7 @@ class Watched(nn.Module):
         time.sleep(self._milliseconds / 1e3)
         if not self.training:
             return self.layer(x)  # type: ignore[no-any-return]
+        self._planted.trains = True
         step = int(self.forwards) // self._num_microbatches + 1
         self.forwards.add_(1)
         self._planted.begin("forward", step)
@@ -188,7 +194,7 @@ class WatchedSGD(torch.optim.SGD):
     def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
             group["steps"] = group.get("steps", 0) + 1
-        if _planted:
+        if _planted and _planted[0].trains:
             _planted[0].begin("optimizer", self.param_groups[0]["steps"])
         return super().step(closure)
 

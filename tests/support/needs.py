@@ -1,0 +1,44 @@
+"""Programs and rights that a test of tests/system cannot do without: it fails for want of them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+
+import pytest
+
+PACKAGES = {
+    "chromium": "chromium",
+    "ip": "iproute2",
+    "mount": "mount",
+    "nsenter": "util-linux",
+    "ss": "iproute2",
+    "systemd-analyze": "systemd",
+    "tc": "iproute2",
+    "umount": "mount",
+    "unshare": "util-linux",
+}
+"""Of Debian, by program."""
+
+SYSTEM = ("/usr/local/sbin", "/usr/sbin", "/sbin")
+"""Where an ordinary user's PATH does not lead."""
+
+
+def needs(program: str) -> str:
+    """The path of a program; fails the test if there is none."""
+    path = os.pathsep.join([os.environ.get("PATH", os.defpath), *SYSTEM])
+    found = shutil.which(program, path=path)
+    if found is None:
+        package = PACKAGES[program]
+        pytest.fail(f"there is no {program} here: install the Debian package {package}", False)
+    return found
+
+
+def needs_root(why: str) -> None:
+    """Fail the test if it is not root's.
+
+    Args:
+        why: what only root may do.
+    """
+    if os.geteuid() != 0:
+        pytest.fail(f"only root may {why}: run the tests of tests/system as root", False)
