@@ -14,6 +14,7 @@ import torch
 from rpcmp import configfile, data, tree
 from rpcmp.work import Drawn
 from rpcmp.worker.loaders import Loaders
+from tests.support.places import ZOO
 from tests.support.processes import JobFolder, rpcmp
 from tests.support.samplekinds import MADE
 
@@ -62,14 +63,19 @@ def require_equal(found: Any, expected: Any) -> None:
 
 @pytest.fixture(scope="module")
 def tracker() -> None:
-    """Start a process of Python's that outlives the first process pool, before any test does."""
+    """A helper process of multiprocessing's, which lives on: see tests/unit/test_data.py."""
     resource_tracker.ensure_running()
 
 
-@pytest.mark.usefixtures("tracker")
-@pytest.mark.parametrize("name", ["padded", "mappings"])
-def test_loader_processes_collate_what_this_one_does(job: JobFolder, name: str) -> None:
-    config, alone = made(job, name, num_workers=2)
+@pytest.fixture
+def zoo_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let this process import the jobs' modules, and all that it starts or forks."""
+    monkeypatch.syspath_prepend(str(ZOO))
+
+
+@pytest.mark.usefixtures("tracker", "zoo_here")
+def test_loader_processes_collate_what_this_one_does(job: JobFolder) -> None:
+    config, alone = made(job, "mappings", num_workers=2)
     section = config.data
     with closing(data.load(section.train, "data.train", section, 0, training=True)) as batches:
         for epoch in (1, 2):
@@ -77,6 +83,7 @@ def test_loader_processes_collate_what_this_one_does(job: JobFolder, name: str) 
                 require_equal(found, expected)
 
 
+@pytest.mark.usefixtures("zoo_here")
 @pytest.mark.parametrize("name", MADE)
 def test_processes_of_a_stage_load_what_this_one_does(job: JobFolder, name: str) -> None:
     config, alone = made(job, name, num_workers=2, at="stage")

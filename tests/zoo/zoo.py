@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import signal
@@ -586,11 +587,21 @@ class Drowsy(nn.Module):
 
 
 def wide() -> Layers:
-    """A layer that is as wide as WIDTH says on its host."""
-    width = int(os.environ.get("WIDTH", "8"))
+    """Two linear layers."""
     return [
-        ("hidden", lambda: nn.Linear(FEATURES, width)),
-        ("head", lambda: nn.Linear(width, 1)),
+        ("hidden", lambda: nn.Linear(FEATURES, FEATURES)),
+        ("head", lambda: nn.Linear(FEATURES, 1)),
+    ]
+
+
+_widths = itertools.count(FEATURES)
+
+
+def wider() -> Layers:
+    """The same, wider each time that they are built, as if each host had code of its own."""
+    return [
+        ("hidden", lambda: nn.Linear(FEATURES, next(_widths))),
+        ("head", lambda: nn.Linear(FEATURES, 1)),
     ]
 
 

@@ -1,0 +1,41 @@
+"""Replicas that are lost in every phase in every way; see tests/cluster/test_replicas.py."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.faults import STEP, Faults, committed, drive
+from tests.support.processes import JobFolder, rpcmp
+from tests.support.replicated import MIDDLE, PIPELINES, replicated
+
+pytestmark = pytest.mark.long
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[tuple[int, str]], str]:
+    """Losses and parameters of the job without a fault."""
+    job = JobFolder(tmp_path_factory.mktemp("undisturbed") / "job")
+    return committed(drive(replicated(Faults(job))))
+
+
+@pytest.mark.parametrize("how", ["SIGKILL", "SIGSTOP", "exception", "cut"])
+@pytest.mark.parametrize("phase", ["joining", "forward", "optimizer", "saving"])
+def test_a_lost_replica_changes_nothing(
+    job: JobFolder,
+    undisturbed: tuple[list[tuple[int, str]], str],
+    namespace: tuple[str, ...],
+    phase: str,
+    how: str,
+) -> None:
+    faults = Faults(job).fail_at(MIDDLE, 0 if phase == "joining" else STEP, phase, how)
+    result = drive(
+        replicated(faults), "--set", "recovery.heartbeat_timeout=2.0", under=namespace, timeout=90
+    )
+    assert committed(result) == undisturbed
+    assert len([event for event in result.events if event["event"] == "recovered"]) == 1
+    assert not [event for event in result.events if event["event"] == "resumed"]  # from no disk
+
+
+def test_settings_are_measured_with_replicas_too(job: JobFolder) -> None:
+    result = rpcmp("tune", job.config(PIPELINES), "--json")
+    assert result.code == 0, result.err

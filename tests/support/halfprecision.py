@@ -1,0 +1,79 @@
+"""Jobs in float16 some of whose steps are skipped, and a program that trains one."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from torch import Tensor
+
+from rpcmp.config import Config
+from rpcmp.pipeline import Pipeline
+from tests.support.places import ZOO
+from tests.zoo import zoo
+
+SCALED = """
+seed = 3
+max_grad_norm = 0.5
+autocast = "float16"
+loss_scaling = { initial = 35000.0, growth_interval = 2 }
+"""
+"""For `Faults.config`: of six steps 1, 2 and 5 are skipped."""
+
+SPIKED = """
+autocast = "float16"
+loss_scaling = { initial = 64.0, growth_interval = 2 }
+"""
+
+PIPELINES = """
+[[stages]]
+replicas = 2
+[[stages]]
+replicas = 2
+[data]
+train = { callable = "zoo:spiked", kwargs = { samples = 24, where = 18 } }
+shuffle = false
+batch_size = 8
+"""
+"""Of each third step the micro-batch 1 overflows, which is the second replicas'."""
+
+
+def launched(**more: Any) -> Config:
+    data = {
+        "loss": "torch.nn:MSELoss",
+        "num_microbatches": 2,
+        "autocast": "float16",
+        "loss_scaling": {"initial": 1024.0, "growth_interval": 3},
+        "model": {"layers": "zoo:mlp", "balance": [2, 2]},
+        "optimizer": {"callable": "torch.optim:SGD", "kwargs": {"lr": 0.01, "momentum": 0.9}},
+        **more,
+    }
+    return Config.model_validate(data).with_folder(ZOO)
+
+
+def batch(scale: float = 1.0) -> tuple[Tensor, Tensor]:
+    inputs, targets = zoo.regression(10).tensors
+    return inputs * scale, targets
+
+
+def use(pipeline: Pipeline, lose: Any) -> tuple[list[Any], str]:
+    """All kinds of calls, some of which skip; what they return, and the parameters in the end."""
+    optimizer = pipeline.optimizer
+    found: list[Any] = [pipeline.train_step(*batch())]
+    lose()
+    found += [math.isfinite(pipeline.train_step(*batch(1e9))), optimizer.skipped_steps]
+    pipeline.forward_backward(*batch())
+    lose()
+    pipeline.forward_backward(*batch())
+    found += [optimizer.clip_grad_norm_(0.5), optimizer.clip_grad_norm_(10.0), optimizer.step()]
+    pipeline.forward_backward(*batch(1e9))
+    found += [optimizer.step(), optimizer.skipped_steps, optimizer.loss_scale]
+    lose()
+    found += [pipeline.train_step(*batch()), optimizer.state_dict()["scaler"]]
+    return found, pipeline.parameters_sha256()
+
+
+def hopeless(**more: Any) -> Config:
+    """A model none of whose gradients is ever finite, and a scale that shrinks fast."""
+    scaling = {"initial": 1.0, "backoff_factor": 0.01}
+    return launched(loss_scaling=scaling, recovery={"watchdog": 10.0}, **more)
