@@ -3,88 +3,17 @@
 from __future__ import annotations
 
 import logging
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import nn
 
-import rpcmp as library
 from rpcmp import names, plan, weights
-from rpcmp.config import Config
 from rpcmp.configfile import parse
 from rpcmp.errors import ConfigError
-from tests.support.places import ZOO
-from tests.support.processes import JobFolder, rpcmp
 from tests.zoo import models
-from tests.zoo.plain import Plain
-
-STAGES = """
-    steps = 3
-    loss = "zoo:token_loss"
-    tied = [["embed.weight", "head.weight"]]
-    [optimizer]
-    callable = "torch.optim:AdamW"
-    kwargs = { lr = 0.01 }
-    groups = [{ match = ["embed.*", "encoder.1.*", "*.bias"], weight_decay = 0.0 }]
-    [data]
-    train = "zoo:tokens"
-    batch_size = 12
-    [checkpoint]
-    dir = "saved"
-    every_steps = 3
-    [[stages]]
-    name = "words"
-    module = "plain:Words"
-    prefix = ""
-    [[stages]]
-    name = "middle"
-    module = "plain:encoder"
-    prefix = "encoder"
-    [[stages]]
-    name = "output"
-    module = "plain:Head"
-    inputs = ["words", "middle"]
-    prefix = ""
-"""
-
-
-def test_the_plain_model_gives_the_weights_to_start_from_and_takes_those_of_the_end(
-    job: JobFolder,
-) -> None:
-    torch.manual_seed(5)
-    plain = Plain()
-    save_file({n: v.clone() for n, v in plain.state_dict().items()}, job.folder / "begin")
-    config = job.config('init = "begin"\n' + STAGES)
-    verified = rpcmp("verify", config, "--steps", "3")
-    assert "identical: 3 losses and 7 tensors" in verified.out, verified.err
-    done = rpcmp("drive", config, "--json")
-    assert done.code == 0, done.err
-    assert rpcmp("export", job.folder / "saved", job.folder / "end").code == 0
-    state = load_file(job.folder / "end")
-    assert state.keys() == plain.state_dict().keys()
-    plain.load_state_dict(state, strict=True)
-    sha256 = library.parameters_sha256(plain.state_dict())
-    assert done.event("summary")["parameters_sha256"] == verified.out.split()[-1] == sha256
-
-
-def test_a_program_exchanges_state_dicts_with_the_plain_model() -> None:
-    sys.modules.setdefault("plain", sys.modules[Plain.__module__])
-    given = {"loss": "zoo:token_loss", "tied": [["embed.weight", "head.weight"]]}
-    stages = [
-        {"name": "words", "module": "plain:Words", "prefix": ""},
-        {"name": "middle", "module": "plain:encoder", "prefix": "encoder."},
-        {"module": "plain:Head", "inputs": ["words", "middle"], "prefix": ""},
-    ]
-    plain = Plain().eval()
-    config = Config.model_validate({**given, "stages": stages}).with_folder(ZOO)
-    tokens = torch.randint(11, (4, 6), generator=torch.Generator().manual_seed(1))
-    with library.launch(config) as pipeline:
-        pipeline.load_state_dict(plain.state_dict())
-        assert torch.allclose(pipeline.predict(tokens), plain(tokens), atol=1e-6)
-        plain.load_state_dict(pipeline.state_dict(), strict=True)
 
 
 def assigned(*prefixes: str | None, tied: list[list[str]] | None = None, **more: object) -> None:

@@ -16,8 +16,6 @@ from rpcmp.snapshot.state import _require_agreement, decoded, pack
 from rpcmp.worker.model import StageModel
 from rpcmp.worker.optimizer import StageOptimizer
 from rpcmp.worker.rehearsal import LARGEST
-from tests.support.faults import committed, drive
-from tests.support.processes import JobFolder, rpcmp
 from tests.unit.worker.test_optimizer import made, state
 from tests.zoo import ownoptimizers as optimizers
 
@@ -191,73 +189,3 @@ def test_one_with_weights_of_its_own_for_evaluations_is_refused(name: str) -> No
 def test_any_optimizer_of_a_package_comes_back_as_it_was_or_is_refused(name: str) -> None:
     with contextlib.suppress(ConfigError):  # what fits no plain list of parameters, too
         require_comes_back({"optimizer": f"pytorch_optimizer:{name}"})
-
-
-# In a run of the command line, with a worker that dies
-
-
-JOB = """
-    steps = 6
-    loss = "zoo:token_loss"
-    num_microbatches = 3
-    max_grad_norm = 0.5
-    tied = [["embed.weight", "head.weight"]]
-    [model]
-    layers = "zoo:language"
-    balance = [1, 2, 1]
-    MORTAL
-    [data]
-    train = "zoo:tokens"
-    batch_size = 12
-    [checkpoint]
-    dir = "saved"
-    every_steps = 2
-    [optimizer]
-"""
-
-GROUPS = """
-    callable = "torch.optim:AdamW"
-    kwargs = { lr = 0.01 }
-    groups = [
-        { match = ["*.bias"], weight_decay = 0.0 },
-        { match = ["embed.*", "mix.weight"], lr = 0.03 },
-    ]
-    [scheduler]
-    callable = "torch.optim.lr_scheduler:StepLR"
-    kwargs = { step_size = 2 }
-"""
-
-
-def test_what_no_file_can_hold_and_comes_late_ends_the_run_with_what_helps(job: JobFolder) -> None:
-    body = JOB.replace("MORTAL", "").replace("steps = 6", "steps = 40")
-    ended = rpcmp("drive", job.config(body + 'callable = "ownoptimizers:LateWindow"'))
-    assert ended.code == 1
-    last = ended.err[ended.err.rindex("rpcmp: ") :]
-    assert f"failed in saving at step {optimizers.WARM_UP + 1}: TypeError: deque is neither" in last
-    assert "recovery.enabled = false, without [checkpoint]" in last
-
-
-@pytest.mark.parametrize(
-    "optimizer",
-    [
-        pytest.param('callable = "ownoptimizers:MyOpt"', id="MyOpt"),
-        pytest.param('callable = "ownoptimizers:Noisy"', id="Noisy", marks=pytest.mark.long),
-        pytest.param('callable = "pytorch_optimizer:SOAP"', id="SOAP", marks=pytest.mark.long),
-        pytest.param(GROUPS, id="groups"),
-    ],
-)
-def test_a_run_that_loses_a_worker_ends_with_the_bits_of_one_process_and_is_resumed(
-    job: JobFolder, optimizer: str
-) -> None:
-    config = job.config(JOB.replace("MORTAL", "") + optimizer)
-    verified = rpcmp("verify", config, "--steps", "6")
-    assert "identical: 6 losses" in verified.out, verified.err
-    mortal = f'kwargs = {{ marker = "{job.folder / "died"}" }}'
-    job.config(JOB.replace("MORTAL", mortal) + optimizer)
-    disturbed = drive(config)
-    assert disturbed.event("recovered")
-    assert committed(disturbed)[1] == verified.out.split()[-1]
-    longer = rpcmp("verify", config, "--steps", "8")
-    resumed = rpcmp("drive", config, "--json", "--resume", "--set", "steps=8")
-    assert resumed.event("resumed")["step"] == 6
-    assert resumed.event("summary")["parameters_sha256"] == longer.out.split()[-1]

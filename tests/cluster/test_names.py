@@ -1,0 +1,32 @@
+"""A run that begins and ends as the plain model; see tests/group/test_names.py."""
+
+from __future__ import annotations
+
+import torch
+from safetensors.torch import load_file, save_file
+
+import rpcmp as library
+from rpcmp import configfile
+from tests.support.localgroup import unsplit
+from tests.support.plainjob import STAGES
+from tests.support.processes import JobFolder, rpcmp
+from tests.zoo.plain import Plain
+
+
+def test_the_plain_model_gives_the_weights_to_start_from_and_takes_those_of_the_end(
+    job: JobFolder,
+) -> None:
+    torch.manual_seed(5)
+    plain = Plain()
+    save_file({n: v.clone() for n, v in plain.state_dict().items()}, job.folder / "begin")
+    config = job.config('init = "begin"\n' + STAGES)
+    reference = unsplit(configfile.load(config))
+    done = rpcmp("drive", config, "--json")
+    assert done.code == 0, done.err
+    assert rpcmp("export", job.folder / "saved", job.folder / "end").code == 0
+    state = load_file(job.folder / "end")
+    assert state.keys() == plain.state_dict().keys()
+    plain.load_state_dict(state, strict=True)
+    sha256 = library.parameters_sha256(plain.state_dict())
+    assert done.event("summary")["parameters_sha256"] == sha256
+    assert sha256 == library.parameters_sha256(reference.state)

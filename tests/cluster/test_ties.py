@@ -1,0 +1,53 @@
+"""Parameters that real workers share: lost, saved, exported; see tests/group/test_ties.py."""
+
+from __future__ import annotations
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from tests.support.faults import committed, drive
+from tests.support.processes import JobFolder, rpcmp
+from tests.support.tiedjobs import BODY, REPLICAS
+
+
+def test_a_run_with_replicas_that_loses_a_stage_ends_with_the_same_bits_and_is_exported(
+    job: JobFolder,
+) -> None:
+    saved = '\n[checkpoint]\ndir = "saved"\nevery_steps = 2\n'
+    config = job.config(BODY + REPLICAS)
+    verified = rpcmp("verify", config, "--steps", "6")
+    assert "identical: 6 losses" in verified.out, verified.err
+    marker = job.folder / "died"
+    mortal = f'[model]\n    kwargs = {{ marker = "{marker}" }}'
+    job.config(BODY.replace("[model]", mortal) + REPLICAS + saved)
+    disturbed = drive(config)
+    assert committed(disturbed)[1] == verified.out.split()[-1]
+    assert disturbed.event("recovered")
+    assert marker.exists()
+    resumed = rpcmp("drive", config, "--json", "--resume", "--set", "steps=8")
+    assert resumed.event("resumed")["step"] == 6
+    exported = job.folder / "model.safetensors"
+    assert rpcmp("export", job.folder / "saved", exported).code == 0
+    state = load_file(exported)
+    assert torch.equal(state["embed.weight"], state["head.weight"])  # as the unsplit model's has
+    begun = rpcmp("drive", config, "--json", "--set", f'init="{exported}"', *fresh("a"))
+    assert begun.code == 0, begun.err
+    assert rpcmp("export", "--tied-once", job.folder / "saved", exported).code == 0
+    assert "head.weight" not in load_file(exported)
+    with safe_open(exported, "pt") as file:
+        assert file.metadata()["head.weight"] == "embed.weight"
+    again = rpcmp("drive", config, "--json", "--set", f'init="{exported}"', *fresh("b"))
+    assert begun.losses == again.losses != []
+
+
+def fresh(folder: str) -> tuple[str, ...]:
+    """One step, with checkpoints of its own."""
+    return ("--set", "steps=1", "--set", f"checkpoint.dir={folder}")
+
+
+def test_what_cannot_be_one_is_refused_before_anything_starts(job: JobFolder) -> None:
+    tied = 'tied=[["embed.weight", "head.weigth"]]'
+    result = rpcmp("drive", job.config(BODY), "--set", tied)
+    assert result.code == 2
+    assert "no parameter 'head.weigth'; did you mean 'head.w" in result.err

@@ -1,0 +1,45 @@
+"""Optimizers that are not ours, and groups: the bits of one process, and what cannot be kept."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from rpcmp import configfile
+from rpcmp.config import Config
+from rpcmp.errors import StageError
+from tests.support.localgroup import local_group, require_same_bits
+from tests.support.optimizedjobs import JOB, OPTIMIZERS
+from tests.support.processes import JobFolder
+from tests.zoo import ownoptimizers as optimizers
+
+
+def config(job: JobFolder, optimizer: str, *overrides: str) -> Config:
+    """The job, without the files of checkpoints."""
+    path = job.config(JOB.replace("MORTAL", "") + optimizer)
+    return configfile.load(path, overrides).model_copy(update={"checkpoint": None})
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_optimizer_gives_the_bits_of_one_process_in_a_run_that_is_gone_on_with_too(
+    job: JobFolder, tmp_path: Path, name: str
+) -> None:
+    whole = require_same_bits(config(job, OPTIMIZERS[name], "steps=8"))
+    with local_group(config(job, OPTIMIZERS[name])) as local:
+        assert local.train().losses == whole.losses[:6]
+        begin = local.kept(tmp_path / "kept")
+    with local_group(config(job, OPTIMIZERS[name], "steps=8"), begin) as local:
+        resumed = local.train()
+    assert resumed.losses == whole.losses[6:]
+    assert all(torch.equal(resumed.state[name], value) for name, value in whole.state.items())
+
+
+def test_what_no_file_can_hold_and_comes_late_ends_the_run_with_what_helps(job: JobFolder) -> None:
+    late = config(job, 'callable = "ownoptimizers:LateWindow"', "steps=40")
+    with local_group(late) as local, pytest.raises(StageError) as raised:
+        local.train()
+    said = f"failed in saving at step {optimizers.WARM_UP + 1}: TypeError: deque is neither"
+    assert said in str(raised.value)
+    assert "recovery.enabled = false, without [checkpoint]" in str(raised.value)

@@ -1,0 +1,138 @@
+"""Parameters that several stages share: one gradient, one optimizer's state, one tensor."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from rpcmp import configfile, digest
+from rpcmp.config import Config
+from rpcmp.driver.planning import plan_job
+from rpcmp.errors import ConfigError, StageError
+from rpcmp.verify import Run
+from tests.support.localgroup import local_group, require_same_bits
+from tests.support.localpipeline import local_pipeline
+from tests.support.places import ZOO
+from tests.support.processes import JobFolder
+from tests.support.tiedjobs import BODY, REPLICAS
+
+
+def sha256(run: Run) -> str:
+    return digest.parameters_sha256(run.state)
+
+
+def test_stages_that_share_a_weight_give_the_bits_of_one_process_wherever_the_cuts_are(
+    job: JobFolder,
+) -> None:
+    path = job.config(BODY)
+    cut = require_same_bits(configfile.load(path))
+    whole = require_same_bits(configfile.load(path, ["model.balance=[4]"]))
+    assert (len(cut.losses), len(cut.state)) == (6, 6)  # one of the tensors stands twice
+    assert sha256(cut) == sha256(whole)
+    with local_group(configfile.load(path, ["tied=[]"])) as local:
+        assert sha256(local.train()) != sha256(cut)
+
+
+def test_a_group_holds_for_a_shared_weight_by_its_second_name(job: JobFolder) -> None:
+    path = job.config(BODY)
+    three = ["steps=3", 'optimizer.groups=[{match=["head.weight"],lr=0.5}]']
+    cut = require_same_bits(configfile.load(path, three))
+    whole = require_same_bits(configfile.load(path, [*three, "model.balance=[4]"]))
+    plain = require_same_bits(configfile.load(path, ["steps=3"]))
+    assert (len(cut.losses), len(cut.state)) == (3, 6)
+    assert sha256(cut) == sha256(whole) != sha256(plain)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zero-bubble"])
+def test_so_they_do_under_other_schedules_and_with_replicas(job: JobFolder, schedule: str) -> None:
+    path = job.config(BODY + REPLICAS)
+    assert len(require_same_bits(configfile.load(path, [f"schedule={schedule}"])).losses) == 6
+
+
+def program(**more: Any) -> Config:
+    """A job of two stages that share a weight, whose batches a program brings."""
+    data = {
+        "model": {"layers": "zoo:language", "balance": [2, 2]},
+        "loss": "zoo:token_loss",
+        "tied": [["embed.weight", "head.weight"]],
+        "num_microbatches": 2,
+    }
+    return Config.model_validate({**data, **more}).with_folder(ZOO)
+
+
+def test_a_program_sees_one_parameter() -> None:
+    torch.manual_seed(0)
+    tokens = torch.randint(11, (4, 6))
+    with local_pipeline(program()) as pipeline:
+        state = pipeline.state_dict()
+        assert state["head.weight"] is state["embed.weight"]
+        state["embed.weight"].fill_(0.0)
+        pipeline.load_state_dict(state)
+        assert torch.equal(pipeline.predict(tokens), torch.zeros(4, 6, 11))  # of the head as well
+        pipeline.forward_backward(tokens, tokens)
+        pipeline.optimizer.zero_grad()
+        assert pipeline.optimizer.clip_grad_norm_(1.0) == 0.0
+
+
+# What is wrong
+
+
+def test_a_program_gets_its_model_back_after_an_owners_optimizer_has_failed() -> None:
+    """Its stage's neighbours waited in the same call for what the parameter would become."""
+    tokens = torch.zeros(4, 6, dtype=torch.int64)
+    stages = [{"optimizer": "zoo:TroubledSGD"}, {}]
+    with local_pipeline(program(stages=stages, recovery={"enabled": False})) as pipeline:
+        pipeline.forward_backward(tokens, tokens)
+        pipeline.optimizer.step()
+        pipeline.forward_backward(tokens, tokens)
+        with pytest.raises(StageError, match="'stage0' failed in optimizer at step 2: ValueError"):
+            pipeline.optimizer.step()
+        assert "embed.weight" in pipeline.state_dict()
+
+
+@pytest.mark.parametrize("owner", [0, 2])
+def test_nobody_waits_for_an_owner_whose_optimizer_fails(job: JobFolder, owner: int) -> None:
+    """The others wait for what the parameter has become, in a step that nothing else holds."""
+    text = BODY.replace("max_grad_norm = 0.5\n", "")
+    if owner:
+        text = text.replace('["embed.weight", "head.weight"]', '["head.weight", "embed.weight"]')
+    troubled = '\n[[stages]]\noptimizer = "zoo:TroubledSGD"\n'
+    text += "\n[[stages]]\n" * owner + troubled + "\n[[stages]]\n" * (2 - owner)
+    config = configfile.load(job.config(text)).without_recovery()
+    with local_group(config) as local, pytest.raises(StageError) as raised:
+        local.train()
+    said = f"stage 'stage{owner}' failed in optimizer at step 2: ValueError: planted"
+    assert said in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("tied", "said"),
+    [
+        ('[["embed.weight", "head.weigth"]]', "no parameter 'head.weigth'; did you mean 'head.w"),
+        (
+            '[["embed.weight", "hed.weight"]]',
+            "no parameter 'hed.weight'; did you mean 'head.weight'? (there are 'embed.",
+        ),
+        ('[["embed.weight", "mix.weight"]]', "'mix.weight' is torch.float32 of shape (8, 8), but"),
+        ('[["embed.weight"]]', "names one parameter; name at least two"),
+        ('[["embed.weight", "embed.weight"]]', "embed.weight is named twice"),
+    ],
+)
+def test_what_cannot_be_one_is_refused_before_anything_starts(
+    job: JobFolder, tied: str, said: str
+) -> None:
+    with pytest.raises(ConfigError) as refused:
+        plan_job(configfile.load(job.config(BODY), [f"tied={tied}"]))
+    assert said in str(refused.value)
+
+
+def test_a_frozen_stage_cannot_share_with_one_that_is_trained(job: JobFolder) -> None:
+    text = BODY + "\n[[stages]]\nfrozen = true\n[[stages]]\n[[stages]]\n"
+    said = "'head.weight' is torch.float32 of shape .11, 8., trained, but"
+    with (
+        pytest.raises(ConfigError, match=said),
+        local_group(configfile.load(job.config(text))),
+    ):
+        pass
