@@ -43,17 +43,18 @@ class PooledServer:
 
     Args:
         line: of the fork server that its workers come from.
+        listen: where it is to listen; a free port if none is given.
 
     Attributes:
         address: where it listens.
         process: what runs.
     """
 
-    def __init__(self, line: int) -> None:
+    def __init__(self, line: int, listen: str = "127.0.0.1:0") -> None:
         self.process = subprocess.Popen(
             [
                 *(sys.executable, "-P", "-m", "rpcmp", "serve", "--spare"),
-                *("--listen", "127.0.0.1:0", "--parent", str(os.getpid())),
+                *("--listen", listen, "--parent", str(os.getpid())),
                 *("--checkpoints", "/", "--forks", str(line)),
             ],
             stdin=subprocess.DEVNULL,
@@ -112,7 +113,11 @@ class ServerPool:
                 server = self._idle.pop()
                 if not server.has_ended:
                     return server
-        return self._starter.submit(self._start).result()
+        return self.start()
+
+    def start(self, listen: str = "127.0.0.1:0") -> PooledServer:
+        """A new one."""
+        return self._starter.submit(self._start, listen).result()
 
     def put(self, server: PooledServer) -> None:
         """Give one back that is to be idle, or has ended.
@@ -137,9 +142,9 @@ class ServerPool:
                 server.end()
             self._idle.clear()
 
-    def _start(self) -> PooledServer:
+    def _start(self, listen: str) -> PooledServer:
         with processes.FORKS.line_of(DRIVE) as line:
-            server = PooledServer(line.fileno())
+            server = PooledServer(line.fileno(), listen)
         self._all = [*(each for each in self._all if not each.has_ended), server]
         return server
 
@@ -160,6 +165,16 @@ def lent(count: int) -> Iterator[list[PooledServer]]:
             found.append(POOL.take())
             stack.callback(POOL.put, found[-1])
         yield found
+
+
+@contextlib.contextmanager
+def lent_at(address: str) -> Iterator[PooledServer]:
+    """A new one in the place of one that has ended."""
+    server = POOL.start(address)
+    try:
+        yield server
+    finally:
+        POOL.put(server)
 
 
 class PooledServers(LocalServers):

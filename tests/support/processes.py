@@ -358,12 +358,33 @@ def running_servers(num_stages: int, *options: str, apart: bool = True) -> Itera
         runs = []
         for index in range(num_stages):
             place = ("--stage", str(index), "--listen", "127.0.0.1:0")
-            with _line(f"stage {index}" if apart else DRIVE) as fds:
-                shared = [part for fd in fds for part in ("--forks", str(fd))]
-                command = ["-m", "rpcmp", *_in_a_test("serve", *place, *shared, *options)]
-                runs.append(_start([sys.executable, *command], fds, None))
-            stack.enter_context(_ended(runs[-1]))
+            whose = f"stage {index}" if apart else DRIVE
+            runs.append(stack.enter_context(_serving(whose, *place, *options)))
         yield [Server(run, run.wait_for_line(r"SERVING on (\S+)")[1]) for run in runs]
+
+
+@contextlib.contextmanager
+def running_server(
+    *options: str | Path, whose: str = DRIVE, under: Sequence[str] = ()
+) -> Iterator[Server]:
+    """A stage server: `rpcmp serve OPTIONS...`.
+
+    Args:
+        whose: fork server and network its workers have, see FORKS: those of drivers, or others.
+        under: a program and its arguments that runs it; its workers are not beneath that.
+    """
+    with _serving(whose, *options, under=under) as run:
+        yield Server(run, run.wait_for_line(r"SERVING on (\S+)")[1])
+
+
+@contextlib.contextmanager
+def _serving(whose: str, *options: str | Path, under: Sequence[str] = ()) -> Iterator[Running]:
+    with _line(whose) as fds:
+        shared = [part for fd in fds for part in ("--forks", str(fd))]
+        command = ["-m", "rpcmp", *_in_a_test("serve", *shared, *options)]
+        run = _start([*under, sys.executable, *command], fds, None)
+    with _ended(run):
+        yield run
 
 
 class Addressed(Protocol):

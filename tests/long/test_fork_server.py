@@ -1,0 +1,25 @@
+"""A fork server that is lost with all that it has forked."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.hosts import LOSING, assert_went_on, slow_config, undisturbed_in
+from tests.support.processes import JobFolder, RunningHere, rpcmp, runs, with_token
+
+
+@pytest.mark.usefixtures("own_forks")
+def test_a_fork_server_that_was_killed_is_started_again(
+    job: JobFolder, tmp_path: Path, token: str
+) -> None:
+    """With it go the driver process and all workers, and every server is as it was."""
+
+    def lose(run: RunningHere) -> None:
+        run.wait_for_line(LOSING)
+        [victim] = [process for process in with_token(token) if runs(process, "rpcmp.process")]
+        victim.kill()
+
+    undisturbed = undisturbed_in(tmp_path / "undisturbed")
+    assert_went_on(rpcmp("drive", slow_config(job), "--json", during=lose), undisturbed)

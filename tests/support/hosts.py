@@ -1,0 +1,35 @@
+"""Runs that lose a host: slow enough to lose one in time, and what must have become of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.support.faults import Committed, Faults, committed
+from tests.support.processes import JobFolder, Result, rpcmp
+
+SLOW = 10.0
+"""Milliseconds that a forward takes, so that there is time to lose something."""
+
+STEPS = 14
+
+LOSING = '"event": "step", "step": 5,'
+"""The line after which something is lost."""
+
+
+def slow_config(job: JobFolder, milliseconds: float = SLOW) -> Path:
+    """A job of two stages."""
+    return Faults(job).config(f"steps = {STEPS}", 2, milliseconds)
+
+
+def undisturbed_in(folder: Path) -> Committed:
+    """What a run commits that loses nothing."""
+    return committed(rpcmp("drive", slow_config(JobFolder(folder / "job")), "--json"))
+
+
+def assert_went_on(result: Result, undisturbed: Committed, steps: int = 1) -> None:
+    """One generation more, from memory, the same bits, and at most `steps` done again."""
+    assert committed(result) == undisturbed
+    (recovered,) = [event for event in result.events if event["event"] == "recovered"]
+    (fault,) = [event for event in result.events if event["event"] == "fault"]
+    assert recovered["generation"] == 2
+    assert fault["step"] - recovered["step"] <= steps

@@ -1,0 +1,146 @@
+"""Machines that share neither memory nor disks: what one of them holds and loses."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.support.faults import Committed, committed
+from tests.support.hosts import LOSING, assert_went_on, slow_config, undisturbed_in
+from tests.support.needs import needs, needs_root
+from tests.support.processes import JobFolder, Server, connect, rpcmp, running, running_server
+from tests.support.runs import checkpoints_in
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Committed:
+    """What a run commits that loses nothing."""
+    return undisturbed_in(tmp_path_factory.mktemp("undisturbed"))
+
+
+@contextlib.contextmanager
+def server(
+    stage: int, address: str = "127.0.0.1:0", under: tuple[str, ...] = ()
+) -> Iterator[Server]:
+    """A stage server; it alone reads and writes files, and so its workers may be from anywhere."""
+    which = ("--stage", str(stage), "--listen", address)
+    with running_server(*which, whose=f"stage {stage}", under=under) as started:
+        yield started
+
+
+@pytest.fixture
+def another_machine(tmp_path: Path) -> tuple[str, ...]:
+    """A command that runs another as if on another machine, that has been booted for itself."""
+    needs_root("mount")
+    needs("mount")
+    boot = tmp_path / "boot_id"
+    boot.write_text("another-machine\n")
+    script = f'mount --bind {boot} /proc/sys/kernel/random/boot_id && exec "$@"'
+    return (needs("unshare"), "--mount", "sh", "-c", script, "sh")
+
+
+@pytest.fixture
+def elsewhere(another_machine: tuple[str, ...], job: JobFolder) -> tuple[str, ...]:
+    """On another machine, with a disk of its own where the checkpoints go."""
+    disk = job.folder / "saved"
+    disk.mkdir()
+    return (*another_machine, "sh", "-c", f'mount -t tmpfs rpcmp {disk} && exec "$@"', "sh")
+
+
+def test_a_lost_machine_costs_one_step_at_most(
+    job: JobFolder, undisturbed: Committed, elsewhere: tuple[str, ...]
+) -> None:
+    """The machines do not share memory: snapshots travel from one to the other."""
+    with (
+        server(0) as here,
+        server(1, under=elsewhere) as there,
+        running("drive", slow_config(job), "--json", "--connect", connect([here, there])) as run,
+    ):
+        run.wait_for_line(LOSING)
+        psutil.Process(there.pid).kill()
+        run.wait_for_line('"waiting"')
+        with server(1, there.address, under=elsewhere):
+            assert_went_on(run.wait(), undisturbed)
+
+
+def test_a_machine_with_an_empty_disk_fetches_its_files(
+    job: JobFolder, undisturbed: Committed, elsewhere: tuple[str, ...]
+) -> None:
+    config = slow_config(job)
+    saves = ("--set", "checkpoint.dir=saved", "--set", "checkpoint.every_steps=10")
+    with server(0) as here:
+        with server(1, under=elsewhere) as there:
+            where = ("--connect", connect([here, there]))
+            first = rpcmp("drive", config, "--json", "--steps", "10", *saves, *where)
+            assert first.event("checkpoint")["step"] == 10
+        with server(1, under=elsewhere) as fresh:
+            where = ("--connect", connect([here, fresh]))
+            result = rpcmp("drive", config, "--resume", "--json", *saves, *where)
+    assert committed(result) == (undisturbed[0][10:], undisturbed[1])
+
+
+def test_machines_with_empty_disks_get_what_the_driver_has(
+    job: JobFolder, undisturbed: Committed, elsewhere: tuple[str, ...]
+) -> None:
+    config = slow_config(job)
+    saves = ("--set", "checkpoint.dir=saved", "--set", "checkpoint.every_steps=10")
+    assert rpcmp("drive", config, "--json", "--steps", "10", *saves).code == 0
+    with server(0, under=elsewhere) as first, server(1, under=elsewhere) as second:
+        where = ("--connect", connect([first, second]))
+        result = rpcmp("drive", config, "--resume", "--json", *saves, *where)
+    assert committed(result) == (undisturbed[0][10:], undisturbed[1])
+
+
+def test_machines_may_share_a_disk(
+    job: JobFolder, undisturbed: Committed, another_machine: tuple[str, ...]
+) -> None:
+    config = slow_config(job)
+    section = {"dir": '"saved"', "every_steps": 4, "keep": 2, "shared": "true"}
+    saves = [part for key in section for part in ("--set", f"checkpoint.{key}={section[key]}")]
+    with server(0) as here, server(1, under=another_machine) as there:
+        where = ("--connect", connect([here, there]))
+        first = rpcmp("drive", config, "--json", "--steps", "12", *saves, *where)
+        folder = checkpoints_in(job.folder / "saved")
+        assert [manifest.step for manifest in folder.valid()] == [12, 8]
+        names = ["manifest.json", "stage0.safetensors", "stage1.safetensors"]
+        assert sorted(file.name for file in folder.path_of(12).iterdir()) == names
+        assert not folder.path_of(4).exists()
+        assert not [event for event in first.events if event["event"] == "warning"]
+        result = rpcmp("drive", config, "--resume", "--json", *saves, *where)
+    assert committed(result) == (undisturbed[0][12:], undisturbed[1])
+
+
+def test_what_a_failed_run_has_left_is_removed_on_every_machine(
+    job: JobFolder, elsewhere: tuple[str, ...]
+) -> None:
+    config = job.config("""
+        steps = 10
+        [model]
+        layers = "zoo:mlp"
+        balance = [2, 2]
+        [checkpoint]
+        dir = "saved"
+        every_steps = 1000
+        [data]
+        train = { callable = "zoo:Unreadable", kwargs = { at = 37 } }
+        batch_size = 10
+        shuffle = false
+    """)
+    disk = job.folder / "saved"
+    with server(0) as here, server(1, under=elsewhere) as there:
+        of_there = Path(f"/proc/{there.pid}/root{disk}")
+        where = ("--connect", connect([here, there]), "--json")
+        assert rpcmp("drive", config, *where).code == 1
+        left = {path.name for path in disk.iterdir()}
+        assert len(left) == 1
+        assert {path.name for path in of_there.iterdir()} == left
+        mended = rpcmp("drive", config, *where, "--set", "data.train.kwargs.at=-1")
+        assert mended.code == 0, mended.err
+        for one in (disk, of_there):
+            (kept,) = one.iterdir()
+            assert kept.name not in left
+            assert [path.name for path in kept.iterdir()] == ["step-00000010"]
