@@ -27,7 +27,7 @@ WORD_FOR_WORD = "From nothing to two hosts"
 """The section whose commands tests/system/test_newcomer.py runs as they stand."""
 
 RUN_BY = {
-    ".ci/run": [
+    "../.ci/run": [
         "pip install -e '.[test]'",  # which contains the next
         "pip install -e '.[examples]'",
         "pytest",
@@ -53,30 +53,30 @@ RUN_BY = {
     "test_renewal_keeps_role_hosts_and_the_authority_until_half_of_its_life": [
         "rpcmp certs renew certs",
     ],
-    "unit/wire/test_revocation.py::test_a_running_job_ends_when_a_certificate_is_revoked": [
+    "cluster/test_revocation.py::test_a_running_job_ends_when_a_certificate_is_revoked": [
         "rpcmp certs revoke certs stage1",
     ],
     "cli/test_explain.py::test_a_run_does_what_was_explained": [
         "rpcmp explain config.toml --connect host-a,host-b --certs certs/driver",
     ],
-    "unit/openmetrics/test_run.py::test_a_run_and_its_servers_are_scraped_while_one_is_lost": [
+    "cluster/test_openmetrics.py::test_a_run_and_its_servers_are_scraped_while_one_is_lost": [
         "rpcmp drive config.toml --metrics 127.0.0.1:9464",
     ],
     "system/test_lan.py::test_nothing_but_the_one_port_of_each_server_answers": [
         "rpcmp serve --stage 1 --certs stage1 --listen 0.0.0.0:50052 --metrics 0.0.0.0:9465",
     ],
-    "unit/process/test_confinement.py::"
+    "cluster/test_confinement.py::"
     "test_data_that_a_server_does_not_grant_is_refused_before_anything_starts": [
         "rpcmp serve --stage 1 --certs stage1 --data /data",
     ],
     "system/test_page.py::test_a_run_that_trains_loses_a_stage_comes_back_and_ends": [
         "rpcmp drive config.toml --ui",
     ],
-    "unit/runfolder/test_writer.py::test_the_command_writes_one_file_and_prints_its_path": [
+    "cli/test_report.py::test_the_command_writes_one_file_and_prints_its_path": [
         "rpcmp report runs/NAME-20261122-101500",
         "rpcmp report runs/NAME-1 runs/NAME-2",
     ],
-    "unit/runfolder/test_writer.py::test_the_command_prints_tables": [
+    "cli/test_report.py::test_the_command_prints_tables": [
         "rpcmp report runs/NAME-1 runs/NAME-2 --text",
     ],
     "cluster/test_hosts.py::test_a_spare_takes_the_stage_of_a_host_that_stays_away": [
@@ -98,7 +98,7 @@ RUN_BY = {
     "unit/checkpoint/test_export.py::test_the_best_is_taken_and_no_other_in_its_place": [
         "rpcmp export --best checkpoints model.safetensors",
     ],
-    "unit/tune/test_tune.py::test_it_measures_a_real_job": [
+    "cli/test_tune.py::test_it_measures_a_real_job": [
         "rpcmp tune config.toml --png curve.png",
         "rpcmp tune config.toml --microbatches-per-message 1,4",
     ],

@@ -2,7 +2,7 @@
 
 Calls are taken only from the connections of the front, which have names; see `wire.inner`.
 
-Two things of grpc.aio are put right here, tests/unit/server/test_listener.py pins down both:
+Two things of grpc.aio are put right here, tests/cluster/test_listener.py pins down both:
 
 - A call of a method whose name is not UTF-8 ends the loop that takes calls, and soon the process.
   Names of methods are only ever read of those that nobody has registered, so these calls are

@@ -23,7 +23,7 @@ from tests.support.processes import (
     running,
 )
 from tests.support.scraping import HERE, scrape, url_of, value
-from tests.unit.wire.test_localpeer import MALLORY, TRENT, acting_as
+from tests.support.users import MALLORY, TRENT, acting_as
 
 JOB = """
 steps = 40

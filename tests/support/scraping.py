@@ -8,7 +8,7 @@ import urllib.request
 
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
-from tests.support.processes import Running, poll_for
+from tests.support.processes import Running, RunningHere, poll_for
 
 HERE = "127.0.0.1"
 ACCEPT = {"Accept": "application/openmetrics-text; version=1.0.0"}
@@ -40,11 +40,12 @@ def of(samples: Samples, name: str, *keys: str) -> dict[tuple[str, ...], float]:
     return {tuple(labels[key] for key in keys): v for labels, v in found}
 
 
-def url_of(run: Running) -> str:
+def url_of(run: Running | RunningHere) -> str:
     """Where a command says that its metrics are."""
 
     def found() -> str | None:
-        urls = re.findall(r"metrics at (\S+)", "".join(run.err))
+        said = "".join(run.err) if isinstance(run, Running) else run.err.getvalue()
+        urls = re.findall(r"metrics at (\S+)", said)
         return urls[0] if urls else None
 
     url: str = poll_for(found, "the address of the metrics")

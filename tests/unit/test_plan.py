@@ -6,13 +6,14 @@ from typing import Any
 
 import pytest
 
-from rpcmp import inflight, plan
+from rpcmp import configfile, inflight, plan
 from rpcmp.config import Config
 from rpcmp.configfile import parse
 from rpcmp.errors import ConfigError
 from rpcmp.members import DRIVER, member, members
 from rpcmp.plan import Assignment
 from rpcmp.schedule import Limits
+from rpcmp.setting import Setting
 from tests.support.graphs import workers
 
 
@@ -172,3 +173,22 @@ def test_ranks_follow_the_config_and_the_driver_comes_last() -> None:
     assert members(workers("a", "driver")) == [member("a"), member("driver"), DRIVER]
     everybody = members(workers("a", "driver", replicas=2))
     assert everybody == ["a:0", "a:1", "driver:0", "driver:1", DRIVER]
+
+
+def setting(num_microbatches: int, schedule: str, max_in_flight: int | None = None) -> Setting:
+    """For brevity."""
+    return Setting.model_validate(
+        {
+            "num_microbatches": num_microbatches,
+            "schedule": schedule,
+            "max_in_flight": max_in_flight,
+        }
+    )
+
+
+def test_a_worker_knows_the_limits_of_all_settings_that_may_come() -> None:
+    stages = [{"module": "zoo:First"}, {"module": "zoo:Join"}]
+    config = configfile.parse({"stages": stages, "loss": "torch.nn:MSELoss"})
+    first, _ = plan.assign(config, [setting(9, "gpipe"), setting(9, "1f1b", 5)])
+    arrived = Assignment.model_validate_json(first.model_dump_json())
+    assert [limits.open for limits in arrived.all_limits] == [2, 9, 5]

@@ -16,7 +16,7 @@ from rpcmp.config import Config
 from rpcmp.errors import ConfigError, UnfitError
 from rpcmp.sections import StageConfig
 from rpcmp.simulation import Times
-from tests.support.processes import JobFolder, rpcmp
+from tests.support.processes import JobFolder
 
 OWN = """
 scheduler = { callable = "torch.optim.lr_scheduler:StepLR", kwargs = { step_size = 1 } }
@@ -173,28 +173,6 @@ def test_what_is_no_chain_of_equal_micro_batches_on_the_cpu_is_unfit(job: JobFol
         part.layer_names(cases.load("transformer", num_stages=8).config, parts_a_stage=2)
     with pytest.raises(UnfitError, match="do not make 5 equal"):
         part.require_equal_microbatches(torch.zeros(32, 1), 5)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["slep"], "no bench case 'slep'; there are sleep, overhead, transformer, activations"),
-        (["transformer", "--stages", "9"], "9 stages, but its model has 8 layers"),
-        (["sleep", "transformer", "--stages", "9"], "9 stages, but its model has 8 layers"),
-        (["sleep", "--microbatches", "0"], "0 is not in the range x>=1"),
-        (["sleep", "--stages", "0"], "0 is not in the range x>=1"),
-        (["sleep", "--pairs", "0"], "0 is not in the range x>=1"),
-        (["sleep", "--set", "num_microbatches=-1"], "num_microbatches"),
-        (["sleep", "--set", "schedule=fastest"], "schedule"),
-        (["sleep", "--peers", "torch-1f1b,horovod"], "no contestant 'horovod'; there are"),
-        (["missing.toml"], "cannot read missing.toml"),
-    ],
-)
-def test_bad_input_ends_before_anything_starts(arguments: list[str], message: str) -> None:
-    result = rpcmp("bench", *arguments)
-    assert result.code == 2
-    assert message in result.err
-    assert "starting" not in result.err
 
 
 def test_a_config_without_data_cannot_be_measured(tmp_path: Path) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from typing import Any
 
 import pytest
@@ -12,14 +10,10 @@ from hypothesis import strategies as st
 
 from rpcmp.job.vitals import Vitals
 from rpcmp.members import DRIVER
-from rpcmp.openmetrics import run as run_module
-from rpcmp.openmetrics import server as server_module
 from rpcmp.openmetrics.run import RunMetrics
 from rpcmp.openmetrics.store import Family, Store
 from rpcmp.openmetrics.tally import Tally
-from tests.support.faults import Faults
-from tests.support.processes import JobFolder, connect, poll_for, running, running_servers
-from tests.support.scraping import HERE, Samples, of, scrape, url_of, value
+from tests.support.scraping import Samples, of, value
 
 
 def told(metrics: RunMetrics) -> Samples:
@@ -194,93 +188,3 @@ def test_events_that_are_no_figures_are_no_problem() -> None:
 
 
 # The whole
-
-COUNTERS = tuple(
-    family.sample
-    for family in (*run_module.FAMILIES, *server_module.FAMILIES)
-    if family.kind == "counter"
-)
-
-
-def assert_risen(before: Samples, after: Samples) -> None:
-    """No counter has fallen, and none is gone."""
-    fallen = {
-        key: (number, after.get(key))
-        for key, number in before.items()
-        if key[0] in COUNTERS and not after.get(key, -1.0) >= number
-    }
-    assert fallen == {}
-
-
-def test_a_run_and_its_servers_are_scraped_while_one_is_lost(job: JobFolder) -> None:
-    saved = "[checkpoint]\ndir = 'saved'\nevery_seconds = 0.5"
-    config = Faults(job).config("steps = 100000", stages=2, milliseconds=5.0, sections=saved)
-    anywhere = ("--metrics", f"{HERE}:0")
-    with (
-        running_servers(2, *anywhere) as servers,
-        running("drive", config, "--connect", connect(servers), "--json", *anywhere) as run,
-    ):
-        url = url_of(run)
-        others = [url_of(server.run) for server in servers]
-
-        def complete() -> Samples | None:
-            found = scrape(url)
-            names = {name for name, _ in found}
-            wanted = {f.sample for f in run_module.FAMILIES} - RARE
-            pairs = set(of(found, "rpcmp_link_bytes_total", "source", "target"))
-            return found if names >= wanted and pairs >= LINKS else None
-
-        before = poll_for(complete, "all that a run has to say")
-        first = [scrape(other) for other in others]
-        labels = {("stage0",), ("stage1",), ("driver",)}
-        assert set(of(before, "rpcmp_memory_bytes", "stage")) == labels
-        assert min(of(before, "rpcmp_memory_bytes", "stage").values()) > 10 * 2**20
-        assert 0 < min(of(before, "rpcmp_link_round_trip_seconds", "source").values()) < 10
-        assert value(before, "rpcmp_generation") == 1
-        assert value(before, "rpcmp_worker_state", stage="stage1", state="running") == 1
-
-        os.kill(run.result().event("generation")["workers"]["stage1"]["pid"], signal.SIGKILL)
-
-        def recovered() -> Samples | None:
-            found = scrape(url)
-            steps = value(found, "rpcmp_step") or 0
-            is_back = value(found, "rpcmp_worker_state", stage="stage1", state="running") == 1
-            goes_on = steps > (value(before, "rpcmp_step") or 0) + 20
-            is_next = value(found, "rpcmp_restarts_total", stage="stage1") == 1
-            flows = value(found, "rpcmp_link_bytes_total", source="stage0", target="stage1") or 0
-            more = value(before, "rpcmp_link_bytes_total", source="stage0", target="stage1") or 0
-            return found if is_back and goes_on and is_next and flows > more else None
-
-        after = poll_for(recovered, "the run to go on")
-        assert_risen(before, after)
-        assert value(after, "rpcmp_faults_total", stage="stage1") == 1
-        assert value(after, "rpcmp_generation") == 2
-        for other, seen in zip(others, first, strict=True):
-            now = scrape(other)
-            assert_risen(seen, now)
-            assert value(now, "rpcmp_server_worker_restarts_total") == 1
-            assert value(now, "rpcmp_server_jobs_total") == 1
-            assert value(now, "rpcmp_server_state", state="running") == 1
-        assert {"forward", "backward", "optimizer"} <= {
-            kind for (kind,) in of(now, "rpcmp_server_worker_busy_seconds_total", "kind")
-        }
-        os.kill(run.pid, signal.SIGINT)
-        assert run.wait().code == 130
-        poll_for(
-            lambda: value(scrape(others[0]), "rpcmp_server_state", state="idle") == 1,
-            "the server to be free",
-        )
-        assert value(scrape(others[0]), "rpcmp_server_jobs_total") == 1
-        assert not of(scrape(others[0]), "rpcmp_server_worker_memory_bytes", "stage")
-
-
-LINKS = {("stage0", "stage1"), ("stage1", "stage0"), ("driver", "stage0"), ("stage1", "driver")}
-
-RARE = {
-    "rpcmp_evaluation",
-    "rpcmp_group_learning_rate",
-    "rpcmp_loss_scale",
-    "rpcmp_skipped_steps",
-    "rpcmp_faults_total",
-}
-"""What this run has nothing to say of, or not yet."""

@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 
 from rpcmp import jsonlines
-from rpcmp.cli import cli
 from rpcmp.cli.observing import observers
 from rpcmp.errors import ConfigError
 from rpcmp.runfolder import layout, reader
@@ -113,36 +107,6 @@ def test_a_line_that_was_cut_off_is_left_out_and_no_other(tmp_path: Path) -> Non
     assert record.all("eval") == []
 
 
-def test_a_kill_leaves_whole_lines(tmp_path: Path) -> None:
-    code = """
-import os, sys
-from pathlib import Path
-from rpcmp import jsonlines
-writer = jsonlines.Writer(Path(sys.argv[1]))
-for step in range(1, 10**9):
-    writer.append({"step": step, "text": "x" * 300})
-    if step == 1000:
-        print("so far", flush=True)
-"""
-    path = tmp_path / "lines.jsonl"
-    command = [sys.executable, "-c", code, str(path)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        process.stdout.readline()
-        os.kill(process.pid, signal.SIGKILL)
-    lines = jsonlines.read(path)
-    assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
-    assert len(lines) >= 1000
-
-
-def test_numbers_that_json_has_not_become_null(tmp_path: Path) -> None:
-    writer = jsonlines.Writer(tmp_path / "lines.jsonl")
-    writer.append({"loss": float("nan"), "list": [1.0, float("inf")], "table": {"x": 0.1}})
-    writer.close()
-    (line,) = jsonlines.read(tmp_path / "lines.jsonl")
-    assert line == {"loss": None, "list": [1.0, None], "table": {"x": 0.1}}
-
-
 def test_what_comes_every_second_is_kept_ever_more_rarely() -> None:
     thinning = Thinning()
     kept = [
@@ -154,12 +118,6 @@ def test_what_comes_every_second_is_kept_ever_more_rarely() -> None:
     assert len(kept) < 150
     assert [event["time"] for event in thinning.take_held()] == [24 * 3600 - 1.0]
     assert thinning.take_held() == []
-
-
-def test_a_full_disk_is_an_error_of_the_folder_alone(tmp_path: Path) -> None:
-    writer = jsonlines.Writer(Path("/dev/full"))
-    with pytest.raises(OSError, match="No space left"):
-        writer.append({"step": 1})
 
 
 def test_a_folder_that_was_asked_for_and_cannot_be_had_is_refused(tmp_path: Path) -> None:
@@ -219,46 +177,3 @@ def test_what_is_no_run_is_refused_with_what_could_be_meant(tmp_path: Path) -> N
         with pytest.raises(ConfigError) as error:
             reader.read(given)
         assert said in str(error.value)
-
-
-def test_the_command_prints_tables(tmp_path: Path) -> None:
-    of = runs.config(tmp_path)
-    other = runs.config(tmp_path, seed=3)
-    first = runs.kept(of, runs.events(of, LOSSES))
-    second = runs.kept(other, runs.events(other, [2.0, 1.0, 0.3]))
-    one = CliRunner().invoke(cli, ["report", "--text", str(first)])
-    assert one.exit_code == 0, one.output
-    assert "outcome" in one.output
-    assert "settings" not in one.output
-    both = CliRunner().invoke(cli, ["report", "--text", str(first), str(second)])
-    assert both.exit_code == 0, both.output
-    assert "the losses differ from step 3 on" in both.output
-    assert "0.30000000000000004" in both.output
-    assert ["seed", "0", "3"] in [line.split() for line in both.output.splitlines()]
-
-
-def test_the_command_writes_one_file_and_prints_its_path(tmp_path: Path) -> None:
-    of = runs.config(tmp_path)
-    first = runs.kept(of, runs.events(of, LOSSES))
-    second = runs.kept(of, runs.events(of, LOSSES))
-    cases = {
-        (first,): first / "report.html",
-        (first, second): first / "comparison.html",
-        (first, "-o", tmp_path / "mine.html"): tmp_path / "mine.html",
-    }
-    for arguments, path in cases.items():
-        result = CliRunner().invoke(cli, ["report", *map(str, arguments)])
-        assert (result.exit_code, result.output) == (0, f"{path}\n"), result.output
-        assert first.name in path.read_text()
-    assert second.name in (first / "comparison.html").read_text()
-    reader.read(first)  # what was written there does no harm
-
-
-def test_a_file_that_cannot_be_written_and_options_that_do_not_go_together(tmp_path: Path) -> None:
-    of = runs.config(tmp_path)
-    path = str(runs.kept(of, runs.events(of, LOSSES)))
-    result = CliRunner().invoke(cli, ["report", path, "-o", str(tmp_path / "no" / "r.html")])
-    assert isinstance(result.exception, ConfigError)
-    assert "cannot write" in str(result.exception)
-    both = CliRunner().invoke(cli, ["report", path, "--text", "-o", "r.html"])
-    assert (both.exit_code, "not both" in both.output) == (2, True)

@@ -110,21 +110,6 @@ def test_sweeping_removes_what_dead_servers_left_and_nothing_else(temporary: Pat
     assert sorted(temporary.iterdir()) == sorted([other, ours, unlocked])
 
 
-def test_what_another_server_uses_stays(temporary: Path) -> None:
-    """Even where it is in a container, and has a process id that nobody has here."""
-    apart = ["unshare", "--user", "--map-root-user", "--pid", "--fork", "--kill-child"]
-    command = [*apart, sys.executable, "-c", f"{LEAVES}sys.stdin.read()"]
-    pipe = subprocess.PIPE
-    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as server:
-        assert server.stdout is not None
-        used = Path(server.stdout.readline().strip())
-        scratch.sweep(codefolder.PREFIX)
-        assert (used / "model.py").exists()
-        server.communicate("")
-    scratch.sweep(codefolder.PREFIX)
-    assert not used.exists()
-
-
 def test_sweeping_does_not_follow_links(temporary: Path) -> None:
     (kept := temporary / "kept").mkdir()
     (kept / "file").touch()

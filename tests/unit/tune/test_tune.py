@@ -6,22 +6,16 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-import os
-import re
-import signal
-import tempfile
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
 
 from rpcmp import configfile
 from rpcmp.bench.limits import Limits, StoppedError
-from rpcmp.cli import cli
 from rpcmp.config import Config
 from rpcmp.errors import ConfigError
 from rpcmp.setting import Setting
@@ -30,7 +24,6 @@ from rpcmp.tune.grid import Axes, Grid, grid
 from rpcmp.tune.runner import SETTLE_STEPS, Measured, plain
 from rpcmp.tune.series import Tuned
 from rpcmp.tune.sweep import tune
-from tests.support.processes import JobFolder, Running, poll_for, rpcmp, running
 from tests.unit.bench.test_limits import in_pretended_time
 
 CHAIN = {
@@ -484,91 +477,3 @@ def test_the_curve_has_a_line_with_error_bars_for_each_way(tmp_path: Path) -> No
     assert (tmp_path / "picture").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(ConfigError, match="cannot write the curve"):
         curve.write_png(tuned, tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (["--microbatches", "2,x"], "--microbatches: 'x' is no positive whole number"),
-        (["--microbatches", "0"], "--microbatches: '0' is no positive whole number"),
-        (["--max-in-flight", "-3"], "--max-in-flight: '-3' is no positive whole number"),
-        (["--schedules", "zbv"], "no schedule 'zbv'"),
-        (["--schedules", ","], "--schedules ',': give at least one value"),
-        (["--png", "/nowhere/at/all.png"], "cannot write /nowhere/at/all.png"),
-    ],
-)
-def test_bad_input_fails_before_anything_starts(
-    job: JobFolder, options: list[str], said: str
-) -> None:
-    path = job.config('[model]\nlayers = "zoo:mlp"\nnum_stages = 2')
-    with pytest.raises(ConfigError, match=said):
-        CliRunner().invoke(cli, ["tune", str(path), *options], catch_exceptions=False)
-
-
-def test_it_measures_a_real_job(job: JobFolder, tmp_path: Path) -> None:
-    path = job.config('schedule = "zero-bubble"\n[model]\nlayers = "zoo:mlp"\nnum_stages = 2')
-    picture = tmp_path / "curve.png"
-    sweep = ["--microbatches", "2", "--schedules", "gpipe", "--rounds", "1", "--steps", "1"]
-    sweep += ["--microbatches-per-message", "1,2"]
-    result = rpcmp("tune", path, *sweep, "--png", picture, "--json")
-    assert result.code == 0, result.err
-    assert result.err.splitlines()[0].endswith("about 60 s left")  # the default budget
-    found = json.loads(result.out)
-    keys = ("schedule", "num_microbatches", "microbatches_per_message")
-    measured = [tuple(one[key] for key in keys) for one in found["settings"]]
-    assert measured == [("gpipe", 2, 1), ("gpipe", 2, 2), ("zero-bubble", 4, 1)]
-    assert all(0 < one["busiest_stage_s"] < one["step_s"] for one in found["settings"])
-    assert found["recommended"] == found["own"]  # one round tells nothing
-    assert picture.read_bytes().startswith(b"\x89PNG")
-
-
-def said(run: Running, pattern: str) -> None:
-    """Wait until it has said so on standard error."""
-    poll_for(lambda: re.search(pattern, "".join(run.err)), f"a line like {pattern!r}")
-
-
-@pytest.fixture
-def scratch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A temporary folder of their own; its path is short, as those of sockets have to be."""
-    with tempfile.TemporaryDirectory(prefix="t") as folder:
-        monkeypatch.setenv("TMPDIR", folder)
-        yield Path(folder)
-
-
-def left_in(folder: Path) -> list[str]:
-    """What is there, besides the cache that torch makes for a user when it is imported."""
-    names = [path.name for path in folder.iterdir()]
-    return [name for name in names if not name.startswith("torchinductor_")]
-
-
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
-def test_a_sweep_of_a_real_job_that_is_stopped_leaves_nothing_behind(
-    job: JobFolder, scratch: Path, signum: signal.Signals
-) -> None:
-    path = job.config('[model]\nlayers = "zoo:mlp"\nnum_stages = 2')
-    with running("tune", path, "--budget", "600", "--rounds", "1000", "--json") as sweep:
-        said(sweep, r"job: starting .*, then measuring \d+ settings .*, about 10 min left")
-        said(sweep, r"round (?!1 )\d+ of 1000.* left")
-        os.kill(sweep.pid, signum)
-        ended = sweep.wait()
-    assert ended.code == 128 + signum
-    found = json.loads(ended.out)
-    assert found["is_cut_short"]
-    assert found["recommended"] == found["own"]
-    assert left_in(scratch) == []
-
-
-def test_a_benchmark_that_is_stopped_shows_what_there_is(scratch: Path) -> None:
-    few = ("--peers", "torch-1f1b", "--pairs", "1000", "--steps", "1", "--budget", "600")
-    with running("bench", "overhead", *few, "--json") as run:
-        said(run, r"overhead: starting rpcmp \(1 of 2\), about 10 min left")
-        said(run, r"round (?!1 )\d+ of 1000.* left")
-        os.kill(run.pid, signal.SIGTERM)
-        ended = run.wait()
-    assert ended.code == 128 + signal.SIGTERM
-    found = json.loads(ended.out)
-    assert 1 <= found["pairs"] < 1000
-    assert set(found["spreads"]) == {"rpcmp", "torch-1f1b"}
-    assert all(seconds > 0 for seconds in (found["step_s"], found["peers"]["torch-1f1b"]))
-    assert "stopped: this is what there was until then" in found["notes"]
-    assert left_in(scratch) == []

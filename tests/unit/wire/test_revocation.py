@@ -21,12 +21,9 @@ from rpcmp.wire.credentials import CA, CERTIFICATE, CRL, GRPC, KEY, Credentials
 from rpcmp.wire.security import Security
 from rpcmp.wire.session import Session
 from rpcmp.wire.watching import expiry_warning
-from tests.support.lan import cli, issue, serving
-from tests.support.processes import JobFolder, rpcmp, running
+from tests.support.lan import cli, issue
 
 HERE = "127.0.0.1"
-
-CONFIG = '[model]\nlayers = "zoo:mlp"\nbalance = [4]\n'
 
 
 @pytest.fixture
@@ -260,51 +257,3 @@ def test_what_expires_soon_is_warned_of(certs: Path) -> None:
     assert expiry_warning(security, now) == ""
     assert "in 6 days: renew it" in expiry_warning(security, now + timedelta(days=24))
     assert "has expired: renew it" in expiry_warning(security, now + timedelta(days=31))
-
-
-@pytest.mark.parametrize(
-    ("name", "why"),
-    [
-        ("stage0", "is not trusted: certificate revoked"),
-        ("driver", "says that our certificate is revoked"),
-    ],
-)
-def test_a_job_with_a_revoked_certificate_does_not_begin(
-    certs: Path, job: JobFolder, name: str, why: str
-) -> None:
-    with serving(0, f"{HERE}:0", certs) as server:
-        cli(certs, "revoke", name)
-        if name == "driver":  # which does not know of it itself
-            (certs / "driver" / CRL).unlink()
-        config = job.config(CONFIG)
-        result = rpcmp("drive", config, "--connect", server.address, "--certs", certs / "driver")
-    assert result.code == 2
-    assert why in result.err
-    assert server.address in result.err
-
-
-@pytest.mark.parametrize(
-    ("name", "why"),
-    [
-        ("stage0", "is not trusted: certificate revoked"),
-        ("driver", "says that our certificate is revoked"),
-    ],
-)
-def test_a_running_job_ends_when_a_certificate_is_revoked(
-    certs: Path, job: JobFolder, name: str, why: str
-) -> None:
-    with serving(0, f"{HERE}:0", certs) as server:
-        copied = certs.parent / "copied"
-        shutil.copytree(certs / "driver", copied)
-        config = job.config(CONFIG)
-        where = ("--connect", server.address, "--certs", copied, "--steps", "1000000", "--json")
-        with running("drive", config, *where) as run:
-            run.wait_for_line(r'"event": "step"')
-            cli(certs, "revoke", name)
-            if name == "stage0":
-                shutil.copy(certs / CRL, copied)
-            ended = run.wait()
-        assert server.run.process.poll() is None
-    assert ended.code == 2
-    assert why in ended.err
-    assert server.address in ended.err

@@ -15,6 +15,7 @@ from rpcmp.wire.certificate import Certificate
 from rpcmp.wire.credentials import CA, CERTIFICATE, KEY, Credentials
 from rpcmp.wire.security import Security
 from tests.support.lan import cli, issue
+from tests.support.places import TESTS
 
 
 @pytest.fixture(scope="module")
@@ -166,4 +167,4 @@ def test_the_threat_model_names_tests_that_there_are() -> None:
     shown = re.findall(r"shown +(test_[\w, ]+)", rpcmp.wire.__doc__ or "")
     names = {name for line in shown for name in re.findall(r"test_\w+", line)}
     assert len(shown) == 8
-    assert {name for name in names if not (Path(__file__).parent / f"{name}.py").exists()} == set()
+    assert names - {path.stem for path in TESTS.rglob("test_*.py")} == set()

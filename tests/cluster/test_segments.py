@@ -7,10 +7,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from rpcmp import configfile, plan
+from rpcmp import configfile
 from rpcmp.config import Config
 from rpcmp.job.segments import Segments
-from rpcmp.plan import Assignment
 from rpcmp.setting import Setting
 from tests.support.processes import JobFolder, rpcmp
 
@@ -45,14 +44,6 @@ def setting(num_microbatches: int, schedule: str, max_in_flight: int | None = No
             "max_in_flight": max_in_flight,
         }
     )
-
-
-def test_a_worker_knows_the_limits_of_all_settings_that_may_come() -> None:
-    stages = [{"module": "zoo:First"}, {"module": "zoo:Join"}]
-    config = configfile.parse({"stages": stages, "loss": "torch.nn:MSELoss"})
-    first, _ = plan.assign(config, [setting(9, "gpipe"), setting(9, "1f1b", 5)])
-    arrived = Assignment.model_validate_json(first.model_dump_json())
-    assert [limits.open for limits in arrived.all_limits] == [2, 9, 5]
 
 
 def test_each_segment_runs_under_its_own_setting(job: JobFolder) -> None:

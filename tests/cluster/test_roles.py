@@ -12,14 +12,11 @@ from typing import Any
 import pytest
 
 from rpcmp.control.client import StageClient
-from rpcmp.errors import CheckpointError, ConfigError, RpcmpError, SecurityError
-from rpcmp.server.group import Group
+from rpcmp.errors import CheckpointError, RpcmpError, SecurityError
 from rpcmp.v1 import control_pb2 as pb
-from rpcmp.wire import role
 from rpcmp.wire.credentials import GRPC, RELAY
 from rpcmp.wire.dialer import Dialer
 from rpcmp.wire.end import End
-from rpcmp.wire.role import Role
 from rpcmp.wire.security import Security
 from tests.support.lan import cli, issue, serving
 from tests.support.processes import JobFolder, Server, connect, poll_for, running
@@ -247,44 +244,6 @@ async def hangs_up(job: Job, name: str, op: str, member: str) -> bool:
     return False
 
 
-GROUP = Group("j", ["a", "b"], [1, 2])
-
-
-@pytest.mark.parametrize("index", [0, 1, 2, None])
-@pytest.mark.parametrize(
-    ("holder", "is_member", "may_be"),
-    [
-        (None, True, {0, 1, 2, None}),
-        (role.DRIVER, True, {0, 1, 2, None}),
-        (role.SPARE, True, {0, 1, 2}),
-        (role.stage(0), True, {0}),
-        (role.stage(1), True, {1}),
-        (role.stage(2), False, {2}),
-    ],
-)
-def test_what_a_role_may(
-    holder: Role | None, is_member: bool, may_be: set[int | None], index: int | None
-) -> None:
-    with expected(is_member):
-        GROUP.require_member(holder, "look at files")
-    with expected(index in may_be):
-        GROUP.require_stage(holder, index, "be a stage")
-
-
-def expected(is_allowed: bool) -> contextlib.AbstractContextManager[object]:
-    """Expect a refusal, unless it is allowed."""
-    said = r"^the certificate is for .*, which may not (look|be) .* of job 'j': "
-    return contextlib.nullcontext() if is_allowed else pytest.raises(SecurityError, match=said)
-
-
-@pytest.mark.parametrize(("stage", "replica"), [(2, 0), (0, 1), (1, 2)])
-def test_a_server_is_not_claimed_for_a_group_that_it_is_not_in(stage: int, replica: int) -> None:
-    group = [pb.GroupStage(name="a", replicas=1), pb.GroupStage(name="b", replicas=2)]
-    request = pb.PrepareRequest(job="j", stage_index=stage, replica=replica, group=group)
-    with pytest.raises(ConfigError, match=f"no stage {stage} replica {replica} in its group of 2"):
-        Group.of(request)
-
-
 @pytest.mark.parametrize(
     ("key", "value"),
     [("addrs/stage0:0", b"uv://127.0.0.1:1"), ("addrs/driver", b"x"), ("names/0", b"stage0:0")],
@@ -296,14 +255,6 @@ def test_a_member_joins_under_no_other_name(job: Job, key: str, value: bytes) ->
     ):
         with pytest.raises(SecurityError, match="may not join job 'secret-job' as"):
             asyncio.run(ask(job.certs / "stage1", job.servers[0].address, call))
-
-
-def test_members_join_under_their_own_names() -> None:
-    for holder, name in ((None, "a:0"), (role.DRIVER, "b:1"), (role.stage(1), "b:1")):
-        GROUP.require_name(holder, name)
-    for holder, name in ((role.stage(1), "a:0"), (role.stage(1), "driver"), (role.SPARE, "c:0")):
-        with pytest.raises(SecurityError):
-            GROUP.require_name(holder, name)
 
 
 def test_one_certificate_does_not_fill_a_server(certs: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import pickle
 import shutil
 import socket
@@ -25,7 +24,6 @@ from tests.support.processes import (
     JobFolder,
     Result,
     Server,
-    describe,
     poll_for,
     rpcmp,
     running_servers,
@@ -33,7 +31,6 @@ from tests.support.processes import (
 
 HERE = "127.0.0.1"
 
-NOBODY = 65534
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
 """What every HTTP/2 client says first."""
@@ -287,33 +284,6 @@ def test_renewed_files_are_taken_up_without_a_restart(certs: Path) -> None:
         (certs / "stage1" / CERTIFICATE).write_text("half of a cert")
         assert ssl.get_server_certificate((host, int(port))) == after
         cli(certs, "issue", "--name", "stage1", "--host", HERE)
-
-
-def test_another_user_of_this_machine_is_not_let_in() -> None:
-    """Without certificates a server takes calls from its own user alone, and from root."""
-    with running_servers(1) as (server,):
-        host, port = server.address.rsplit(":", 1)
-        os.seteuid(NOBODY)  # whoever makes a socket owns it
-        try:
-            connection = socket.socket()
-        finally:
-            os.seteuid(0)
-        with connection:
-            connection.settimeout(20)
-            connection.connect((host, int(port)))
-            assert heard(connection) == b""
-        with socket.create_connection((host, int(port)), timeout=20) as connection:
-            assert heard(connection) != b""
-        assert describe(server).stage_index == 0
-
-
-def heard(connection: socket.socket) -> bytes:
-    """What a server says to an HTTP/2 client; nothing where it hangs up."""
-    try:
-        connection.sendall(PREFACE)
-        return connection.recv(9)
-    except (ConnectionResetError, BrokenPipeError):
-        return b""
 
 
 def test_a_server_that_is_open_to_all_says_so(job: JobFolder) -> None:

@@ -1,0 +1,293 @@
+"""What a job's code can reach at real servers: not keys, homes, or data that was not granted."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from rpcmp.process.confinement import SCRATCH
+from tests.support.lan import issue, serving
+from tests.support.processes import (
+    JobFolder,
+    Result,
+    connect,
+    poll_for,
+    rpcmp,
+    running,
+    running_servers,
+)
+
+HERE = "127.0.0.1"
+
+
+SPY = """
+import os
+import torch, zoo
+from torch import nn
+from torch.utils.data import TensorDataset
+
+def spy(who, paths):
+    for path in paths:
+        try:
+            open(path).close()
+            answer = "open"
+        except OSError as error:
+            answer = type(error).__name__
+        print(f"SPY {who} {path} {answer}", flush=True)
+
+class Spy(nn.Module):
+    def __init__(self, paths):
+        super().__init__()
+        spy("stage", paths)
+
+    def forward(self, x):
+        return x
+
+def layers(paths):
+    return [*zoo.mlp(), ("spy", lambda: Spy(paths))]
+
+def error(outputs, targets, paths):
+    return (outputs - targets).abs().mean()
+
+def data(paths=(), file=None):
+    spy("data", paths)
+    if file is not None:
+        open(file).read()
+    return zoo.regression()
+"""
+
+
+def spying(job: JobFolder, paths: Sequence[Path], more: str = "", data: str = "") -> Path:
+    """A job whose code tries to open files at a stage and where it loads data."""
+    (job.folder / "spying.py").write_text(SPY)
+    names = json.dumps([str(path) for path in paths])
+    return job.config(
+        f"""
+        steps = 8
+        {more}
+        [model]
+        layers = "spying:layers"
+        kwargs = {{ paths = {names} }}
+        balance = [2, 3]
+        [data]
+        train = {{ callable = "spying:data", kwargs = {{ paths = {names} }} }}
+        batch_size = 10
+        {data}
+        """
+    )
+
+
+def seen(result: Result, who: str) -> dict[str, str]:
+    """What code has found at each path."""
+    lines = [event["text"] for event in result.events if event["event"] == "log"]
+    words = [line.split() for line in lines if line.startswith(f"SPY {who} ")]
+    return {path: answer for _, _, path, answer in words}
+
+
+def sha256(result: Result) -> str:
+    assert result.code == 0, result.err
+    found: str = result.event("summary")["parameters_sha256"]
+    return found
+
+
+@pytest.fixture
+def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The folder for temporary files of what the test starts; with a short name, for sockets."""
+    with tempfile.TemporaryDirectory() as folder:
+        monkeypatch.setenv("TMPDIR", folder)
+        yield Path(folder)
+
+
+def leftover(temporary: Path) -> list[Path]:
+    """Temporary folders of confined processes."""
+    return list(temporary.glob(f"{SCRATCH}*"))
+
+
+def test_code_of_a_job_between_hosts_opens_no_key_and_no_home_and_trains_the_same(
+    job: JobFolder, tmp_path: Path, temporary: Path
+) -> None:
+    certs = issue(job.folder / "certs", HERE, HERE)  # beside the config, as the README has it
+    home = tmp_path / "home"
+    home.write_text("private")
+    keys = [certs / "ca.key", *(certs / f"{who}/tls.key" for who in ("stage0", "stage1", "driver"))]
+    config = spying(job, [*keys, home], data="num_workers = 2")
+    trace = tmp_path / "trace.json.gz"
+    with serving(0, f"{HERE}:0", certs) as first, serving(1, f"{HERE}:0", certs) as second:
+        at = ("--connect", connect([first, second]), "--certs", certs / "driver")
+        confined = rpcmp("drive", config, "--json", *at, "--trace", trace)
+    denied = {str(path): "PermissionError" for path in (*keys, home)}
+    assert seen(confined, "stage") == seen(confined, "data") == denied
+    assert trace.stat().st_size
+    assert not leftover(temporary)
+    free = rpcmp("drive", config, "--json")
+    assert set(seen(free, "stage").values()) == {"open"}
+    assert sha256(confined) == sha256(free)
+
+
+def test_a_server_that_is_to_confine_nothing_does_not(job: JobFolder, tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    home.write_text("private")
+    config = spying(job, [home])
+    with running_servers(2, "--no-confine") as servers:
+        at = ("--connect", connect(servers), "--set", "security.confine=false")
+        result = rpcmp("drive", config, "--json", *at)
+    assert seen(result, "stage") == seen(result, "data") == {str(home): "open"}
+
+
+def test_a_job_on_one_machine_is_confined_where_it_asks_for_it(
+    job: JobFolder, tmp_path: Path, temporary: Path
+) -> None:
+    home, given = tmp_path / "home", tmp_path / "given"
+    for path in (home, given):
+        path.write_text("private")
+    config = spying(job, [home, given], data='num_workers = 2\npaths = ["../given"]')
+    confined = rpcmp("drive", config, "--json", "--set", "security.confine=true")
+    expected = {str(home): "PermissionError", str(given): "open"}
+    assert seen(confined, "stage") == seen(confined, "data") == expected
+    assert not leftover(temporary)
+    assert sha256(confined) == sha256(rpcmp("drive", config, "--json"))
+
+
+def test_data_that_a_server_does_not_grant_is_refused_before_anything_starts(
+    job: JobFolder, tmp_path: Path
+) -> None:
+    data = tmp_path / "data"
+    (data / "set").mkdir(parents=True)
+    file = data / "set/file"
+    file.write_text("samples")
+    config = spying(job, [file], data=f'at = "stage"\npaths = ["{data}/set"]')
+    with running_servers(2) as servers:
+        result = rpcmp("drive", config, "--json", "--connect", connect(servers))
+    assert result.code == 2
+    assert f"does not let jobs read {data}/set" in result.err
+    assert f"--data {data}/set" in result.err
+    assert "'stage" in result.err
+    assert not [event for event in result.events if event["event"] == "generation"]
+    with running_servers(2, "--data", str(data)) as servers:
+        result = rpcmp("drive", config, "--json", "--connect", connect(servers))
+    assert seen(result, "stage") == seen(result, "data") == {str(file): "open"}
+    assert result.code == 0
+
+
+def test_code_that_needs_what_was_not_declared_fails_with_the_remedy(
+    job: JobFolder, tmp_path: Path
+) -> None:
+    file = tmp_path / "file"
+    file.write_text("samples")
+    config = spying(job, [])
+    train = f'data.train={{ callable = "spying:data", kwargs = {{ file = "{file}" }} }}'
+    with running_servers(2) as servers:
+        at = ("--connect", connect(servers), "--set", train)
+        for place in ("driver", "stage"):
+            result = rpcmp("drive", config, "--json", *at, "--set", f'data.at="{place}"')
+            assert result.code != 0
+            assert "PermissionError" in result.err
+            assert "`[data] paths`" in result.err
+            assert "`--data DIR`" in result.err
+
+
+def test_a_confined_worker_that_is_killed_is_replaced_by_one_with_its_bits(
+    job: JobFolder, temporary: Path
+) -> None:
+    config = spying(job, []).read_text().replace("steps = 8", "steps = 60")
+    path = job.folder / "long.toml"
+    path.write_text(config)
+    with running_servers(2) as servers:
+        with running("drive", path, "--json", "--connect", connect(servers)) as run:
+            started = json.loads(run.wait_for_line('"event": "generation"').string)
+            run.wait_for_line('"step": 2,')
+            os.kill(started["workers"]["stage0"]["pid"], signal.SIGKILL)
+            result = run.wait()
+        poll_for(lambda: not leftover(temporary), "temporary folders to go")
+    assert [event["stage"] for event in result.events if event["event"] == "fault"] == ["stage0"]
+    assert sha256(result) == sha256(rpcmp("drive", path, "--json"))
+
+
+def test_a_confined_worker_goes_on_from_a_checkpoint(job: JobFolder) -> None:
+    config = spying(job, [], data='[checkpoint]\ndir = "saved"\nevery_steps = 2')
+    with running_servers(2) as servers:
+        at = ("--connect", connect(servers))
+        assert rpcmp("drive", config, "--json", *at, "--set", "steps=4").code == 0
+        resumed = rpcmp("drive", config, "--json", *at, "--resume")
+    assert resumed.event("resumed")["step"] == 4
+    whole = rpcmp("drive", config, "--json", "--set", 'checkpoint.dir="other"')
+    assert sha256(resumed) == sha256(whole)
+
+
+def test_doctor_says_what_confines_a_jobs_code(job: JobFolder) -> None:
+    config = spying(job, [])
+    with running_servers(2) as servers:
+        result = rpcmp("doctor", config, "--json", "--connect", connect(servers))
+    found = [line for line in result.out.splitlines() if "confinement" in line]
+    assert "Landlock ABI" in "".join(found)
+    assert "seccomp" in "".join(found)
+
+
+WRITING = """
+import os, subprocess, zoo
+from torch import nn
+
+class Writing(nn.Module):
+    def __init__(self):
+        super().__init__()
+        kinds = [os.readlink(f"/proc/self/fd/{fd}").split(":")[0] for fd in (0, 1, 2)]
+        print("KINDS", *kinds, flush=True)
+        os.write(1, b"by descriptor \\x1b]0;title\\x07\\n")
+        subprocess.run(["echo", "by a program"])
+        os.write(2, b"the last")
+        for number in range(10_000):
+            os.write(2, b"again %d\\n" % number)
+
+    def forward(self, x):
+        return x
+
+def layers():
+    return [*zoo.mlp(), ("writing", Writing)]
+"""
+
+
+def test_a_confined_child_writes_to_no_terminal(job: JobFolder) -> None:
+    (job.folder / "writing.py").write_text(WRITING)
+    config = job.config(
+        """
+        steps = 2
+        [model]
+        layers = "writing:layers"
+        balance = [2, 3]
+        """
+    )
+    ours, theirs = os.openpty()
+    command = [sys.executable, "-m", "rpcmp", "drive", str(config)]
+    command += ["--set", "security.confine=true"]
+    shown = b""
+    with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs) as process:
+        os.close(theirs)
+        try:
+            while part := _read(ours):
+                shown += part
+        finally:
+            process.kill()
+            os.close(ours)
+    text = shown.decode()
+    assert process.returncode == 0, text
+    assert "KINDS /dev/null pipe pipe" in text
+    for said in ("by descriptor", "by a program", "the last"):
+        assert said in text
+    assert "\x1b]0;title" not in text
+    assert text.count("again") < 100  # counted, and not shown
+
+
+def _read(terminal: int) -> bytes:
+    """What a terminal shows next; nothing once nobody has it any more."""
+    try:
+        return os.read(terminal, 65536)
+    except OSError:
+        return b""

@@ -1,0 +1,34 @@
+"""Which devices a run computes on, as it says itself."""
+
+from __future__ import annotations
+
+import torch
+
+from rpcmp import devices
+from rpcmp.page.state import State
+from tests.support.processes import JobFolder, rpcmp
+
+
+def test_a_run_tells_which_device_auto_was(job: JobFolder) -> None:
+    config = job.config("""
+        [model]
+        layers = "zoo:mlp"
+        [[stages]]
+        device = "auto"
+        [[stages]]
+    """)
+    result = rpcmp("drive", config, "--json")
+    assert result.code == 0, result.err
+    page = State()
+    for event in result.events:
+        page.take(event)
+    found = torch.empty(0, device=devices.resolve("auto")).device
+    places = result.event("generation")["workers"]
+    assert {label: place["device"] for label, place in places.items()} == {
+        "stage0": str(found),
+        "stage1": "cpu",
+    }
+    everything = page.since(None)
+    assert everything is not None
+    shown = {one["label"]: one["device"] for one in everything["parts"]["workers"]}
+    assert {label: shown[label] for label in places} == {"stage0": str(found), "stage1": "cpu"}

@@ -1,0 +1,126 @@
+"""What clients may say to a stage server: it answers, and lives through all of it."""
+
+from __future__ import annotations
+
+import itertools
+import socket
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2
+from grpc_health.v1.health_pb2_grpc import HealthStub
+
+from rpcmp.v1 import control_pb2 as pb
+from rpcmp.v1.control_pb2_grpc import ControlStub, RendezvousStub, SnapshotsStub
+from tests.support.fuzz import http2
+from tests.support.processes import JobFolder, Server, connect, describe, running, running_servers
+
+
+def say(server: Server, data: bytes) -> bytes:
+    """What a server answers until it has said how a call has ended; empty where it hangs up."""
+    host, port = server.address.rsplit(":", 1)
+    answer = b""
+    with socket.create_connection((host, int(port)), timeout=20) as connection:
+        connection.sendall(data)
+        while b"grpc-status" not in answer and (part := connection.recv(65536)):
+            answer += part
+    return answer
+
+
+def test_a_method_whose_name_is_not_utf_8_ends_nobody() -> None:
+    """With grpc.aio's own server it ended the process."""
+    unknown = http2.opening() + http2.request("/rpcmp.v1.Control/Describe", 1)
+    unknown = unknown.replace(b"Describe", b"Describ\xe5")
+    with running_servers(1) as (server,):
+        for _ in range(3):
+            host, port = server.address.rsplit(":", 1)
+            with socket.create_connection((host, int(port)), timeout=20) as connection:
+                connection.sendall(unknown)
+                assert connection.recv(9)
+                assert describe(server).stage_index == 0
+        server.run.process.terminate()
+        result = server.run.wait()
+    assert (result.code, result.err) == (0, "")
+
+
+def test_a_message_that_cannot_be_read_is_the_callers_fault() -> None:
+    with running_servers(1) as (server,):
+        for method in ("Control/Prepare", "Control/Watch", "Snapshots/Fetch", "Snapshots/Put"):
+            for data in (b"\xff\xff\xff", b"\x0b" * 5000):
+                answer = say(server, http2.opening() + http2.call(f"/rpcmp.v1.{method}", data))
+                assert b"the message cannot be read" in answer, method
+
+
+def test_other_processes_of_the_user_cannot_go_round_the_port(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Such as a worker, that runs a job's code: it can find the sockets behind the port."""
+    with tempfile.TemporaryDirectory() as folder:  # a short path: sockets have no longer ones
+        monkeypatch.setenv("TMPDIR", folder)
+        require_no_way_round(Path(folder))
+
+
+def require_no_way_round(folder: Path) -> None:
+    with running_servers(1) as (server,):
+        sockets = [path for path in folder.glob("rpcmp-server-*/*") if path.is_socket()]
+        assert len(sockets) == 2
+        calls: list[Callable[[grpc.Channel], object]] = [
+            lambda channel: ControlStub(channel).Drain(pb.DrainRequest()),
+            lambda channel: list(SnapshotsStub(channel).Fetch(pb.FetchRequest())),
+            lambda channel: SnapshotsStub(channel).Put(iter([pb.PutRequest()])),
+            lambda channel: ControlStub(channel).Describe(pb.DescribeRequest()),
+            lambda channel: HealthStub(channel).Check(health_pb2.HealthCheckRequest()),
+        ]
+        for path, call in itertools.product(sockets, calls):
+            with (
+                grpc.insecure_channel(f"unix:{path}") as channel,
+                pytest.raises(grpc.RpcError) as refused,
+            ):
+                call(channel)
+            assert refused.value.code() in REFUSED
+        assert not describe(server).draining
+
+
+REFUSED = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
+
+
+@pytest.fixture
+def member(
+    job: JobFolder, servers: list[Server]
+) -> Iterator[tuple[RendezvousStub, SnapshotsStub, str]]:
+    """What a member of a group can call, and the group's job."""
+    config = job.config('steps = 100000\n[model]\nlayers = "zoo:mlp"\nbalance = [2, 2]')
+    with (
+        running("drive", config, "--connect", connect(servers), "--json") as run,
+        grpc.insecure_channel(servers[0].address) as channel,
+    ):
+        run.wait_for_line('"step": 2,')
+        job_id = describe(servers[0]).holdings_of
+        yield RendezvousStub(channel), SnapshotsStub(channel), job_id
+        assert run.process.poll() is None
+        assert not [event for event in run.result().events if event["event"] == "fault"]
+
+
+def test_a_member_that_asks_for_nonsense_is_told_so(
+    member: tuple[RendezvousStub, SnapshotsStub, str],
+) -> None:
+    rendezvous, snapshots, job_id = member
+    job: Any = {"job_id": job_id, "generation": 1}
+    rendezvous.Set(pb.SetRequest(**job, key="text", value=b"abc"))
+    nonsense: list[tuple[Callable[[], object], str]] = [
+        (lambda: rendezvous.Get(pb.GetRequest(**job)), "no question for 0 keys"),
+        (lambda: rendezvous.Add(pb.AddRequest(**job, key="text", amount=1)), "no number"),
+        (lambda: rendezvous.Set(pb.SetRequest(**job, key="k", value=bytes(40_000))), "takes no"),
+        (lambda: list(snapshots.Fetch(pb.FetchRequest(**job, path="a\0b"))), "is not in"),
+        (lambda: list(snapshots.Fetch(pb.FetchRequest(**job, path="/etc/passwd"))), "is not in"),
+        (lambda: snapshots.Put(iter(())), "holds nothing of the job"),
+    ]
+    for call, why in nonsense:
+        with pytest.raises(grpc.RpcError) as error:
+            call()
+        assert error.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+        assert why in (error.value.details() or "")

@@ -1,0 +1,224 @@
+"""Whose the other end of a loopback connection is: servers look, and so do their clients.
+
+The victim is the user that runs the tests, root; MALLORY and TRENT are ordinary users.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from rpcmp.control.client import StageClient
+from rpcmp.errors import SecurityError, UnreachableError
+from rpcmp.wire.credentials import RELAY
+from rpcmp.wire.dialer import Dialer
+from rpcmp.wire.localpeer import is_trusted, owner
+from rpcmp.wire.security import Security
+from tests.support.processes import (
+    DEADLINE,
+    JobFolder,
+    describe,
+    rpcmp,
+    running_servers,
+)
+from tests.support.users import MALLORY, TRENT, acting_as
+
+HERE = "127.0.0.1"
+
+OVERFLOW = 65534
+
+SQUATTER = """
+import encodings.idna, os, socket, sys
+"".encode("idna")
+port, user, accepts = map(int, sys.argv[1:])
+os.setgroups([]), os.setgid(user), os.setuid(user)
+listener = socket.create_server(("127.0.0.1", port))
+print(listener.getsockname()[1], flush=True)
+while accepts:
+    connection, _ = listener.accept()
+    print("got", len(connection.recv(65536)), flush=True)
+sys.stdin.read()
+"""
+
+
+NAMESPACED = """
+import ctypes, os, socket, sys
+from rpcmp.wire.localpeer import is_trusted, owner
+user = int(sys.argv[1])
+os.setgroups([]), os.setgid(user), os.setuid(user)
+assert not ctypes.CDLL(None).prctl(4, 1, 0, 0, 0)  # who has changed users may not write its map
+assert not ctypes.CDLL(None).unshare(0x10000000)
+open("/proc/self/uid_map", "w").write(f"{user} {user} 1")
+with socket.socket() as listener:
+    listener.bind(("127.0.0.1", 0))
+    listener.listen()
+    print(os.geteuid(), listener.getsockname()[1], flush=True)
+    while True:
+        connection, _ = listener.accept()
+        print(is_trusted(owner(connection)), flush=True)
+"""
+
+
+@contextlib.contextmanager
+def child(code: str, *arguments: int) -> Iterator[subprocess.Popen[str]]:
+    """A process that becomes another user once it has imported what it needs."""
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def line(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
+
+
+@contextlib.contextmanager
+def squatting(user: int, port: int = 0, accepts: bool = True) -> Iterator[tuple[int, list[str]]]:
+    """Another user's process at a port; its port, and what it got, once the block is left."""
+    got: list[str] = []
+    with child(SQUATTER, port, user, int(accepts)) as process:
+        yield int(line(process)), got
+        process.kill()
+        assert process.stdout is not None
+        got += process.stdout.read().splitlines()
+
+
+@pytest.mark.parametrize("host", [HERE, "::1"])
+@pytest.mark.parametrize("user", [0, MALLORY])
+def test_the_kernel_says_whose_the_other_end_is(host: str, user: int) -> None:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.create_server((host, 0), family=family) as listener:
+        with acting_as(user):
+            near = socket.socket(family)
+        near.connect(listener.getsockname())
+        far, _ = listener.accept()
+        with far:
+            assert owner(far) == user
+            assert owner(near) == 0
+            near.close()
+            assert owner(far) is None
+
+
+@pytest.mark.parametrize("accepts", [True, False], ids=["accepting", "silent"])
+def test_a_port_that_another_user_holds_gets_no_byte(job: JobFolder, accepts: bool) -> None:
+    config = job.config('[model]\nlayers = "zoo:mlp"\nbalance = [4]')
+    with squatting(MALLORY, accepts=accepts) as (port, got):
+        address = f"{HERE}:{port}"
+        for command in (
+            ["drive", config, "--connect", address],
+            ["health", address],
+        ):
+            result = rpcmp(*command)
+            assert result.code == 2, result.err
+            assert f"{address} is served by uid {MALLORY}, not by you" in result.err
+            assert "--certs" in result.err
+        with pytest.raises(SecurityError, match="not by you"):
+            asyncio.run(Dialer(Security()).open(address, RELAY, None))
+    assert set(got) <= {"got 0"}
+
+
+def test_nor_does_one_that_takes_the_port_of_a_server_that_died() -> None:
+    async def look(address: str) -> None:
+        async with StageClient("a", address, Dialer(Security())) as client:
+            assert (await client.connect()).stage_index == 0
+            server.run.process.kill()
+            await asyncio.to_thread(server.run.process.wait)
+            with (
+                squatting(TRENT, int(address.rpartition(":")[2])) as (_, got),
+                pytest.raises(SecurityError, match=f"served by uid {TRENT}, not by you"),
+            ):
+                async with asyncio.timeout(DEADLINE):
+                    await refused(client)
+            assert set(got) <= {"got 0"}
+
+    async def refused(client: StageClient) -> None:
+        while True:  # until what is left of the old connection is gone
+            with contextlib.suppress(UnreachableError):
+                await client.connect()
+
+    with running_servers(1) as (server,):
+        asyncio.run(look(server.address))
+
+
+def test_insecure_means_whoever_serves() -> None:
+    async def dial(address: str) -> None:
+        (await Dialer(Security(insecure=True)).open(address, RELAY, None)).close()
+
+    with squatting(MALLORY) as (port, _):
+        asyncio.run(dial(f"{HERE}:{port}"))
+
+
+@pytest.mark.parametrize(("user", "is_known"), [(MALLORY, True), (OVERFLOW, False)])
+def test_in_a_user_namespace_the_overflow_uid_is_nobodys_own(user: int, is_known: bool) -> None:
+    """Every user that the namespace does not have shows by that number."""
+    with child(NAMESPACED, user) as process:
+        shown, port = map(int, line(process).split())
+        assert shown == user
+        for other, is_ours in ((TRENT, False), (0, False), (user, is_known)):
+            with acting_as(other):
+                connection = socket.socket()
+            with connection:
+                connection.connect((HERE, port))
+                assert line(process) == str(is_ours), other
+
+
+def test_outside_of_one_it_is_a_user_as_any_other() -> None:
+    with acting_as(OVERFLOW):
+        assert is_trusted(OVERFLOW)
+        assert is_trusted(0)
+        assert not is_trusted(TRENT)
+        assert not is_trusted(None)
+
+
+def test_a_server_under_many_connections_of_others_answers() -> None:
+    """Each is asked about by itself, however many there are."""
+    with running_servers(1) as (server,), contextlib.ExitStack() as stack:
+        host, _, port = server.address.rpartition(":")
+
+        def knock() -> None:
+            with acting_as(MALLORY):
+                connection = stack.enter_context(socket.socket())
+            connection.connect((host, int(port)))
+
+        for _ in range(2000):
+            knock()
+        assert rpcmp("health", server.address).code == 0
+
+
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
+"""What every HTTP/2 client says first."""
+
+
+def test_another_user_of_this_machine_is_not_let_in() -> None:
+    """Without certificates a server takes calls from its own user alone, and from root."""
+    with running_servers(1) as (server,):
+        host, port = server.address.rsplit(":", 1)
+        with acting_as(MALLORY):  # whoever makes a socket owns it
+            connection = socket.socket()
+        with connection:
+            connection.settimeout(20)
+            connection.connect((host, int(port)))
+            assert heard(connection) == b""
+        with socket.create_connection((host, int(port)), timeout=20) as connection:
+            assert heard(connection) != b""
+        assert describe(server).stage_index == 0
+
+
+def heard(connection: socket.socket) -> bytes:
+    """What a server says to an HTTP/2 client; nothing where it hangs up."""
+    try:
+        connection.sendall(PREFACE)
+        return connection.recv(9)
+    except (ConnectionResetError, BrokenPipeError):
+        return b""

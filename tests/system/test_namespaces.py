@@ -1,0 +1,137 @@
+"""What is seen from namespaces of its own: other users, other process ids, other disks."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from rpcmp import scratch
+from rpcmp.server import codefolder
+from tests.cluster.test_confinement import sha256, spying
+from tests.cluster.test_tunnel import require_alone
+from tests.support.processes import JobFolder, connect, rpcmp, running, running_servers
+from tests.unit.server.test_codefolder import LEAVES
+
+HERE = "127.0.0.1"
+NONE = "0" * 16
+APART = ("unshare", "--user", "--map-root-user", "--pid", "--fork")
+"""A container of its own: its processes have ids that nobody has here."""
+
+
+ORDINARY = """
+import ctypes, encodings.idna, json, os, signal, socket, sys
+from rpcmp.process import network
+from rpcmp.process.confinement import Reach, enter
+
+own, scratch = sys.argv[1:]
+os.setgroups([]), os.setgid(65534), os.setuid(65534)
+ctypes.CDLL(None).prctl(4, 1)  # its files in /proc are its own again, as after an exec
+network.current = network.open_private()
+with open(own, "w") as file:
+    file.write("own")
+ours, theirs = os.pipe()
+if not (pid := os.fork()):
+    enter(Reach(), scratch)
+    found = {}
+    for name, function in {
+        "own file": lambda: open(own).read(),
+        "environment": lambda: open(f"/proc/{os.getppid()}/environ").read(),
+        "signal": lambda: os.kill(os.getppid(), 0),
+        "services": lambda: socket.socket(socket.AF_UNIX),
+        "mode": lambda: os.chmod(own, 0o777),
+        "scratch": lambda: open(scratch + "/new", "w").write("x"),
+        "network": lambda: network.current.run(lambda: os.readlink("/proc/thread-self/ns/net"))
+                           != os.readlink("/proc/thread-self/ns/net"),
+        "capabilities": lambda: [l.split()[1] for l in open("/proc/self/status") if "CapEff" in l],
+        "user": os.getuid,
+    }.items():
+        try:
+            found[name] = function()
+        except OSError as error:
+            found[name] = type(error).__name__
+    os.write(theirs, json.dumps(found).encode())
+    os._exit(0)
+os.close(theirs)
+print(os.read(ours, 65536).decode(), file=sys.stdout)
+print(network.current.reason, file=sys.stderr)
+os.waitpid(pid, 0)
+"""
+
+
+def test_an_ordinary_users_process_is_confined_as_well(tmp_path: Path) -> None:
+    """In a user namespace of its own, where it has had all capabilities."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o755)
+        scratch = Path(folder) / "scratch"
+        scratch.mkdir()
+        scratch.chmod(0o777)
+        os.chmod(folder, 0o777)
+        command = [sys.executable, "-c", ORDINARY, f"{folder}/own", str(scratch)]
+        said = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert said.returncode == 0, said.stderr
+    assert json.loads(said.stdout) == {
+        **dict.fromkeys(
+            ("own file", "environment", "signal", "services", "mode"), "PermissionError"
+        ),
+        "scratch": 1,
+        "network": True,
+        "capabilities": [NONE],
+        "user": 65534,
+    }
+
+
+def test_a_host_without_the_checkpoints_gets_them_and_its_confined_worker_reads_them(
+    job: JobFolder, tmp_path: Path
+) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    config = spying(job, [], data=f'[checkpoint]\ndir = "{disk}/saved"\nevery_steps = 2')
+    with running_servers(2) as servers:
+        at = ("--connect", connect(servers))
+        assert rpcmp("drive", config, "--json", *at, "--set", "steps=4").code == 0
+    empty = ("unshare", "--mount", "sh", "-c", f'mount -t tmpfs none {disk} && exec "$@"', "sh")
+    with (
+        running_servers(1) as (first,),
+        running("serve", "--stage", "1", "--listen", f"{HERE}:0", under=empty) as second,
+    ):
+        address = second.wait_for_line(r"SERVING on (\S+)")[1]
+        at = ("--connect", f"{first.address},{address}")
+        resumed = rpcmp("drive", config, "--json", *at, "--resume")
+    assert sha256(resumed) == sha256(
+        rpcmp("drive", config, "--json", "--set", 'checkpoint.dir="other"')
+    )
+    assert resumed.event("resumed")["step"] == 4
+
+
+@pytest.fixture
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder for temporary files."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    return tmp_path
+
+
+def test_what_another_server_uses_stays(temporary: Path) -> None:
+    """Even where it is in a container, and has a process id that nobody has here."""
+    command = [*APART, "--kill-child", sys.executable, "-c", f"{LEAVES}sys.stdin.read()"]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as server:
+        assert server.stdout is not None
+        used = Path(server.stdout.readline().strip())
+        scratch.sweep(codefolder.PREFIX)
+        assert (used / "model.py").exists()
+        server.communicate("")
+    scratch.sweep(codefolder.PREFIX)
+    assert not used.exists()
+
+
+def test_a_process_in_a_container_does_not_get_to_use_our_certificate(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    require_alone(tmp_path, caplog, APART)
