@@ -3,77 +3,19 @@
 from __future__ import annotations
 
 import json
-import shutil
 import signal
-from datetime import UTC, datetime, timedelta
-from pathlib import Path
 
 import pytest
 
-from rpcmp.checkpoint.folder import CheckpointFolder
 from rpcmp.checkpoint.runs import runs_in
 from tests.support.faults import committed
-from tests.support.processes import JobFolder, Result, rpcmp, running, small_disk
-
-BODY = """
-steps = 10
-[optimizer]
-callable = "torch.optim:AdamW"
-kwargs = { lr = 0.02 }
-[model]
-layers = "zoo:mlp"
-balance = [2, 2]
-[data]
-train = { callable = "zoo:Unreadable", kwargs = { at = 37 } }
-batch_size = 10
-shuffle = false
-"""
-MENDED = ("--set", "data.train.kwargs.at=-1")
-
-
-def drive(config: Path, *options: str) -> Result:
-    return rpcmp("drive", config, "--json", *options)
-
-
-def left_in(folder: Path) -> list[int]:
-    """The last step of each run that has left something, the newest run first."""
-    return [run.last_step for run in runs_in(folder)]
-
-
-class Failed:
-    """A job that has failed, and left a checkpoint.
-
-    Attributes:
-        config: of the job.
-        folder: where the checkpoint is.
-        step: of the checkpoint: samples are loaded ahead, so it may be one or another.
-    """
-
-    def __init__(self, job: JobFolder, section: str = "") -> None:
-        self.config = job.config(BODY + section)
-        self.folder = job.folder / ("kept" if section else "rpcmp-job")
-        result = drive(self.config)
-        assert result.code == 1
-        assert "sample 37 is no picture" in result.err
-        (self.step,) = left_in(self.folder)
-        assert 1 <= self.step <= 3
-
-    def age(self, **by: float) -> None:
-        """Make the checkpoint older than it is."""
-        (run,) = runs_in(self.folder)
-        assert run.newest is not None
-        written = (datetime.now(UTC) - timedelta(**by)).isoformat(timespec="seconds")
-        aged = run.newest.model_copy(update={"written": written})
-        CheckpointFolder(run.folder.path).commit(aged)
+from tests.support.leftovers import BODY, MENDED, Failed, drive, left_in, warned
+from tests.support.processes import JobFolder, RunningHere, rpcmp
 
 
 @pytest.fixture
 def failed(job: JobFolder) -> Failed:
     return Failed(job)
-
-
-def warned(result: Result) -> str:
-    return "\n".join(event["text"] for event in result.events if event["event"] == "warning")
 
 
 def test_the_mended_run_begins_at_once_and_clears_up(failed: Failed) -> None:
@@ -116,22 +58,6 @@ def test_what_is_old_is_removed_and_not_offered(failed: Failed) -> None:
     assert left_in(failed.folder) == []
 
 
-@pytest.mark.parametrize("on_error", ["fail", "warn"])
-def test_what_was_left_stays_if_the_run_after_it_could_not_save(
-    job: JobFolder, on_error: str
-) -> None:
-    failed = Failed(job, '[checkpoint]\ndir = "kept"\nevery_steps = 100\n')
-    with small_disk(job.folder / "other", "100k"):
-        left = next(failed.folder.iterdir())
-        shutil.move(left, job.folder / "other" / left.name)
-        larger = ("--set", "model.kwargs.blocks=200", "--set", "model.balance=[2, 199]")
-        where = ("--set", "checkpoint.dir=other", "--set", f"checkpoint.on_error={on_error}")
-        ended = drive(failed.config, *MENDED, *larger, *where)
-        assert ended.code == (on_error == "fail")
-        assert "No space left on device" in warned(ended)
-        assert left_in(job.folder / "other") == [failed.step]
-
-
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_saves_what_a_checkpoint_section_asked_for(
     job: JobFolder, signum: signal.Signals
@@ -139,10 +65,13 @@ def test_a_signal_saves_what_a_checkpoint_section_asked_for(
     """The next run asks: what a signal saved was to be gone on with."""
     body = BODY.replace("steps = 10", "steps = 1000000")
     config = job.config(body + '[checkpoint]\ndir = "kept"\nevery_steps = 1000000\n')
-    with running("drive", config, "--json", *MENDED) as run:
+
+    def send(run: RunningHere) -> None:
         run.wait_for_line('"event": "step"')
-        run.process.send_signal(signum)
-        assert run.wait().code == 128 + signum
+        run.signal(signum)
+
+    ended = rpcmp("drive", config, "--json", *MENDED, during=send)
+    assert ended.code == 128 + signum
     assert len(left_in(job.folder / "kept")) == 1
     again = rpcmp("drive", config, *MENDED)
     assert again.code == 2

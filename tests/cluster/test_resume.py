@@ -12,45 +12,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import rpcmp as library
-from rpcmp.checkpoint.folder import CheckpointFolder, remove
+from rpcmp.checkpoint.folder import remove
 from rpcmp.runfolder.compare import compare
 from rpcmp.runfolder.reader import read
 from tests.support.faults import committed
-from tests.support.processes import JobFolder, Result, rpcmp, running, small_disk, unstamped
+from tests.support.processes import JobFolder, Result, RunningHere, rpcmp, running, unstamped
+from tests.support.resuming import BODY, STEPS, after, checkpoints, drive
 from tests.support.runs import checkpoints_in
-
-STEPS = 14
-"""Of five mini-batches an epoch."""
-
-BODY = f"""
-steps = {STEPS}
-evaluate_every = 1
-max_grad_norm = 1.0
-[optimizer]
-callable = "torch.optim:AdamW"
-kwargs = {{ lr = 0.02 }}
-[scheduler]
-callable = "torch.optim.lr_scheduler:ReduceLROnPlateau"
-kwargs = {{ patience = 0, factor = 0.5 }}
-[model]
-layers = "zoo:mlp"
-balance = [2, 2]
-[checkpoint]
-dir = "saved"
-every_steps = 3
-[data]
-train = "zoo:regression"
-test = "zoo:regression"
-batch_size = 10
-"""
-
-
-def drive(config: Path, *options: str) -> Result:
-    return rpcmp("drive", config, "--json", *options)
-
-
-def checkpoints(job: JobFolder) -> CheckpointFolder:
-    return checkpoints_in(job.folder / "saved")
 
 
 @pytest.fixture(scope="module")
@@ -70,12 +38,6 @@ def left(whole: tuple[JobFolder, Result], job: JobFolder) -> Path:
     return config
 
 
-def after(result: Result, step: int) -> tuple[list[tuple[int, str]], str]:
-    """What a run committed after a step."""
-    steps, parameters = committed(result)
-    return [found for found in steps if found[0] > step], parameters
-
-
 def test_a_run_leaves_its_last_checkpoints(whole: tuple[JobFolder, Result]) -> None:
     job, result = whole
     assert [manifest.step for manifest in checkpoints(job).valid()] == [STEPS, 12, 9]
@@ -92,9 +54,9 @@ def test_a_run_leaves_its_last_checkpoints(whole: tuple[JobFolder, Result]) -> N
     "balance",
     [
         "[1, 3]",
-        pytest.param("[2, 2]", marks=pytest.mark.long),
-        pytest.param("[1, 1, 1, 1]", marks=pytest.mark.long),
-        pytest.param("[4]", marks=pytest.mark.long),
+        "[2, 2]",
+        "[1, 1, 1, 1]",
+        "[4]",
     ],
 )
 def test_resuming_in_the_middle_of_an_epoch_gives_the_same_bits(
@@ -113,7 +75,6 @@ def test_a_changed_learning_rate_holds_after_resuming(left: Path) -> None:
     assert result.event("step")["learning_rate"] == 0.002
 
 
-@pytest.mark.long
 def test_resuming_right_after_an_epoch_ends_it_first(
     whole: tuple[JobFolder, Result], job: JobFolder
 ) -> None:
@@ -145,16 +106,18 @@ def test_resuming_a_run_that_was_killed(whole: tuple[JobFolder, Result], job: Jo
         assert (found.shared, found.first_difference) == (len(later.all("step")), None)
 
 
-@pytest.mark.parametrize("section", [pytest.param(True, marks=pytest.mark.long), False])
+@pytest.mark.parametrize("section", [True, False])
 def test_a_signal_saves_and_the_run_can_be_resumed(
     whole: tuple[JobFolder, Result], job: JobFolder, section: bool
 ) -> None:
     text = BODY if section else BODY.replace('[checkpoint]\ndir = "saved"\nevery_steps = 3\n', "")
     config = job.config(text)
-    with running("drive", config, "--json") as run:
+
+    def send(run: RunningHere) -> None:
         run.wait_for_line('"step", "step": 4')
-        os.kill(run.pid, signal.SIGTERM)
-        ended = run.wait()
+        run.signal(signal.SIGTERM)
+
+    ended = rpcmp("drive", config, "--json", during=send)
     assert ended.code == 128 + signal.SIGTERM
     step = ended.event("checkpoint")["step"]
     folder = job.folder / ("saved" if section else "rpcmp-job")
@@ -164,7 +127,6 @@ def test_a_signal_saves_and_the_run_can_be_resumed(
     assert after(result, 0) == after(whole[1], step)
 
 
-@pytest.mark.long
 def test_resuming_a_run_that_has_ended_does_nothing_new(
     whole: tuple[JobFolder, Result], job: JobFolder
 ) -> None:
@@ -213,8 +175,8 @@ def test_a_run_can_start_from_given_weights(
     ("change", "message"),
     [
         ("unknown", "has tensors of no layer: other.weight"),
-        pytest.param("missing", 'Missing key(s) in state_dict: "bias"', marks=pytest.mark.long),
-        pytest.param("nothing", "cannot be read", marks=pytest.mark.long),
+        ("missing", 'Missing key(s) in state_dict: "bias"'),
+        ("nothing", "cannot be read"),
     ],
 )
 def test_weights_that_do_not_fit_are_refused(
@@ -264,25 +226,6 @@ def test_a_checkpoint_of_another_model_is_refused(left: Path) -> None:
     assert "block3" in result.err
 
 
-@pytest.mark.long
-def test_a_disk_that_fills_up_costs_checkpoints_and_nothing_else(
-    whole: tuple[JobFolder, Result], job: JobFolder
-) -> None:
-    config = job.config(BODY)
-    more = ("--set", "checkpoint.keep=50", "--set", "checkpoint.every_steps=1")
-    with small_disk(job.folder / "saved", "100k"):
-        result = drive(config, *more, "--set", "checkpoint.on_error=warn")
-        assert committed(result) == committed(whole[1])
-        warnings = [event["text"] for event in result.events if event["event"] == "warning"]
-        assert any("No space left on device" in text for text in warnings)
-        good = checkpoints(job).valid()
-        assert good
-        assert good[0].step < STEPS
-        seldom = ("--set", "checkpoint.every_steps=100", "--set", "checkpoint.on_error=warn")
-        resumed = drive(config, "--resume", *seldom)
-        assert after(resumed, 0) == after(whole[1], good[0].step)
-
-
 def test_a_folder_that_cannot_be_written_is_found_before_the_first_step(job: JobFolder) -> None:
     (job.folder / "saved").write_text("a file in the way")
     refused = drive(job.config(BODY))
@@ -291,41 +234,17 @@ def test_a_folder_that_cannot_be_written_is_found_before_the_first_step(job: Job
     assert not [event for event in refused.events if event["event"] in ("generation", "step")]
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (("checkpoint.every_steps=1", "checkpoint.keep=50"), "(3 in a row; the newest is of step "),
-        (
-            ("checkpoint.every_steps=100", "model.kwargs.blocks=200"),
-            "(the last one; there is none)",
-        ),
-    ],
-)
-def test_a_run_whose_checkpoints_are_lost_does_not_end_well(
-    job: JobFolder, options: tuple[str, ...], said: str
-) -> None:
-    config = job.config(BODY.replace("[model]", "[model]\nkwargs = { blocks = 3 }"))
-    with small_disk(job.folder / "saved", "100k"):
-        more = [part for option in options for part in ("--set", option)]
-        balance = "[2, 199]" if "blocks=200" in options[-1] else "[2, 2]"
-        result = drive(config, *more, "--set", f"model.balance={balance}")
-    assert result.code == 1
-    assert said in result.err
-    assert "No space left on device" in result.err
-    assert 'checkpoint.on_error = "warn"' in result.err
-    told = [event["event"] for event in result.events]
-    assert ("summary" in told) == ("the last one" in said)
-
-
-@pytest.mark.long
 def test_a_folder_that_vanishes_is_made_again(
     whole: tuple[JobFolder, Result], job: JobFolder
 ) -> None:
     config = job.config(BODY)
-    with running("drive", config, "--json", "--set", "checkpoint.every_steps=1") as run:
+
+    def remove_all(run: RunningHere) -> None:
         run.wait_for_line('"event": "checkpoint"')
         shutil.rmtree(checkpoints(job).path, ignore_errors=True)
-        result = run.wait()
+
+    often = ("--set", "checkpoint.every_steps=1")
+    result = rpcmp("drive", config, "--json", *often, during=remove_all)
     assert committed(result) == committed(whole[1])
     assert checkpoints(job).valid()[0].step == STEPS
 

@@ -1,0 +1,65 @@
+"""Jobs that fail in the middle, and leave a checkpoint for the next."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+from rpcmp.checkpoint.folder import CheckpointFolder
+from rpcmp.checkpoint.runs import runs_in
+from tests.support.processes import JobFolder, Result, rpcmp
+
+BODY = """
+steps = 10
+[optimizer]
+callable = "torch.optim:AdamW"
+kwargs = { lr = 0.02 }
+[model]
+layers = "zoo:mlp"
+balance = [2, 2]
+[data]
+train = { callable = "zoo:Unreadable", kwargs = { at = 37 } }
+batch_size = 10
+shuffle = false
+"""
+MENDED = ("--set", "data.train.kwargs.at=-1")
+
+
+def drive(config: Path, *options: str) -> Result:
+    return rpcmp("drive", config, "--json", *options)
+
+
+def left_in(folder: Path) -> list[int]:
+    """The last step of each run that has left something, the newest run first."""
+    return [run.last_step for run in runs_in(folder)]
+
+
+class Failed:
+    """A job that has failed, and left a checkpoint.
+
+    Attributes:
+        config: of the job.
+        folder: where the checkpoint is.
+        step: of the checkpoint: samples are loaded ahead, so it may be one or another.
+    """
+
+    def __init__(self, job: JobFolder, section: str = "") -> None:
+        self.config = job.config(BODY + section)
+        self.folder = job.folder / ("kept" if section else "rpcmp-job")
+        result = drive(self.config)
+        assert result.code == 1
+        assert "sample 37 is no picture" in result.err
+        (self.step,) = left_in(self.folder)
+        assert 1 <= self.step <= 3
+
+    def age(self, **by: float) -> None:
+        """Make the checkpoint older than it is."""
+        (run,) = runs_in(self.folder)
+        assert run.newest is not None
+        written = (datetime.now(UTC) - timedelta(**by)).isoformat(timespec="seconds")
+        aged = run.newest.model_copy(update={"written": written})
+        CheckpointFolder(run.folder.path).commit(aged)
+
+
+def warned(result: Result) -> str:
+    return "\n".join(event["text"] for event in result.events if event["event"] == "warning")

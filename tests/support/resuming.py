@@ -1,0 +1,49 @@
+"""A job with checkpoints, and what it must have in common with one that was resumed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rpcmp.checkpoint.folder import CheckpointFolder
+from tests.support.faults import Committed, committed
+from tests.support.processes import JobFolder, Result, rpcmp
+from tests.support.runs import checkpoints_in
+
+STEPS = 14
+"""Of five mini-batches an epoch."""
+
+BODY = f"""
+steps = {STEPS}
+evaluate_every = 1
+max_grad_norm = 1.0
+[optimizer]
+callable = "torch.optim:AdamW"
+kwargs = {{ lr = 0.02 }}
+[scheduler]
+callable = "torch.optim.lr_scheduler:ReduceLROnPlateau"
+kwargs = {{ patience = 0, factor = 0.5 }}
+[model]
+layers = "zoo:mlp"
+balance = [2, 2]
+[checkpoint]
+dir = "saved"
+every_steps = 3
+[data]
+train = "zoo:regression"
+test = "zoo:regression"
+batch_size = 10
+"""
+
+
+def drive(config: Path, *options: str) -> Result:
+    return rpcmp("drive", config, "--json", *options)
+
+
+def checkpoints(job: JobFolder) -> CheckpointFolder:
+    return checkpoints_in(job.folder / "saved")
+
+
+def after(result: Result, step: int) -> Committed:
+    """What a run committed after a step."""
+    steps, parameters = committed(result)
+    return [found for found in steps if found[0] > step], parameters

@@ -1,0 +1,79 @@
+"""Checkpoints on a disk that is full: a run says so, and keeps what the last one has left."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+
+from tests.support.faults import committed
+from tests.support.leftovers import MENDED, Failed, left_in, warned
+from tests.support.processes import JobFolder, Result, small_disk
+from tests.support.resuming import BODY, STEPS, after, checkpoints, drive
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[JobFolder, Result]:
+    """A run from its beginning to its end, and its files; not to be changed."""
+    job = JobFolder(tmp_path_factory.mktemp("whole") / "job")
+    return job, drive(job.config(BODY))
+
+
+@pytest.mark.parametrize("on_error", ["fail", "warn"])
+def test_what_was_left_stays_if_the_run_after_it_could_not_save(
+    job: JobFolder, on_error: str
+) -> None:
+    failed = Failed(job, '[checkpoint]\ndir = "kept"\nevery_steps = 100\n')
+    with small_disk(job.folder / "other", "100k"):
+        left = next(failed.folder.iterdir())
+        shutil.move(left, job.folder / "other" / left.name)
+        larger = ("--set", "model.kwargs.blocks=200", "--set", "model.balance=[2, 199]")
+        where = ("--set", "checkpoint.dir=other", "--set", f"checkpoint.on_error={on_error}")
+        ended = drive(failed.config, *MENDED, *larger, *where)
+        assert ended.code == (on_error == "fail")
+        assert "No space left on device" in warned(ended)
+        assert left_in(job.folder / "other") == [failed.step]
+
+
+def test_a_disk_that_fills_up_costs_checkpoints_and_nothing_else(
+    whole: tuple[JobFolder, Result], job: JobFolder
+) -> None:
+    config = job.config(BODY)
+    more = ("--set", "checkpoint.keep=50", "--set", "checkpoint.every_steps=1")
+    with small_disk(job.folder / "saved", "100k"):
+        result = drive(config, *more, "--set", "checkpoint.on_error=warn")
+        assert committed(result) == committed(whole[1])
+        warnings = [event["text"] for event in result.events if event["event"] == "warning"]
+        assert any("No space left on device" in text for text in warnings)
+        good = checkpoints(job).valid()
+        assert good
+        assert good[0].step < STEPS
+        seldom = ("--set", "checkpoint.every_steps=100", "--set", "checkpoint.on_error=warn")
+        resumed = drive(config, "--resume", *seldom)
+        assert after(resumed, 0) == after(whole[1], good[0].step)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("checkpoint.every_steps=1", "checkpoint.keep=50"), "(3 in a row; the newest is of step "),
+        (
+            ("checkpoint.every_steps=100", "model.kwargs.blocks=200"),
+            "(the last one; there is none)",
+        ),
+    ],
+)
+def test_a_run_whose_checkpoints_are_lost_does_not_end_well(
+    job: JobFolder, options: tuple[str, ...], said: str
+) -> None:
+    config = job.config(BODY.replace("[model]", "[model]\nkwargs = { blocks = 3 }"))
+    with small_disk(job.folder / "saved", "100k"):
+        more = [part for option in options for part in ("--set", option)]
+        balance = "[2, 199]" if "blocks=200" in options[-1] else "[2, 2]"
+        result = drive(config, *more, "--set", f"model.balance={balance}")
+    assert result.code == 1
+    assert said in result.err
+    assert "No space left on device" in result.err
+    assert 'checkpoint.on_error = "warn"' in result.err
+    told = [event["event"] for event in result.events]
+    assert ("summary" in told) == ("the last one" in said)
