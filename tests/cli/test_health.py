@@ -91,6 +91,7 @@ def test_somebody_who_says_nothing(certs: Path, options: list[str]) -> None:
     assert f"{address} does not answer within 0.5 s" in found.err
 
 
+@pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize("options", [[], ["--insecure"]])
 def test_a_server_that_wants_tls_says_so(
     job: JobFolder, server: Server, options: list[str]
@@ -108,6 +109,7 @@ def test_a_server_that_wants_tls_says_so(
         assert "wants TLS, and is spoken to in the open: give --certs" in found.err + found.out
 
 
+@pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize("options", [[], ["--insecure"]])
 def test_so_do_several_servers_at_once(
     job: JobFolder, certs: Path, server: Server, options: list[str]

@@ -273,6 +273,7 @@ def test_a_misspelt_key_ends_with_the_table_of_keys(tmp_path: Path) -> None:
     assert last_line(rpcmp("drive", config)) == "try: python -m rpcmp.configdoc"
 
 
+@pytest.mark.usefixtures("impatient")
 def test_a_server_that_is_not_there_ends_with_the_doctor(tmp_path: Path) -> None:
     config = tmp_path / "job.toml"
     shutil.copy(EXAMPLES / "digits.toml", config)
