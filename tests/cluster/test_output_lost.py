@@ -7,17 +7,15 @@ import os
 import pty
 import signal
 import subprocess
-import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
 from rpcmp.process.signals import wishes
-from tests.support.processes import JobFolder, poll_for, rpcmp, running
+from tests.support.processes import JobFolder, poll_for, program, rpcmp, running
 from tests.support.runs import checkpoints_in
 
-RPCMP = [sys.executable, "-m", "rpcmp"]
 HEARS = ["env", "--default-signal=HUP"]
 """Before a command: these tests may have been started under nohup themselves."""
 
@@ -26,17 +24,23 @@ LONG = "steps = 100000\nnum_microbatches = 1\n[model]\nlayers = 'zoo:mlp'\nbalan
 SHORT = LONG.replace("100000", "5")
 
 
-def shell(command: str, config: Path) -> subprocess.CompletedProcess[str]:
-    """Run a line of a shell, `$RPCMP` and `$CONFIG` in it; its output is that of standard error."""
-    environment = {**os.environ, "RPCMP": " ".join(RPCMP), "CONFIG": str(config)}
-    return subprocess.run(
-        ["bash", "-c", command],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+def shell(command: str, config: Path, shares: bool = True) -> subprocess.CompletedProcess[str]:
+    """Run a line of a shell, `$RPCMP` and `$CONFIG` in it.
+
+    Args:
+        shares: see tests.support.processes.program.
+    """
+    with program(shares) as (rpcmp, fds):
+        environment = {**os.environ, "RPCMP": " ".join(rpcmp), "CONFIG": str(config)}
+        return subprocess.run(
+            ["bash", "-c", command],
+            env=environment,
+            pass_fds=fds,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
 
 
 @pytest.mark.parametrize("options", ["", "--json", "-v", "-q"])
@@ -56,9 +60,11 @@ def test_a_reader_who_has_had_enough_ends_no_run(job: JobFolder) -> None:
 
 
 def test_a_runs_exit_code_is_its_own_without_any_output(job: JobFolder) -> None:
+    """What all is closed of is what its fork server inherits, so that one is its own."""
     config = job.config(SHORT)
     for closed in ("> /dev/full 2> /dev/full", "2>&-", "<&- >&- 2>&-"):
-        assert shell(f"$RPCMP drive $CONFIG {closed}", config).returncode == 0, closed
+        shares = "<&-" not in closed
+        assert shell(f"$RPCMP drive $CONFIG {closed}", config, shares).returncode == 0, closed
         wrong = shell(f"$RPCMP drive $CONFIG --set loss=torch.nn:None {closed}", config)
         assert wrong.returncode == 2, closed
 
@@ -76,17 +82,23 @@ def test_what_was_wanted_and_is_lost_is_an_error(job: JobFolder) -> None:
 
 @contextlib.contextmanager
 def on_a_terminal(
-    folder: Path, *command: str | Path
+    folder: Path, *command: str | Path, under: Sequence[str] = ()
 ) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
-    """A process whose terminal it is, and the other end of that, to be closed."""
+    """`rpcmp COMMAND...` whose terminal it is, and the other end of that, to be closed.
+
+    Args:
+        under: a program and its arguments that runs it.
+    """
     ours, theirs = pty.openpty()
-    process = subprocess.Popen(
-        [*HEARS, "setsid", "--ctty", *command],
-        stdin=theirs,
-        stdout=theirs,
-        stderr=theirs,
-        cwd=folder,
-    )
+    with program() as (rpcmp, fds):
+        process = subprocess.Popen(
+            [*HEARS, "setsid", "--ctty", *under, *rpcmp, *command],
+            stdin=theirs,
+            stdout=theirs,
+            stderr=theirs,
+            cwd=folder,
+            pass_fds=fds,
+        )
     os.close(theirs)
     try:
         yield process, ours
@@ -110,7 +122,7 @@ def read_until(terminal: int, text: bytes) -> None:
 
 def test_a_terminal_that_is_gone_ends_a_run_with_what_it_has(job: JobFolder) -> None:
     config = job.config(LONG)
-    with on_a_terminal(job.folder, *RPCMP, "drive", config, "-v") as (process, terminal):
+    with on_a_terminal(job.folder, "drive", config, "-v") as (process, terminal):
         read_until(terminal, b"step 3/")
         os.close(terminal)
         assert process.wait(60) == 128 + signal.SIGHUP
@@ -123,10 +135,9 @@ def test_a_terminal_that_is_gone_ends_a_run_with_what_it_has(job: JobFolder) -> 
 @pytest.mark.parametrize("under", [["nohup"], []])
 def test_a_run_that_was_told_to_outlive_its_terminal_does(job: JobFolder, under: list[str]) -> None:
     """By nohup; or by setsid, after which it is nobody's terminal."""
-    config = job.config(LONG.replace("100000", "400"))
-    command: list[str | Path] = [*under, *RPCMP, "drive", config, "-v"]
-    away = ["setsid", "--wait"] if not under else []
-    with on_a_terminal(job.folder, *away, *command) as (process, terminal):
+    config = job.config(LONG.replace("100000", "150"))
+    away = under or ["setsid", "--wait"]
+    with on_a_terminal(job.folder, "drive", config, "-v", under=away) as (process, terminal):
         if under:  # its output is in a file of its own
             poll_for(lambda: (job.folder / "runs").exists(), "the run")
         else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import grpc
@@ -16,66 +17,65 @@ from rpcmp.v1 import control_pb2 as pb
 from rpcmp.v1.control_pb2_grpc import ControlStub
 from rpcmp.v1.doctor_pb2 import ExamineRequest
 from rpcmp.v1.doctor_pb2_grpc import DoctorStub
+from tests.support.pool import lent
 from tests.support.processes import (
+    DEADLINE,
+    FORKS,
     JobFolder,
+    RunningHere,
     Server,
     connect,
     poll_for,
     rpcmp,
     running,
+    running_server,
     running_servers,
     runs,
     status,
 )
 
+
+@pytest.fixture(scope="module")
+def idle() -> Iterator[list[Server]]:
+    """Two servers on hosts of their own, for tests that leave them idle."""
+    with running_servers(2) as started:
+        yield started
+
+
 LONG_JOB = 'name = "long-job"\nsteps = 100000\n[model]\nlayers = "zoo:jittery"\nbalance = [3, 2]'
 
 
-def test_servers_take_one_job_after_the_other(job: JobFolder, servers: list[Server]) -> None:
+def test_servers_take_one_job_after_the_other(job: JobFolder, idle: list[Server]) -> None:
     config = job.config('[model]\nlayers = "zoo:mlp"\nbalance = [2, 2]')
     hashes = set()
     for _ in range(2):
-        result = rpcmp("drive", config, "--connect", connect(servers), "--json")
+        result = rpcmp("drive", config, "--connect", connect(idle), "--json")
         assert result.code == 0, result.err
         hashes.add(result.event("summary")["parameters_sha256"])
     assert len(hashes) == 1
 
 
-@pytest.mark.long
-def test_stages_that_cannot_read_each_others_memory_use_their_sockets(
-    job: JobFolder, servers: list[Server]
-) -> None:
-    """As two containers on one host; stages of one user there copy from memory to memory."""
-    config = job.config('[model]\nlayers = "zoo:mlp"\nbalance = [2, 2]')
-    apart = ["unshare", "--user", "--map-root-user", "--pid", "--fork", "--kill-child"]
-    with running("serve", "--stage", "1", "--listen", "127.0.0.1:0", under=apart) as run:
-        other = Server(run, run.wait_for_line(r"SERVING on (\S+)")[1])
-        result = rpcmp("verify", config, "--connect", connect([servers[0], other]), "--steps", "2")
-        run.process.kill()
-    assert result.code == 0, result.err
-    assert "identical" in result.out
-
-
-@pytest.mark.usefixtures("own_forks")
-def test_status_shows_a_running_job(job: JobFolder, servers: list[Server]) -> None:
+def test_status_shows_a_running_job(job: JobFolder, idle: list[Server]) -> None:
     config = job.config(LONG_JOB)
-    with running("drive", config, "--connect", connect(servers), "--json") as run:
+    with running("drive", config, "--connect", connect(idle), "--json") as run:
         run.wait_for_line('"step": 3')
         stages = poll_for(
-            lambda: (s := status(config, servers))[0]["step"] > 0 and s, "a step in the status"
+            lambda: (s := status(config, idle))[0]["step"] > 0 and s, "a step in the status"
         )
-        for stage, server in zip(stages, servers, strict=True):
+        for stage, server in zip(stages, idle, strict=True):
             worker = psutil.Process(stage["worker_pid"])
-            assert stage["supervisor_pid"] == server.pid == worker.parents()[1].pid
+            assert stage["supervisor_pid"] == server.pid
+            assert worker in FORKS.children()
+            assert runs(worker, "rpcmp.worker")
             assert stage["address"] == server.address
             assert (stage["job"], stage["generation"]) == ("long-job", 1)
             assert (stage["health"], stage["state"]) == ("SERVING", "running")
             assert stage["memory"] > 2**20
         assert [stage["name"] for stage in stages] == ["stage0", "stage1"]
         assert [stage["parameters"] for stage in stages] == [3 * 72, 72 + 9]
-        table = rpcmp("status", config, "--connect", connect(servers))
+        table = rpcmp("status", config, "--connect", connect(idle))
         assert "long-job" in table.out
-        assert servers[1].address in table.out
+        assert idle[1].address in table.out
 
 
 def private_listeners(process: psutil.Process) -> set[str]:
@@ -91,18 +91,16 @@ def private_listeners(process: psutil.Process) -> set[str]:
     }
 
 
-@pytest.mark.usefixtures("own_forks")
-def test_only_a_group_itself_reaches_its_workers(job: JobFolder, servers: list[Server]) -> None:
+def test_only_a_group_itself_reaches_its_workers(job: JobFolder, idle: list[Server]) -> None:
     config = job.config(LONG_JOB)
-    with running("drive", config, "--connect", connect(servers), "--json") as run:
+    with running("drive", config, "--connect", connect(idle), "--json") as run:
         run.wait_for_line('"step"')
-        children = psutil.Process(run.pid).children(recursive=True)
-        (driver,) = [child for child in children if runs(child, "rpcmp.driver")]
-        workers = [psutil.Process(stage["worker_pid"]) for stage in status(config, servers)]
+        (driver,) = [child for child in FORKS.children() if runs(child, "rpcmp.driver")]
+        workers = [psutil.Process(stage["worker_pid"]) for stage in status(config, idle)]
         for process in [*workers, driver]:
             assert process.net_connections("inet") == []
             assert private_listeners(process) == {"127.77.0.1", "127.77.0.2", "127.77.0.3"}
-        for server in servers:
+        for server in idle:
             sockets = psutil.Process(server.pid).net_connections("inet")
             listening = [s for s in sockets if s.status == psutil.CONN_LISTEN]
             assert [s.laddr.ip for s in listening] == ["127.0.0.1"]
@@ -122,25 +120,27 @@ def test_where_the_kernel_makes_no_networks_a_job_runs_and_says_so(job: JobFolde
     assert result.event("summary")["parameters_sha256"] == expected
 
 
-def test_drain_ends_the_job_after_its_step_and_then_the_server(
-    job: JobFolder, servers: list[Server]
-) -> None:
+def test_drain_ends_the_job_after_its_step_and_then_the_server(job: JobFolder) -> None:
     config = job.config(LONG_JOB)
     at_once = ("--set", "recovery.give_up_after=0.0")
-    with running("drive", config, "--connect", connect(servers), "--json", *at_once) as run:
+
+    def drain(run: RunningHere) -> None:
         run.wait_for_line('"step"')
         with grpc.insecure_channel(servers[0].address) as channel:
             answer = ControlStub(channel).Drain(pb.DrainRequest(), timeout=5)
-            assert (answer.job, answer.generation) == ("long-job", 1)
-        assert run.wait().code == 75
-    assert servers[0].run.wait().code == 0
-    with grpc.insecure_channel(servers[1].address) as channel:
-        assert ControlStub(channel).Drain(pb.DrainRequest(), timeout=5).job == ""
-    assert servers[1].run.wait().code == 0
+        assert (answer.job, answer.generation) == ("long-job", 1)
+
+    with lent(2) as servers:
+        where = ("--connect", connect(servers))
+        assert rpcmp("drive", config, "--json", *where, *at_once, during=drain).code == 75
+        assert servers[0].process.wait(DEADLINE) == 0
+        with grpc.insecure_channel(servers[1].address) as channel:
+            assert ControlStub(channel).Drain(pb.DrainRequest(), timeout=5).job == ""
+        assert servers[1].process.wait(DEADLINE) == 0
 
 
-def test_health_answers_for_each_service(servers: list[Server]) -> None:
-    with grpc.insecure_channel(servers[0].address) as channel:
+def test_health_answers_for_each_service(idle: list[Server]) -> None:
+    with grpc.insecure_channel(idle[0].address) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         serving = health_pb2.HealthCheckResponse.SERVING
         for service in ("", "rpcmp.v1.Control", "rpcmp.v1.Rendezvous"):
@@ -151,8 +151,8 @@ def test_health_answers_for_each_service(servers: list[Server]) -> None:
         assert unknown.value.code() is grpc.StatusCode.NOT_FOUND
 
 
-def test_other_versions_are_refused_and_named(servers: list[Server]) -> None:
-    with grpc.insecure_channel(servers[0].address) as channel:
+def test_other_versions_are_refused_and_named(idle: list[Server]) -> None:
+    with grpc.insecure_channel(idle[0].address) as channel:
         stub = ControlStub(channel)
         versions = stub.Describe(pb.DescribeRequest(), timeout=5).versions
         versions.torch, versions.python = "1.13.0", "3.8"
@@ -165,8 +165,8 @@ def test_other_versions_are_refused_and_named(servers: list[Server]) -> None:
         assert "python: 3.11 here, 3.8 there" in details or "3.8 there" in details
 
 
-def test_a_message_of_a_generation_that_is_gone_is_refused(servers: list[Server]) -> None:
-    with grpc.insecure_channel(servers[0].address) as channel:
+def test_a_message_of_a_generation_that_is_gone_is_refused(idle: list[Server]) -> None:
+    with grpc.insecure_channel(idle[0].address) as channel:
         stub = ControlStub(channel)
         with pytest.raises(grpc.RpcError) as refused:
             stub.Stop(pb.StopRequest(job_id="old", generation=3), timeout=5)
@@ -175,22 +175,20 @@ def test_a_message_of_a_generation_that_is_gone_is_refused(servers: list[Server]
 
 def test_the_default_ports_are_what_a_bare_connect_uses(job: JobFolder) -> None:
     config = job.config('[model]\nlayers = "zoo:mlp"\nbalance = [2, 2]')
-    with running("serve", "--stage", "0") as first, running("serve", "--stage", "1") as second:
+    with running_server("--stage", "0") as first, running_server("--stage", "1") as second:
         for stage, server in enumerate((first, second)):
-            line = server.wait_for_line("SERVING on|cannot listen")
-            assert str(addresses.default_port(stage)) in line.string
+            assert server.address.endswith(f":{addresses.default_port(stage)}")
         result = rpcmp("drive", config, "--connect", "--json")
         assert result.code == 0, result.err
         assert rpcmp("status", config).code == 0
     assert rpcmp("status", config).code == 75
 
 
-def test_a_server_for_another_stage_is_refused(job: JobFolder) -> None:
+def test_a_server_for_another_stage_is_refused(job: JobFolder, idle: list[Server]) -> None:
     config = job.config('[model]\nlayers = "zoo:mlp"\nbalance = [2, 2]')
-    with running_servers(2) as servers:
-        result = rpcmp("drive", config, "--connect", connect(servers[::-1]))
-        assert result.code == 2
-        assert "serves stage 1 replica 0, not stage 0" in result.err
+    result = rpcmp("drive", config, "--connect", connect(idle[::-1]))
+    assert result.code == 2
+    assert "serves stage 1 replica 0, not stage 0" in result.err
 
 
 @pytest.mark.parametrize(

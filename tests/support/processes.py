@@ -199,13 +199,22 @@ def running(
     Args:
         under: a program and its arguments that runs it.
     """
-    with _line(DRIVE if command[0] in SHARING and not under else "") as fds:
-        shared = ["-P", sharedforks.__file__, *map(str, fds)]
-        program = shared if fds else ["-m", "rpcmp"]
-        command = _in_a_test(*command)
-        run = _start([*under, sys.executable, *program, *map(str, command)], fds, cwd)
+    with program(shares=command[0] in SHARING and not under) as (rpcmp, fds):
+        run = _start([*under, *rpcmp, *map(str, _in_a_test(*command))], fds, cwd)
     with _ended(run):
         yield run
+
+
+@contextlib.contextmanager
+def program(shares: bool = True) -> Iterator[tuple[list[str], list[int]]]:
+    """What runs `rpcmp` in a process of its own, and the descriptors that it has to inherit.
+
+    Args:
+        shares: whether its jobs fork by a line of FORKS, if any.
+    """
+    with _line(DRIVE if shares else "") as fds:
+        shared = ["-P", sharedforks.__file__, *map(str, fds)]
+        yield [sys.executable, *(shared if fds else ["-m", "rpcmp"])], fds
 
 
 def _in_a_test(*command: str | Path) -> tuple[str | Path, ...]:

@@ -15,6 +15,7 @@ from rpcmp import scratch
 from rpcmp.server import codefolder
 from tests.cluster.test_confinement import sha256, spying
 from tests.cluster.test_tunnel import require_alone
+from tests.support.lan import issue, serving
 from tests.support.processes import JobFolder, connect, rpcmp, running, running_servers
 from tests.unit.server.test_codefolder import LEAVES
 
@@ -107,6 +108,21 @@ def test_a_host_without_the_checkpoints_gets_them_and_its_confined_worker_reads_
         rpcmp("drive", config, "--json", "--set", 'checkpoint.dir="other"')
     )
     assert resumed.event("resumed")["step"] == 4
+
+
+def test_stages_that_cannot_read_each_others_memory_use_their_sockets(
+    job: JobFolder, tmp_path: Path
+) -> None:
+    """As two containers on one host; stages of one user there copy from memory to memory."""
+    config = job.config('[model]\nlayers = "zoo:mlp"\nbalance = [2, 2]')
+    certs = issue(tmp_path / "certs", HERE, HERE)
+    apart = (*APART, "--kill-child")
+    with serving(0, f"{HERE}:0", certs) as first, serving(1, f"{HERE}:0", certs, apart) as second:
+        where = ("--connect", connect([first, second]), "--certs", certs / "driver")
+        result = rpcmp("verify", config, *where, "--steps", "2")
+        second.run.process.kill()
+    assert result.code == 0, result.err
+    assert "identical" in result.out
 
 
 @pytest.fixture
