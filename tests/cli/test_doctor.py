@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from rpcmp.control.client import StageClient
+from rpcmp.doctor import checkup
 from rpcmp.wire import authority, role
 from tests.support.lan import cli, serving
 from tests.support.processes import (
@@ -64,9 +66,11 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         yield Cluster(certs, stages, spare.wait_for_line(r"SERVING on (\S+)")[1])
 
 
-@pytest.fixture
-def job(tmp_path: Path) -> JobFolder:
-    return JobFolder(tmp_path / "job")
+@pytest.fixture(autouse=True)
+def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ways are measured for a moment, and servers that are away given up soon."""
+    monkeypatch.setattr(checkup, "SECONDS", 0.01)
+    monkeypatch.setattr(StageClient.connect, "__defaults__", (2.0,))
 
 
 def doctor(config: Path, *options: str | Path) -> tuple[Result, list[dict[str, Any]]]:

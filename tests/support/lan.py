@@ -11,7 +11,7 @@ from pathlib import Path
 
 from rpcmp.cli.certs import certs
 from tests.support.needs import needs, needs_root
-from tests.support.processes import Running, Server, running
+from tests.support.processes import Running, Server, running, running_server
 
 PREFIX = "10.77.0"
 
@@ -124,9 +124,19 @@ def cli(folder: Path, command: str, *options: str) -> None:
 def serving(
     stage: int, host: str, certs: Path, under: tuple[str, ...] = (), options: Sequence[str] = ()
 ) -> Iterator[Server]:
-    """A stage server that only lets in who has a certificate."""
-    command = ["serve", "--stage", str(stage), "--listen", host, *options]
-    with running(*command, "--certs", certs / f"stage{stage}", under=under) as run:
+    """A stage server that only lets in who has a certificate.
+
+    Args:
+        under: a program and its arguments that runs it, with a fork server of its own beneath it;
+            without one its workers are of a fork server that is shared.
+    """
+    command = ["--stage", str(stage), "--listen", host, *options]
+    command += ["--certs", str(certs / f"stage{stage}")]
+    if not under:
+        with running_server(*command, whose=f"stage {stage}") as server:
+            yield server
+        return
+    with running("serve", *command, under=under) as run:
         yield Server(run, run.wait_for_line(r"SERVING on (\S+)")[1])
 
 

@@ -37,6 +37,9 @@ from tests.support.sharedforks import DRIVE
 SECONDS = 30.0
 """In which a server has forgotten a job that has ended."""
 
+OF_ONE_TEST = (processes.TOKEN, "RPCMP_CERTS", "TMPDIR")
+"""Variables that a test may set for itself: a server outlives it, and the folder that it names."""
+
 
 class PooledServer:
     """A running `rpcmp serve --spare`.
@@ -61,7 +64,7 @@ class PooledServer:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             pass_fds=[line],
-            env={k: v for k, v in os.environ.items() if k not in (processes.TOKEN, "RPCMP_CERTS")},
+            env={name: os.environ[name] for name in os.environ if name not in OF_ONE_TEST},
             start_new_session=True,
         )
         assert self.process.stdout is not None
@@ -134,6 +137,11 @@ class ServerPool:
             ) from error
         with self._lock:
             self._idle.append(server)
+
+    def taken(self) -> list[PooledServer]:
+        """Those that some job has."""
+        with self._lock:
+            return [each for each in self._all if not (each in self._idle or each.has_ended)]
 
     def close(self) -> None:
         """End all of them."""
