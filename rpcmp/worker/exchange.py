@@ -97,7 +97,8 @@ class Exchange:
         """Let go of what was asked for and will not be answered."""
         with self._lock:
             self._pending.clear()
-        self._inputs.forget()
+            last = self._aborted_round
+        self._inputs.forget(last)
 
     def _arrived(self, pending: _Pending, answers: list[Any]) -> None:
         failed = next((answer for answer in answers if isinstance(answer, Raised)), None)

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from rpcmp import microbatch, transport
-from rpcmp.errors import RpcmpError, StageError, to_wire
+from rpcmp.errors import JobError, RpcmpError, StageError, to_wire
 from rpcmp.graph import Reference
 from rpcmp.inflight import STEPS_AHEAD
 from rpcmp.transport import NOBODY, Raised
@@ -54,6 +54,7 @@ class Feed:
         self._loaders = loaders
         self._lock = threading.Lock()
         self._mini_batches: dict[int, _MiniBatch] = {}
+        self._aborted_round = 0
 
     def __len__(self) -> int:
         return len(self._mini_batches)
@@ -101,13 +102,21 @@ class Feed:
         """Hear of a round whose bundles are all for other replicas."""
         self._needed(bundle)
 
-    def forget(self) -> None:
-        """Let go of all: a round was aborted, and what comes is announced again."""
+    def forget(self, last: int) -> None:
+        """Let go of all: the rounds up to `last` were aborted, and what comes is announced again.
+
+        Whoever asks for them even so, since the abort has overtaken the question, gets an error.
+        """
         with self._lock:
+            self._aborted_round = max(last, self._aborted_round)
             self._mini_batches.clear()
 
     def _needed(self, bundle: Bundle) -> _MiniBatch:
         with self._lock:
+            if bundle.round <= self._aborted_round:  # nobody would load it
+                aborted = _MiniBatch()
+                aborted.parts.set_result(JobError(f"step {bundle.step} was aborted"))
+                return aborted
             mini_batch = self._mini_batch(bundle.works[0].drawn)
             mini_batch.round = bundle.round
             self._let_go_before(bundle.round)

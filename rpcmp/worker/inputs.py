@@ -68,11 +68,11 @@ class Inputs:
             asked.append((NOBODY, targets))
         when_all(asked, callback)
 
-    def forget(self) -> None:
-        """Let go of what was asked for and will not be taken: a round was aborted."""
+    def forget(self, last: int) -> None:
+        """Let go of what was asked for and will not be taken: rounds up to `last` were aborted."""
         self._slices.forget()
         if self._feed is not None:
-            self._feed.forget()
+            self._feed.forget(last)
 
     def producer(self, index: int, bundle: Bundle) -> str:
         """The worker that computes input `index` of a bundle."""

@@ -99,8 +99,22 @@ def test_what_is_done_is_let_go_of_and_what_is_announced_is_kept(given: Given, f
     for number in range(1, 5):
         feed.get(bundle(number, number, 0), INPUT)
         assert len(feed) == 6 - max(0, number - 2)
-    feed.forget()
+    feed.forget(4)
     assert len(feed) == 0
+
+
+def test_a_question_that_an_abort_has_overtaken_is_answered(given: Given, feed: Feed) -> None:
+    """Nothing would ever be loaded for it: the job hung instead of saying what had failed."""
+    feed.expect([drawn(1)])
+    feed.forget(1)
+    raised = feed.get(bundle(1, 1, 0), INPUT).value()
+    assert isinstance(raised, Raised)
+    assert str(from_wire(raised.error)) == "step 5 was aborted"
+    assert len(feed) == 0
+    feed.expect([drawn(2)])
+    answer = feed.get(bundle(2, 2, 0), TARGET)
+    given.asked[2](PARTS)
+    assert values(answer)[0].tolist() == [0, 1, 2]
 
 
 def test_what_went_wrong_is_the_answer_and_names_the_step(given: Given, feed: Feed) -> None:
