@@ -1,70 +1,17 @@
-"""Real runs that decide by their evaluations: early stopping, and the best step that is kept.
-
-after step   2      4      6      8      10     12
-fit.r2     -0.72  -1.76  -0.62   0.02  -1.35  -1.42      best: 8; patience 2: over after 12
-"""
+"""Real runs that decide by their evaluations: early stopping, and the best step that is kept."""
 
 from __future__ import annotations
 
 import os
 import signal
-from pathlib import Path
-from typing import Any
 
 import pytest
 
+from tests.support.evaluatedjobs import BEST, FAST, LAST, config, decided
 from tests.support.faults import Faults, committed, drive
 from tests.support.places import ROOT
-from tests.support.processes import JobFolder, Result, rpcmp, running, unstamped
+from tests.support.processes import JobFolder, Result, rpcmp, running
 from tests.support.runs import checkpoints_in
-
-BEST, LAST = 8, 12
-
-SECTIONS = """
-[metrics]
-error = "measures:error"
-fit = { callable = "measures:Fit" }
-[early_stopping]
-metric = "fit.r2"
-patience = 2
-[checkpoint]
-dir = "saved"
-every_steps = 5
-keep = 1
-best = "fit.r2"
-[data]
-train = "zoo:regression"
-test = { callable = "zoo:regression", kwargs = { samples = 23 } }
-batch_size = 10
-"""
-
-FAST = [
-    part
-    for override in ("optimizer.kwargs.lr=0.02", "scheduler.kwargs.gamma=1.0", "seed=22")
-    for part in ("--set", override)
-]
-
-
-def config(faults: Faults) -> Path:
-    return faults.config("steps = 40\nevaluate_every_steps = 2", stages=2, sections=SECTIONS)
-
-
-def decided(result: Result) -> tuple[list[dict[str, Any]], list[dict[str, Any]], dict[str, Any]]:
-    """Every evaluation, why the run ended early if it did, and which step was the best."""
-    evaluations, stops = (
-        [unstamped(event) for event in result.events if event["event"] == kind]
-        for kind in ("eval", "early_stop")
-    )
-    best = result.event("summary")["best"]
-    return evaluations, stops, {**best, "path": Path(best["path"]).name}
-
-
-def require_refused(result: Result, which: str, said: str) -> None:
-    """The run ended before its first step, since a mini-batch could not be evaluated."""
-    assert result.code == 2
-    assert not [event for event in result.events if event["event"] in ("step", "fault")]
-    assert f"tried on the {which} mini-batch of data.test before the first step" in result.err
-    assert said in result.err
 
 
 @pytest.fixture(scope="module")
@@ -94,14 +41,6 @@ def test_a_run_ends_early_and_keeps_its_best_step(undisturbed: tuple[JobFolder, 
     assert exported.out.startswith(f"step {BEST}, fit.r2 {values[BEST]:.4f}: ")
 
 
-@pytest.mark.long
-def test_what_is_evaluated_does_not_change_what_is_trained(
-    undisturbed: tuple[JobFolder, Result], job: JobFolder
-) -> None:
-    path = Faults(job).config(f"steps = {LAST}", stages=2)
-    assert committed(drive(path, *FAST)) == committed(undisturbed[1])
-
-
 def test_faults_in_an_evaluation_and_after_the_best_step_change_nothing(
     undisturbed: tuple[JobFolder, Result], job: JobFolder
 ) -> None:
@@ -123,26 +62,6 @@ def test_faults_in_an_evaluation_and_after_the_best_step_change_nothing(
     assert [manifest.step for manifest in folder.valid()] == [LAST, BEST]
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("evaluated", ["evaluate_every_steps = 2", "evaluate_every = 1"])
-def test_a_fault_while_the_best_step_is_saved_changes_nothing(
-    job: JobFolder, tmp_path: Path, evaluated: str
-) -> None:
-    """Steps of which no snapshot is kept: the best is copied after its evaluation."""
-    rare = ("--set", "recovery.mirror_every_steps=3", "--set", "checkpoint.every_steps=100")
-    whole = Faults(JobFolder(tmp_path / "whole"))
-    text = f"steps = 40\n{evaluated}"
-    expected = drive(whole.config(text, stages=2, sections=SECTIONS), *FAST, *rare)
-    best = expected.event("summary")["best"]["step"]
-    assert best % 3
-    faults = Faults(job).fail_at(1, best, "saving", "SIGKILL")
-    result = drive(faults.config(text, stages=2, sections=SECTIONS), *FAST, *rare)
-    assert len(faults.struck) == 1
-    assert committed(result) == committed(expected)
-    assert decided(result) == decided(expected)
-    assert checkpoints_in(job.folder / "saved").path_of(best).is_dir()
-
-
 def test_a_run_that_was_killed_after_its_best_step_finds_it_again(
     undisturbed: tuple[JobFolder, Result], job: JobFolder
 ) -> None:
@@ -158,20 +77,6 @@ def test_a_run_that_was_killed_after_its_best_step_finds_it_again(
     evaluations, *expected = decided(undisturbed[1])
     assert decided(result)[0] == [event for event in evaluations if event["step"] >= begin]
     assert list(decided(result)[1:]) == expected
-
-
-@pytest.mark.long
-def test_a_run_that_has_stopped_stays_so_unless_it_gets_more_patience(job: JobFolder) -> None:
-    path = config(Faults(job))
-    first = drive(path, *FAST)
-    again = drive(path, "--resume", *FAST)
-    assert (again.code, again.losses) == (0, [])
-    assert decided(again)[1:] == decided(first)[1:]
-    patient = drive(path, "--resume", *FAST, "--set", "early_stopping.patience=3")
-    assert patient.code == 0
-    assert patient.event("resumed")["changed"] == ["early_stopping.patience"]
-    assert patient.event("early_stop")["step"] == LAST + 2
-    assert patient.event("summary")["best"]["step"] == BEST
 
 
 @pytest.mark.usefixtures("own_forks")
@@ -200,95 +105,13 @@ def test_a_key_that_a_metric_does_not_have_ends_the_run_before_its_first_step(
     assert [event for event in result.events if event["event"] == "step"] == []
 
 
-@pytest.mark.parametrize("at", ["driver", "stage"])
-@pytest.mark.parametrize(
-    ("metric", "said"),
-    [
-        ("torch.nn.functional:cosine_similarity", "metrics.wrong"),
-        ("torch.nn.functional:nll_loss", "nll_loss"),
-    ],
-)
-def test_a_metric_that_fails_does_so_before_the_first_step(
-    job: JobFolder, at: str, metric: str, said: str
-) -> None:
-    path = config(Faults(job))
-    result = drive(path, "--set", f"metrics.wrong={metric}", "--set", f"data.at={at}")
-    require_refused(result, "first", said)
-
-
-@pytest.mark.parametrize("at", ["driver", "stage"])
-def test_an_evaluation_that_fails_does_so_before_the_first_step_without_any_metric(
-    job: JobFolder, at: str
-) -> None:
-    """Samples with 7 features instead of 8."""
-    path = job.config(f"""
-        [model]
-        layers = "zoo:mlp"
-        balance = [2, 2]
-        [data]
-        train = "zoo:regression"
-        test = {{ callable = "torch:ones", kwargs = {{ size = [20, 7] }} }}
-        at = "{at}"
-    """)
-    result = drive(path)
-    require_refused(result, "first", "mat1 and mat2 shapes cannot be multiplied")
-
-
-@pytest.mark.parametrize("at", ["driver", "stage"])
-def test_an_evaluation_whose_last_mini_batch_is_too_small_fails_before_the_first_step(
-    job: JobFolder, at: str
-) -> None:
-    """Without running statistics batch normalization needs two samples there as well."""
-    (job.folder / "still.py").write_text(
-        "from torch import nn\n"
-        "norm = nn.BatchNorm1d(8, track_running_stats=False)\n"
-        "layers = lambda: [('norm', norm), ('head', nn.Linear(8, 1))]\n"
-    )
-    path = job.config(f"""
-        [model]
-        layers = "still:layers"
-        balance = [1, 1]
-        [data]
-        train = {{ callable = "zoo:regression", kwargs = {{ samples = 16 }} }}
-        test = {{ callable = "zoo:regression", kwargs = {{ samples = 17 }} }}
-        batch_size = 8
-        at = "{at}"
-    """)
-    result = drive(path)
-    require_refused(result, "last", "Expected more than 1 value per channel")
-
-
-LATE = """
-class Late:
-    def reset(self):
-        self.seen = 0
-    def update(self, outputs, targets):
-        self.seen += len(targets)
-    def compute(self):
-        return 1 / (self.seen - 10)
-"""
-"""Like a recall of classes that the first mini-batch, 10 samples, has none of."""
-
-
-def test_a_metric_for_which_one_mini_batch_is_not_enough_is_a_warning(
-    job: JobFolder, tmp_path: Path
-) -> None:
-    (job.folder / "late.py").write_text(LATE)
-    sections = SECTIONS.partition("[checkpoint]")[0].partition("fit =")[0]
-    data = SECTIONS[SECTIONS.index("[data]") :]
-    path = Faults(job).config(
-        "steps = 3", stages=2, sections=f'{sections}late = "late:Late"\n{data}'
-    )
-    result = drive(path)
-    (text,) = [event["text"] for event in result.events if event["event"] == "warning"]
-    assert text.startswith(
-        "metrics.late failed in compute(): ZeroDivisionError: division by zero; tried on one "
-        "mini-batch of data.test before the first step."
-    )
-    assert "\n" not in text
-    assert result.event("eval")["late"] == 1 / 13
-    untried = Faults(JobFolder(tmp_path / "untried")).config("steps = 3", stages=2)
-    assert committed(result) == committed(drive(untried))
+def test_a_metric_that_fails_does_so_before_the_first_step(job: JobFolder) -> None:
+    metric = "metrics.wrong=torch.nn.functional:nll_loss"
+    result = drive(config(Faults(job)), "--set", metric, "--set", "data.at=stage")
+    assert result.code == 2
+    assert not [event for event in result.events if event["event"] in ("step", "fault")]
+    assert "tried on the first mini-batch of data.test before the first step" in result.err
+    assert "nll_loss" in result.err
 
 
 def test_what_fails_in_the_first_step_of_a_resumed_run_is_not_tried_again(job: JobFolder) -> None:

@@ -1,0 +1,146 @@
+"""Evaluations: they change nothing that is trained, and what fails in one does so beforehand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from rpcmp import configfile
+from rpcmp.config import Config
+from rpcmp.errors import ConfigError
+from tests.support.localgroup import LocalGroup, local_group
+from tests.support.processes import JobFolder
+
+AT = pytest.mark.parametrize("at", ["driver", "stage"])
+
+EVALUATED = """
+steps = 12
+evaluate_every_steps = 2
+[model]
+layers = "zoo:mlp"
+num_stages = 2
+[metrics]
+error = "measures:error"
+fit = { callable = "measures:Fit" }
+[data]
+train = "zoo:regression"
+test = { callable = "zoo:regression", kwargs = { samples = 23 } }
+batch_size = 10
+"""
+
+
+def refused(config: Config, which: str = "first") -> str:
+    """Why a run ends before its first step: a mini-batch could not be evaluated."""
+    with local_group(config) as local:
+        with pytest.raises(ConfigError) as raised:
+            local.train(evaluate=True)
+        assert not local.of("step")
+    said = str(raised.value)
+    assert f"tried on the {which} mini-batch of data.test before the first step" in said
+    return said
+
+
+def test_what_is_evaluated_does_not_change_what_is_trained(job: JobFolder) -> None:
+    config = configfile.load(job.config(EVALUATED))
+    with local_group(config) as local:
+        evaluated = local.train(evaluate=True)
+        assert [event["step"] for event in local.of("eval")] == [2, 4, 6, 8, 10, 12]
+        assert all(event["fit.samples"] == 23 for event in local.of("eval"))
+    with local_group(config) as local:
+        trained = local.train()
+        assert local.of("eval") == []
+    assert trained.losses == evaluated.losses
+    assert all(torch.equal(trained.state[name], v) for name, v in evaluated.state.items())
+
+
+def evaluations(local: LocalGroup) -> list[tuple[object, ...]]:
+    """What each of them gave, to the last bit."""
+    return [tuple(sorted(event.items())) for event in local.of("eval")]
+
+
+def test_an_evaluation_is_the_same_for_every_cut_and_wherever_samples_are_loaded(
+    job: JobFolder,
+) -> None:
+    found = []
+    for override in ("model.num_stages=1", "model.num_stages=3", "data.at=stage"):
+        with local_group(configfile.load(job.config(EVALUATED), [override])) as local:
+            local.train(evaluate=True)
+            found.append(evaluations(local))
+    assert found[0] == found[1] == found[2] != []
+
+
+def test_a_key_that_a_metric_does_not_have_ends_the_run_before_its_first_step(
+    job: JobFolder,
+) -> None:
+    stopping = 'early_stopping={metric="fit.mse"}'
+    said = "early_stopping.metric = 'fit.mse': an evaluation gives loss, error, fit.r2, fit.samples"
+    with local_group(configfile.load(job.config(EVALUATED), [stopping])) as local:
+        with pytest.raises(ConfigError, match=said):
+            local.train(evaluate=True)
+        assert not local.of("step")
+
+
+@AT
+@pytest.mark.parametrize(
+    ("metric", "said"),
+    [
+        ("torch.nn.functional:cosine_similarity", "ValueError: only one element tensors"),
+        ("torch.nn.functional:nll_loss", "nll_loss"),
+    ],
+)
+def test_a_metric_that_fails_does_so_before_the_first_step(
+    job: JobFolder, at: str, metric: str, said: str
+) -> None:
+    wrong = [f"metrics.wrong={metric}", f"data.at={at}"]
+    assert said in refused(configfile.load(job.config(EVALUATED), wrong))
+
+
+@AT
+def test_an_evaluation_that_fails_does_so_before_the_first_step_without_any_metric(
+    job: JobFolder, at: str
+) -> None:
+    """Samples with 7 features instead of 8."""
+    path = job.config(f"""
+        [model]
+        layers = "zoo:mlp"
+        balance = [2, 2]
+        [data]
+        train = "zoo:regression"
+        test = {{ callable = "torch:ones", kwargs = {{ size = [20, 7] }} }}
+        at = "{at}"
+    """)
+    assert "mat1 and mat2 shapes cannot be multiplied" in refused(configfile.load(path))
+
+
+@AT
+def test_an_evaluation_whose_last_mini_batch_is_too_small_fails_before_the_first_step(
+    job: JobFolder, at: str
+) -> None:
+    """Without running statistics batch normalization needs two samples there as well."""
+    path = job.config(f"""
+        [model]
+        layers = "untrained:layers"
+        balance = [1, 1]
+        [data]
+        train = {{ callable = "zoo:regression", kwargs = {{ samples = 16 }} }}
+        test = {{ callable = "zoo:regression", kwargs = {{ samples = 17 }} }}
+        batch_size = 8
+        at = "{at}"
+    """)
+    said = refused(configfile.load(path), "last")
+    assert "Expected more than 1 value per channel" in said
+
+
+def test_a_metric_for_which_one_mini_batch_is_not_enough_is_a_warning(job: JobFolder) -> None:
+    path = job.config(EVALUATED.replace("steps = 12", "steps = 3"))
+    with local_group(configfile.load(path, ["metrics.late=untrained:Late"])) as local:
+        found = local.train(evaluate=True)
+        (text,) = [event["text"] for event in local.of("warning")]
+        assert local.of("eval")[-1]["late"] == 1 / 13
+    assert text.startswith(
+        "metrics.late failed in compute(): ZeroDivisionError: division by zero; tried on one "
+        "mini-batch of data.test before the first step."
+    )
+    assert "\n" not in text
+    with local_group(configfile.load(path)) as local:
+        assert local.train().losses == found.losses

@@ -1,0 +1,28 @@
+"""What needs several samples in evaluations too, and a metric that needs several batches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+
+def layers() -> Any:
+    """Batch normalization without running statistics."""
+    return [
+        ("norm", lambda: nn.BatchNorm1d(8, track_running_stats=False)),
+        ("head", lambda: nn.Linear(8, 1)),
+    ]
+
+
+class Late:
+    """Like a recall of classes that the first mini-batch, 10 samples, has none of."""
+
+    def reset(self) -> None:
+        self.seen = 0
+
+    def update(self, outputs: Tensor, targets: Tensor) -> None:
+        self.seen += len(targets)
+
+    def compute(self) -> float:
+        return 1 / (self.seen - 10)
