@@ -9,7 +9,8 @@ import pytest
 
 from rpcmp.v1 import control_pb2 as pb
 from tests.support.places import EXAMPLES
-from tests.support.processes import JobFolder, Server, connect, describe, poll_for, rpcmp, running
+from tests.support.pool import lent
+from tests.support.processes import JobFolder, connect, describe, poll_for, rpcmp, running
 
 LOPSIDED = """
     schedule = "zero-bubble"
@@ -28,7 +29,6 @@ TWO = """
 """
 
 
-@pytest.mark.long
 def test_a_layer_as_slow_as_all_others_together_stands_alone(job: JobFolder) -> None:
     result = rpcmp("drive", job.config(LOPSIDED), "--json")
     assert result.code == 0, result.err
@@ -41,10 +41,10 @@ def test_a_layer_as_slow_as_all_others_together_stands_alone(job: JobFolder) -> 
     assert all(0 < s["memory_bytes"] < s["limit_bytes"] for s in plan["stages"].values())
 
 
-@pytest.mark.long
-def test_servers_that_stay_measure_and_then_train(job: JobFolder, servers: list[Server]) -> None:
+def test_servers_that_stay_measure_and_then_train(job: JobFolder) -> None:
     config = job.config(TWO.format(milliseconds=1))
-    result = rpcmp("verify", config, "--steps", "2", "--connect", connect(servers))
+    with lent(2) as servers:
+        result = rpcmp("verify", config, "--steps", "2", "--connect", connect(servers))
     assert result.code == 0, result.err
     assert "identical: 2 losses" in result.out
 
@@ -66,11 +66,7 @@ def test_digits_trains_and_shows_prediction_and_measurement() -> None:
     [
         ("model.num_stages=6", "6 stages need at least as many layers, but the model has 5"),
         ('stages=[{ memory = "1 MiB" }, {}, {}]', "stage 'stage0' needs .* and may have 1.0 MiB"),
-        pytest.param(
-            "model.kwargs.milliseconds=nothing",
-            "layer 'sleeper' failed to build: TypeError",
-            marks=pytest.mark.long,
-        ),
+        ("model.kwargs.milliseconds=nothing", "layer 'sleeper' failed to build: TypeError"),
     ],
 )
 def test_what_cannot_be_balanced_is_refused_before_training(
@@ -82,12 +78,9 @@ def test_what_cannot_be_balanced_is_refused_before_training(
     assert result.out == ""
 
 
-@pytest.mark.long
-def test_a_driver_that_dies_leaves_a_server_that_is_free(
-    job: JobFolder, servers: list[Server]
-) -> None:
+def test_a_driver_that_dies_leaves_a_server_that_is_free(job: JobFolder) -> None:
     config = job.config(TWO.format(milliseconds=60_000))
-    with running("drive", config, "--connect", connect(servers)) as drive:
+    with lent(2) as servers, running("drive", config, "--connect", connect(servers)) as drive:
         poll_for(
             lambda: describe(servers[0]).state == pb.SERVER_STATE_PROFILING,
             "the first server to measure",

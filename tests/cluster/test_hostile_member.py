@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.lan import issue, serving
-from tests.support.processes import JobFolder, connect, running
+from tests.support.processes import JobFolder, connect, rpcmp
 
 JOB = """
 steps = 10
@@ -30,12 +30,9 @@ def test_a_stage_reaches_no_file_of_another_host_and_the_job_ends_with_its_name(
     with (
         serving(0, "127.0.0.1:0", certs) as first,
         serving(1, "127.0.0.1:0", certs) as second,
-        running(
-            *("drive", config, "--json", "--certs", certs / "driver"),
-            *("--connect", connect([first, second])),
-        ) as run,
     ):
-        result = run.wait()
+        where = ("--connect", connect([first, second]), "--certs", certs / "driver")
+        result = rpcmp("drive", config, "--json", *where)
         everything = "\n".join((result.out, result.err, *first.run.err, *second.run.err))
     assert result.code == 2, result.err
     end = result.event("end")

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import _thread
 import gc
 import itertools
-import subprocess
-import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,7 +18,8 @@ import rpcmp
 from rpcmp.config import Config
 from rpcmp.errors import ConfigError, NonFiniteLossError, StageError, WorkerDiedError
 from tests.support.places import ZOO
-from tests.support.processes import poll_for, running_servers, runs, with_token
+from tests.support.pool import POOL, lent
+from tests.support.processes import FORKS, describe, poll_for, runs
 from tests.zoo import zoo
 
 pytestmark = pytest.mark.usefixtures("token")
@@ -175,8 +175,8 @@ SETTINGS = pytest.mark.parametrize(
     [
         ("zero-bubble", 1),
         ("zero-bubble", 2),
-        pytest.param("1f1b", 1, marks=pytest.mark.long),
-        pytest.param("1f1b", 2, marks=pytest.mark.long),
+        ("1f1b", 1),
+        ("1f1b", 2),
     ],
 )
 
@@ -277,7 +277,7 @@ def test_a_worker_that_dies_ends_the_pipeline_and_the_next_one_works(
 ) -> None:
     kwargs = {"phase": "forward", "step": 2, "kind": "kill"}
     troubled = {"layers": "zoo:troubled", "balance": [2, 2], "kwargs": kwargs}
-    with running_servers(2) as servers:
+    with lent(2) as servers:
         where = [server.address for server in servers]
         off = {"enabled": False}
         with rpcmp.launch(config(model=troubled, recovery=off), connect=where) as pipeline:
@@ -308,14 +308,16 @@ def use(pipeline: rpcmp.Pipeline, batch: tuple[Tensor, Tensor], lose: Callable[[
     return pipeline.parameters_sha256()
 
 
-@pytest.mark.usefixtures("own_forks")
-def test_a_pipeline_goes_on_whatever_is_lost(batch: tuple[Tensor, Tensor], token: str) -> None:
+def test_a_pipeline_goes_on_whatever_is_lost(batch: tuple[Tensor, Tensor]) -> None:
     momentum = {"callable": "torch.optim:SGD", "kwargs": {"lr": 0.1, "momentum": 0.9}}
     victims = itertools.cycle(["rpcmp.worker", "rpcmp.driver", "serve"])
+    others = {*FORKS.children(), *POOL.taken()}  # of the module's pipeline
 
     def lose() -> None:
-        which = next(victims)
-        next(p for p in with_token(token) if runs(p, which)).kill()
+        if (which := next(victims)) == "serve":
+            next(server for server in POOL.taken() if server not in others).end()
+        else:
+            next(p for p in FORKS.children() if p not in others and runs(p, which)).kill()
 
     with rpcmp.launch(config(optimizer=momentum)) as undisturbed:
         expected = use(undisturbed, batch, lambda: None)
@@ -332,41 +334,25 @@ def test_two_pipelines_at_once(batch: tuple[Tensor, Tensor]) -> None:
     assert [loss for loss, _ in losses] == [ahead, *(loss for _, loss in losses[:-1])]
 
 
-@pytest.mark.long
-def test_an_interrupt_while_launching_frees_the_servers(tmp_path: Path) -> None:
-    with running_servers(2) as servers:
-        script = tmp_path / "interrupted.py"
-        script.write_text(INTERRUPTED.format(folder=str(ZOO), where=[s.address for s in servers]))
-        result = subprocess.run(
-            [sys.executable, script], capture_output=True, text=True, timeout=60
-        )
-        assert result.stdout.splitlines() == ["interrupted", "launched again"], result.stderr
-        assert "never awaited" not in result.stderr
-        assert "destroyed" not in result.stderr
+def test_an_interrupt_while_launching_frees_the_servers(caplog: pytest.LogCaptureFixture) -> None:
+    with lent(2) as servers, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        where = [server.address for server in servers]
 
+        def interrupt_when_claimed() -> None:
+            poll_for(lambda: describe(servers[0]).job, "the server to have a job")
+            _thread.interrupt_main()
 
-INTERRUPTED = """
-import _thread, threading, grpc, rpcmp.pipeline
-from pathlib import Path
-from rpcmp.v1 import control_pb2 as pb
-from rpcmp.v1.control_pb2_grpc import ControlStub
-
-def interrupt_when_claimed():
-    with grpc.insecure_channel({where!r}[0]) as channel:
-        while not ControlStub(channel).Describe(pb.DescribeRequest()).job:
+        interrupter = threading.Thread(target=interrupt_when_claimed)
+        interrupter.start()
+        with pytest.raises(KeyboardInterrupt):
+            rpcmp.launch(config(), connect=where)
+        interrupter.join()
+        with rpcmp.launch(config(), connect=where):
             pass
-    _thread.interrupt_main()
-
-data = {{"loss": "torch.nn:MSELoss", "model": {{"layers": "zoo:mlp", "balance": [2, 2]}}}}
-config = rpcmp.Config.model_validate(data).with_folder(Path({folder!r}))
-threading.Thread(target=interrupt_when_claimed).start()
-try:
-    rpcmp.launch(config, connect={where!r})
-except KeyboardInterrupt:
-    print("interrupted")
-with rpcmp.launch(config, connect={where!r}):
-    print("launched again")
-"""
+        gc.collect()
+    assert not [warning for warning in caught if "never awaited" in str(warning.message)]
+    assert "destroyed" not in caplog.text
 
 
 def test_a_pipeline_that_is_dropped_warns_and_ends() -> None:

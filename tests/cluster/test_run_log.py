@@ -7,17 +7,16 @@ import re
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from tests.support.processes import (
+    FORKS,
     JobFolder,
     Result,
     connect,
     poll_for,
     rpcmp,
-    rpcmp_process,
     running_servers,
 )
+from tests.support.sharedforks import DRIVE
 
 ANY_TIME = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3}"
 
@@ -44,25 +43,27 @@ def lines(result: Result, stage: str) -> list[dict[str, Any]]:
     return [each for each in result.events if each["event"] == "log" and each["stage"] == stage]
 
 
-@pytest.mark.usefixtures("own_forks")  # what is written to file descriptors is looked at as well
 def test_an_ordinary_end_is_silent_on_every_host(job: JobFolder) -> None:
     """Not a warning of TensorPipe's, of which each connection that closes is worth one to it."""
-    path = config(job, {})
+    path = config(job, {}, stages=2)
     text = path.read_text().replace("talkative:dataset", "zoo:regression")
     path.write_text(text)
-    with running_servers(3) as servers:
+    with running_servers(2) as servers:
+        before = FORKS.said()  # what is written to file descriptors
         for _ in range(2):
             result = rpcmp("drive", path, "--connect", connect(servers), "--json")
             assert (result.code, result.err) == (0, "")
         said = ["".join(server.run.err) for server in servers]
-    assert said == ["", "", ""]
+        after = FORKS.said()
+    assert said == ["", ""]
+    assert {
+        whose: after[whose].removeprefix(before.get(whose, b"")) for whose in after
+    } == dict.fromkeys(after, b"")
 
 
-@pytest.mark.usefixtures("own_forks")
 def test_all_that_a_stage_says_in_mid_run_is_in_the_drivers_log(job: JobFolder) -> None:
-    result = rpcmp_process(
-        "drive", config(job, {"second": "everything", "third": "lines"}), "--json"
-    )
+    before = FORKS.said().get(DRIVE, b"")
+    result = rpcmp("drive", config(job, {"second": "everything", "third": "lines"}), "--json")
     assert result.code == 0, result.err
     said = lines(result, "stage1")
     assert [(each["level"], each["logger"]) for each in said] == [
@@ -87,8 +88,9 @@ def test_all_that_a_stage_says_in_mid_run_is_in_the_drivers_log(job: JobFolder) 
 
     (kept,) = job.folder.glob("runs/*/log.txt")
     assert "INFO generation 1 stage1 step 1: printed\n" in kept.read_text()
-    log = [line for line in result.err.splitlines() if line != "written by C"]
-    assert "written by C\n" in result.err  # as it came, from the file descriptor
+    log = result.err.splitlines()
+    written = FORKS.said()[DRIVE].removeprefix(before)
+    assert written == b"written by C\n"  # as it came, from the file descriptor
     assert len(log) == len(said) + len(flood) + 1
     printed = re.compile(f"{ANY_TIME} INFO generation 1 stage1 step 1: printed")
     assert sum(printed.fullmatch(line) is not None for line in log) == 1
@@ -116,7 +118,7 @@ def test_the_last_words_of_a_worker_come_before_its_fault(job: JobFolder) -> Non
 
 def test_a_server_has_its_workers_lines_in_its_own_log(job: JobFolder) -> None:
     path = config(job, {"first": "everything"}, stages=2)
-    with running_servers(2, "--log-json") as servers:
+    with running_servers(2, "--log-json", apart=False) as servers:
         options = ("--connect", connect(servers), "--log-json", "--quiet")
         result = rpcmp("drive", path, *options)
         assert result.code == 0, result.err

@@ -22,7 +22,7 @@ from rpcmp.wire.authority import CA_KEY
 from rpcmp.wire.credentials import KEY
 from tests.support.faults import Faults
 from tests.support.lan import issue, serving
-from tests.support.processes import JobFolder, Running, rpcmp, running, with_token
+from tests.support.processes import FORKS, JobFolder, Running, rpcmp, running, with_token
 
 HERE = "127.0.0.1"
 
@@ -81,7 +81,7 @@ def watching(token: str, collected: Collected) -> Iterator[None]:
 
     def watch() -> None:
         while not ended.wait(0.05):
-            for process in with_token(token):
+            for process in (*with_token(token), *FORKS.children()):
                 _look_at(process.pid, collected)
 
     watcher = threading.Thread(target=watch)
@@ -119,11 +119,18 @@ def secret() -> str:
     return secrets.token_urlsafe(30)
 
 
-@pytest.mark.usefixtures("own_forks")
 def test_secrets_are_nowhere_to_be_found(
-    certs: Path, job: JobFolder, token: str, secret: str, tmp_path: Path
+    certs: Path,
+    job: JobFolder,
+    token: str,
+    secret: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Neither keys nor what the config brings along, in all that a job with a fault leaves."""
+    """Neither keys nor what the config brings along, in all that a job with a fault leaves.
+
+    The first run starts a fork server of its own, so that what that is given is seen as well.
+    """
     faults = Faults(job).fail_at(1, 3, "backward", "SIGKILL").fail_at(0, 4, "forward", "exception")
     config = faults.config(stages=2)
     test = f'test = {{ callable = "vault:data", kwargs = {{ token = "{secret}" }} }}'
@@ -139,8 +146,10 @@ def test_secrets_are_nowhere_to_be_found(
     ):
         where = ("--connect", f"{first.address},{second.address}", "--certs", certs / "driver")
         for how in (["--json", "--trace", trace], ["-v", "--resume"]):
-            with running("drive", config, *where, *how) as run:
-                result = run.wait()
+            with monkeypatch.context() as patch:
+                patch.setattr(FORKS, "in_use", "--resume" in how)
+                with running("drive", config, *where, *how) as run:
+                    result = run.wait()
             assert result.code == 0, result.err
             _add_output(f"drive {how[0]}", run, collected)
         assert len(faults.struck) == 2

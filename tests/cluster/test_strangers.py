@@ -17,10 +17,10 @@ from rpcmp.wire.budget import Budget
 from tests.support.lan import cli, issue
 from tests.support.processes import (
     JobFolder,
-    Server,
     connect,
     rpcmp,
     running,
+    running_server,
 )
 from tests.support.scraping import HERE, scrape, url_of, value
 from tests.support.users import MALLORY, TRENT, acting_as
@@ -90,20 +90,18 @@ def test_a_run_outlives_strangers_at_its_page_and_its_metrics(job: JobFolder, ce
     assert not [event for event in result.events if event["event"] in ("fault", "warning")]
 
 
-@pytest.mark.usefixtures("own_forks")
 @pytest.mark.parametrize("has_certs", [False, True], ids=["plain", "tls"])
 def test_servers_with_few_descriptors_serve_on(
     job: JobFolder, tmp_path: Path, has_certs: bool
 ) -> None:
     folder = issue(tmp_path / "certs", HERE, HERE) if has_certs else None
     with contextlib.ExitStack() as stack:
-        runs = []
+        servers = []
         for index in range(2):
             place = ["--stage", str(index), "--listen", f"{HERE}:0", "--metrics", f"{HERE}:0"]
             secured = [] if folder is None else ["--certs", str(folder / f"stage{index}")]
-            command = running("serve", *place, *secured, under=limited(256))
-            runs.append(stack.enter_context(command))
-        servers = [Server(run, run.wait_for_line(r"SERVING on (\S+)")[1]) for run in runs]
+            started = running_server(*place, *secured, under=limited(256))
+            servers.append(stack.enter_context(started))
         for server in servers:
             stack.enter_context(silent(int(server.address.rpartition(":")[2]), 400))
             stack.enter_context(silent(port_of(url_of(server.run)), 300))

@@ -17,6 +17,7 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -48,6 +49,12 @@ class SharedForks:
         self._without = without
         self._process: subprocess.Popen[bytes] | None = None
         self._line: socket.socket | None = None
+        self._err = tempfile.TemporaryFile()  # noqa: SIM115
+
+    def said(self) -> bytes:
+        """All that it, and what it has forked, wrote to their standard error."""
+        size = os.fstat(self._err.fileno()).st_size
+        return os.pread(self._err.fileno(), size, 0)
 
     def line(self) -> socket.socket:
         """A line of one's own; what was forked by it ends with it."""
@@ -70,7 +77,8 @@ class SharedForks:
 
     def _start(self) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        environment = {key: value for key, value in os.environ.items() if key != self._without}
+        left_out = (self._without, "TMPDIR")  # which may be a folder of the test that is the first
+        environment = {key: value for key, value in os.environ.items() if key not in left_out}
         arguments = [str(theirs.fileno()), str(os.getpid()), "", WORKERS, DRIVERS]
         with theirs:
             self._process = subprocess.Popen(
@@ -78,6 +86,7 @@ class SharedForks:
                 env={**environment, **compute_environment(threads=1), "SPT_NOENV": "1"},
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
+                stderr=self._err,
                 start_new_session=True,
             )
         self._line = ours
@@ -112,6 +121,10 @@ class SharedByAll:
     def children(self) -> list[psutil.Process]:
         """What was forked by any of them and has not ended."""
         return [child for each in self._all.values() for child in each.children()]
+
+    def said(self) -> dict[str, bytes]:
+        """What was written to the standard error of each and of what it has forked."""
+        return {whose: each.said() for whose, each in self._all.items()}
 
     def close(self) -> None:
         """End them, and all that they have forked."""
