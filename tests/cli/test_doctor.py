@@ -25,6 +25,7 @@ from tests.support.processes import (
     connect,
     rpcmp,
     running,
+    running_server,
 )
 
 MODEL = '[model]\nlayers = "zoo:mlp"\nbalance = [2, 2]\n'
@@ -61,9 +62,9 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
             started.enter_context(serving(index, f"{HOST}:0", certs, options=options))
             for index, options in enumerate(more)
         ]
-        command = ("serve", "--spare", "--listen", f"{HOST}:0", "--certs", certs / "spare")
-        spare = started.enter_context(running(*command))
-        yield Cluster(certs, stages, spare.wait_for_line(r"SERVING on (\S+)")[1])
+        place = ("--spare", "--listen", f"{HOST}:0", "--certs", certs / "spare")
+        spare = started.enter_context(running_server(*place, whose="stage 2"))
+        yield Cluster(certs, stages, spare.address)
 
 
 @pytest.fixture(autouse=True)
@@ -163,32 +164,6 @@ def test_who_cannot_be_trusted(job: JobFolder, cluster: Cluster, tmp_path: Path)
     texts = {one["where"]: one["text"] for one in found if one["check"] == "certificate"}
     assert "has a certificate for stage 1, not for stage 0" in texts["stage0"]
     assert "certificate has expired" in texts["stage1"]
-
-
-@pytest.mark.long
-def test_code_that_differs_from_host_to_host(job: JobFolder, tmp_path: Path) -> None:
-    """Without the config's files being sent, what is installed on each host counts."""
-    with contextlib.ExitStack() as started:
-        found = []
-        for index in range(2):
-            site = tmp_path / f"site{index}"
-            shutil.copytree(job.folder, site / "installed")
-            (site / "installed" / "__init__.py").write_text(f"version = {index}\n")
-            command = ("serve", "--stage", str(index), "--listen", f"{HOST}:0", "--no-code")
-            run = started.enter_context(running(*command, under=("env", f"PYTHONPATH={site}")))
-            found.append(Server(run, run.wait_for_line(r"SERVING on (\S+)")[1]))
-        config = job.config(
-            'ship_code = false\n[model]\nlayers = "installed.zoo:mlp"\nbalance = [2, 2]\n'
-            '[data]\ntrain = "installed.zoo:regression"\nbatch_size = 10'
-        )
-        with running(
-            *("doctor", config, "--json", "--connect", connect(found)),
-            under=("env", f"PYTHONPATH={tmp_path / 'site0'}"),
-        ) as run:
-            result = run.wait()
-    findings = json.loads(result.out)["findings"]
-    assert failed(findings) == [("stage1", "code")]
-    assert "'installed' is other code than that of driver" in result.out
 
 
 def test_servers_that_are_away_or_busy_may_come_back(job: JobFolder, cluster: Cluster) -> None:

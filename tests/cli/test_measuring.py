@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
 import tempfile
@@ -12,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.processes import JobFolder, Running, poll_for, running
+from tests.support.processes import JobFolder, RunningHere, poll_for, rpcmp
 
 
-def said(run: Running, pattern: str) -> None:
+def said(run: RunningHere, pattern: str) -> None:
     """Wait until it has said so on standard error."""
-    poll_for(lambda: re.search(pattern, "".join(run.err)), f"a line like {pattern!r}")
+    poll_for(lambda: re.search(pattern, run.err.getvalue()), f"a line like {pattern!r}")
 
 
 @pytest.fixture
@@ -25,6 +24,7 @@ def scratch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A temporary folder of their own; its path is short, as those of sockets have to be."""
     with tempfile.TemporaryDirectory(prefix="t") as folder:
         monkeypatch.setenv("TMPDIR", folder)
+        monkeypatch.setattr(tempfile, "tempdir", folder)
         yield Path(folder)
 
 
@@ -39,11 +39,14 @@ def test_a_sweep_of_a_real_job_that_is_stopped_leaves_nothing_behind(
     job: JobFolder, scratch: Path, signum: signal.Signals
 ) -> None:
     path = job.config('[model]\nlayers = "zoo:mlp"\nnum_stages = 2')
-    with running("tune", path, "--budget", "600", "--rounds", "1000", "--json") as sweep:
+    few = ("--microbatches", "2", "--schedules", "gpipe", "--steps", "1")
+
+    def stop(sweep: RunningHere) -> None:
         said(sweep, r"job: starting .*, then measuring \d+ settings .*, about 10 min left")
         said(sweep, r"round (?!1 )\d+ of 1000.* left")
-        os.kill(sweep.pid, signum)
-        ended = sweep.wait()
+        sweep.signal(signum)
+
+    ended = rpcmp("tune", path, "--budget", "600", "--rounds", "1000", "--json", *few, during=stop)
     assert ended.code == 128 + signum
     found = json.loads(ended.out)
     assert found["is_cut_short"]
@@ -53,11 +56,13 @@ def test_a_sweep_of_a_real_job_that_is_stopped_leaves_nothing_behind(
 
 def test_a_benchmark_that_is_stopped_shows_what_there_is(scratch: Path) -> None:
     few = ("--peers", "torch-1f1b", "--pairs", "1000", "--steps", "1", "--budget", "600")
-    with running("bench", "overhead", *few, "--json") as run:
+
+    def stop(run: RunningHere) -> None:
         said(run, r"overhead: starting rpcmp \(1 of 2\), about 10 min left")
         said(run, r"round (?!1 )\d+ of 1000.* left")
-        os.kill(run.pid, signal.SIGTERM)
-        ended = run.wait()
+        run.signal(signal.SIGTERM)
+
+    ended = rpcmp("bench", "overhead", *few, "--json", during=stop)
     assert ended.code == 128 + signal.SIGTERM
     found = json.loads(ended.out)
     assert 1 <= found["pairs"] < 1000

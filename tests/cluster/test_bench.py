@@ -6,47 +6,10 @@ import asyncio
 
 import pytest
 
-from rpcmp.bench import cases, lineup, rounds
-from rpcmp.bench.contestant import Contestant
-from rpcmp.bench.peers import group
+from rpcmp.bench import cases
 from rpcmp.bench.peers.group import stage_times
-from rpcmp.errors import ConfigError, UnfitError
+from rpcmp.errors import ConfigError
 from tests.support.processes import JobFolder
-
-TINY = ["model.kwargs.times_ms={forward = 1.0, input_gradient = 1.0, weight_gradient = 1.0}"]
-
-
-def compare(*contestants: Contestant, pairs: int = 3) -> rounds.Rounds:
-    return asyncio.run(rounds.compare(contestants, pairs, 2, lambda what, left: None))
-
-
-@pytest.mark.long
-def test_the_real_peers_train_the_same_from_the_same_start(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(group, "TRIAL_SECONDS", 0.0)
-    case = cases.load("sleep", num_stages=2, num_microbatches=2, overrides=TINY)
-    names = ["torch-1f1b", "torch-best", "one-process-1-thread"]
-    peers = [lineup.CONTESTANTS[name](case) for name in names]
-    done = compare(*peers, pairs=1)
-    assert done.unfit == {}
-    assert [one.name for one in done.series] == names
-    rounds.require_equal_losses(done.series)
-    losses = done.series[0].losses
-    assert len(set(losses)) == len(losses) == rounds.WARMUP_STEPS + 2
-    assert done.series[1].settings["schedule"] in lineup.BEST_SCHEDULES
-
-
-@pytest.mark.long
-def test_ones_own_chain_is_measured_alone_on_equal_micro_batches(job: JobFolder) -> None:
-    chain = job.config('[model]\nlayers = "zoo:mlp"\nnum_stages = 2\n')
-    times = asyncio.run(stage_times(cases.load(str(chain), overrides=["data.batch_size=20"])))
-    assert [each.forward > 0 and each.total > each.forward for each in times] == [True, True]
-    assert times[0].backward == 0.0  # nobody reads the gradient of the data
-    assert times[1].backward > 0
-    uneven = cases.load(str(chain), num_microbatches=3)
-    with pytest.raises(UnfitError, match="10 samples do not make 3 equal"):
-        asyncio.run(stage_times(uneven))
 
 
 def test_an_error_in_a_peer_says_where_it_was(job: JobFolder) -> None:

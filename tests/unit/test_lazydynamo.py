@@ -65,18 +65,24 @@ print(is_there(), len(without) > 10, dict(bits()) == without)
     assert told(EVERY_OPTIMIZER + code) == ["False", "True", "True", "True"]
 
 
-@pytest.mark.parametrize(
-    "use",
-    [
-        "import torch._dynamo.utils; import torch._dynamo.utils as found",
-        "import torch._dynamo as first; found = first.utils",
-        "from torch._dynamo import utils as found",
-        "import torch; found = torch._dynamo.utils",
-        "torch.compile(lambda: 1, backend='eager')(); found = torch._dynamo.utils",
-    ],
-)
-@pytest.mark.parametrize("before", ["", "layer, made, step = optimizer(); made.step(step)"])
+USES = [
+    "import torch._dynamo as first; found = first.utils",
+    "from torch._dynamo import utils as found",
+    "import torch; found = torch._dynamo.utils",
+    "import torch._dynamo.utils; import torch._dynamo.utils as found",
+    "torch.compile(lambda: 1, backend='eager')(); found = torch._dynamo.utils",
+]
+STEP = "layer, made, step = optimizer(); made.step(step)"
+
+
+@pytest.mark.parametrize(("use", "before"), [*zip(USES[:3], ["", STEP, STEP], strict=True)])
 def test_whoever_asks_for_more_gets_the_real_one(use: str, before: str) -> None:
+    """Each way of asking, before and after a step: tests/long/test_lazydynamo.py."""
+    require_real(use, before)
+
+
+def require_real(use: str, before: str) -> None:
+    """Have `found` be real in a process that does one thing after the other."""
     code = f"""
 {before}
 print(is_there())

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from rpcmp.errors import ConfigError
-from rpcmp.openmetrics.door import serving
+from rpcmp.openmetrics.door import MOST, serving
 from rpcmp.openmetrics.run import RunMetrics
 from rpcmp.wire.security import Security
 from tests.support.lan import cli, issue
@@ -81,7 +81,8 @@ def test_connections_that_say_nothing_are_few_and_end(monkeypatch: pytest.Monkey
     before = threading.active_count()
     with door(f"{HERE}:0", Security()) as url, contextlib.ExitStack() as stack:
         silent = [
-            stack.enter_context(socket.create_connection((HERE, port_of(url)))) for _ in range(100)
+            stack.enter_context(socket.create_connection((HERE, port_of(url))))
+            for _ in range(3 * MOST)
         ]
         assert value(scrape(url), "rpcmp_checkpoint_step") == 3
         assert threading.active_count() - before < 20

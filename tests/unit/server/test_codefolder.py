@@ -121,7 +121,7 @@ def test_sweeping_does_not_follow_links(temporary: Path) -> None:
 def test_a_folder_is_removed_however_deep_and_whatever_may_be_read_of_it() -> None:
     folder = scratch.create("rpcmp-test-")
     here = os.open(folder, os.O_RDONLY)
-    for _ in range(3000):
+    for _ in range(sys.getrecursionlimit() + 100):
         os.mkdir("deeper", dir_fd=here)
         below = os.open("deeper", os.O_RDONLY, dir_fd=here)
         os.close(here)

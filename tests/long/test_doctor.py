@@ -1,0 +1,51 @@
+"""'rpcmp doctor' where hosts differ."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tests.support.processes import (
+    JobFolder,
+    Server,
+    connect,
+    running,
+)
+
+MODEL = '[model]\nlayers = "zoo:mlp"\nbalance = [2, 2]\n'
+
+
+HOST = "127.0.0.1"
+
+
+def failed(found: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
+    return [(one["where"], one["check"]) for one in found if one["status"] == "failed"]
+
+
+def test_code_that_differs_from_host_to_host(job: JobFolder, tmp_path: Path) -> None:
+    """Without the config's files being sent, what is installed on each host counts."""
+    with contextlib.ExitStack() as started:
+        found = []
+        for index in range(2):
+            site = tmp_path / f"site{index}"
+            shutil.copytree(job.folder, site / "installed")
+            (site / "installed" / "__init__.py").write_text(f"version = {index}\n")
+            command = ("serve", "--stage", str(index), "--listen", f"{HOST}:0", "--no-code")
+            run = started.enter_context(running(*command, under=("env", f"PYTHONPATH={site}")))
+            found.append(Server(run, run.wait_for_line(r"SERVING on (\S+)")[1]))
+        config = job.config(
+            'ship_code = false\n[model]\nlayers = "installed.zoo:mlp"\nbalance = [2, 2]\n'
+            '[data]\ntrain = "installed.zoo:regression"\nbatch_size = 10'
+        )
+        with running(
+            *("doctor", config, "--json", "--connect", connect(found)),
+            under=("env", f"PYTHONPATH={tmp_path / 'site0'}"),
+        ) as run:
+            result = run.wait()
+    findings = json.loads(result.out)["findings"]
+    assert failed(findings) == [("stage1", "code")]
+    assert "'installed' is other code than that of driver" in result.out
