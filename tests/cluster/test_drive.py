@@ -53,19 +53,6 @@ def test_digits_reaches_98_percent() -> None:
     assert {event["generation"] for event in result.events} == {1}
 
 
-@pytest.mark.long
-def test_one_hash_for_every_balance_and_schedule(job: JobFolder) -> None:
-    config = job.config('[model]\nlayers = "zoo:mlp"')
-    hashes = {
-        rpcmp(
-            *("drive", config, "--json", "--steps", "3"),
-            *("--set", f"model.num_stages={num_stages}", "--set", f"schedule={schedule}"),
-        ).event("summary")["parameters_sha256"]
-        for num_stages, schedule in ((1, "1f1b"), (2, "gpipe"), (3, "zero-bubble"), (4, "1f1b"))
-    }
-    assert len(hashes) == 1
-
-
 @pytest.mark.usefixtures("own_forks")  # nothing that any process prints may be missed
 def test_plain_lines_where_there_is_no_terminal(job: JobFolder) -> None:
     config = job.config("""
@@ -158,36 +145,3 @@ def test_a_progress_bar_on_a_terminal(job: JobFolder) -> None:
     assert "30/30" in text
     assert "busy" in text
     assert "parameters sha256" in text
-
-
-@pytest.mark.parametrize(
-    "schedule",
-    [*(pytest.param(name, marks=pytest.mark.long) for name in ("gpipe", "1f1b")), "zero-bubble"],
-)
-@pytest.mark.parametrize("steps", [50, pytest.param(1000, marks=pytest.mark.long)])
-def test_jitter_in_every_action_does_not_hang(job: JobFolder, schedule: str, steps: int) -> None:
-    config = job.config("""
-        num_microbatches = 8
-        optimizer = "zoo:JitterSGD"
-        [model]
-        layers = "zoo:jittery"
-        num_stages = 3
-        [data]
-        train = { callable = "zoo:regression", kwargs = { samples = 64 } }
-        batch_size = 16
-    """)
-    overrides = ("--set", f"schedule={schedule}", "--steps", str(steps))
-    result = rpcmp("drive", config, "--json", *overrides)
-    assert result.code == 0, result.err
-    assert len(result.losses) == steps
-
-
-@pytest.mark.long
-def test_loader_processes_do_not_change_the_order(job: JobFolder) -> None:
-    config = job.config('[model]\nlayers = "zoo:mlp"\nnum_stages = 1')
-    results = [
-        rpcmp("drive", config, "--json", "--set", f"data.num_workers={count}") for count in (0, 1)
-    ]
-    assert results[0].losses == results[1].losses
-    assert len(results[1].losses) == 2
-    assert "leaked" not in results[1].err

@@ -1,0 +1,61 @@
+"""A job whose samples are loaded at the driver or at the stages, for tests/group and the real."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from tests.support.processes import JobFolder, Result, rpcmp
+
+
+def config(job: JobFolder, at: str, mortal: bool = False, **more: Any) -> Path:
+    """Three stages, of which the one in the middle reads nothing of the batch."""
+    kwargs = {"witness": str(job.folder / at), **more}
+    given = ", ".join(f"{key} = {json.dumps(value)}" for key, value in kwargs.items())
+    return job.config(
+        f"""
+        epochs = 3
+        num_microbatches = 3
+        evaluate_every = 2
+        [metrics]
+        error = "zoo:error"
+        worst = "noisy:Worst"
+        [[stages]]
+        name = "first"
+        module = "noisy:Mortal"
+        kwargs = {{ marker = {str(job.folder / "died") if mortal else ""!r} }}
+        inputs = ["input.0", "input.1.noise"]
+        [[stages]]
+        name = "middle"
+        module = "zoo:Encoder"
+        [[stages]]
+        name = "last"
+        module = "noisy:Head"
+        inputs = ["middle", "input"]
+        [data]
+        train = {{ callable = "noisy:Noisy", kwargs = {{ {given} }} }}
+        test = {{ callable = "noisy:Noisy", kwargs = {{ {given}, samples = 13 }} }}
+        batch_size = 7
+        at = "{at}"
+        """.replace("steps = 2", ""),
+        f"{at}.toml",
+    )
+
+
+def drive(config: Path, *settings: str) -> Result:
+    """Run the job to its end."""
+    options = [part for setting in settings for part in ("--set", setting)]
+    return rpcmp("drive", config, "--json", "--steps", "10", *options)
+
+
+def built(job: JobFolder, at: str) -> Counter[str]:
+    """Where the datasets were built, and how often."""
+    return Counter((job.folder / at).read_text().split())
+
+
+def evaluations(events: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
+    """What was evaluated when, to the last bit."""
+    found = [event for event in events if event["event"] == "eval"]
+    return [(event["step"], event["loss"], event["error"], event["worst"]) for event in found]
