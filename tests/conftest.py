@@ -37,10 +37,13 @@ _unexpected_skips: list[str] = []
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What lies in a folder that is called like a marker has it; see pyproject.toml."""
+    """What lies in a folder that is called like a marker has it; see pyproject.toml.
+
+    What is long in tests/system is that alone: `pytest -m system` leaves it out.
+    """
     for item in items:
-        for tier in ("system", "long"):
-            if TESTS / tier in item.path.parents:
+        for tier in ("long", "system"):
+            if TESTS / tier in item.path.parents and item.get_closest_marker("long") is None:
                 item.add_marker(tier)
 
 

@@ -25,7 +25,7 @@ from rpcmp.v1 import control_pb2 as pb
 from rpcmp.v1 import doctor_pb2
 from rpcmp.v1.control_pb2_grpc import ControlStub, SnapshotsStub
 from rpcmp.v1.doctor_pb2_grpc import DoctorStub
-from tests.support.processes import Server, running_servers
+from tests.support.processes import Addressed, Server, running_servers
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, 
         yield server, base
 
 
-def prepared(server: Server, folder: str, **more: Any) -> pb.PrepareRequest:
+def prepared(server: Addressed, folder: str, **more: Any) -> pb.PrepareRequest:
     return pb.PrepareRequest(
         job="evil",
         job_id=uuid.uuid4().hex,

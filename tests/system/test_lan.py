@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from rpcmp.examples import digits
 from tests.support.lan import Host, driving, issue, lan, serving
-from tests.support.processes import Result, Server, poll_for, rpcmp, running
+from tests.support.processes import JobFolder, Result, Server, poll_for, rpcmp, running
 from tests.support.scraping import url_of
 
 EXAMPLE = Path(digits.__file__).with_suffix(".toml")
@@ -59,8 +59,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 @pytest.fixture(scope="module")
 def parameters() -> str:
-    """The hash of what four epochs of digits give on one machine."""
-    result = rpcmp("drive", EXAMPLE, "--json", "--set", "model.num_stages=3", "--steps", "90")
+    """The hash of what thirty steps of digits give on one machine."""
+    result = rpcmp("drive", EXAMPLE, "--json", "--set", "model.num_stages=3", "--steps", "30")
     return str(result.event("summary")["parameters_sha256"])
 
 
@@ -106,10 +106,20 @@ def rates(result: Result, where: str) -> list[float]:
     return [float(rate) for rate in re.findall(r"(\d+) MB/s", text)]
 
 
-def test_nothing_but_the_one_port_of_each_server_answers(cluster: Cluster) -> None:
+IDLING = """
+steps = 100000
+[model]
+layers = "zoo:jittery"
+kwargs = { milliseconds = 20.0 }
+balance = [2, 2, 1]
+"""
+"""A job that leaves the processor to those who look at it."""
+
+
+def test_nothing_but_the_one_port_of_each_server_answers(cluster: Cluster, job: JobFolder) -> None:
     """While a job runs. The driver answers nobody else: it needs no port, but for its figures."""
-    options = ("--steps", "10000", "--metrics", "127.0.0.1:0", *cluster.connect)
-    with driving(EXAMPLE, cluster.certs, *options, on=cluster.driver) as run:
+    options = ("--metrics", "127.0.0.1:0", *cluster.connect[:2])
+    with driving(job.config(IDLING), cluster.certs, *options, on=cluster.driver) as run:
         run.wait_for_line('"step": 5,')
         url = url_of(run)
         figures = ("127.0.0.1", int(re.findall(r":(\d+)/", url)[0]))
@@ -166,9 +176,9 @@ def answering(prober: Host, address: str) -> list[int]:
 
 
 def test_a_link_that_is_cut_and_comes_back_costs_no_bits(cluster: Cluster, parameters: str) -> None:
-    options = ("--steps", "90", *cluster.connect)
+    options = ("--steps", "30", *cluster.connect)
     with driving(EXAMPLE, cluster.certs, *options, on=cluster.driver) as run:
-        run.wait_for_line('"step": 20,')
+        run.wait_for_line('"step": 8,')
         cluster.hosts[1].unplug()
         try:
             run.wait_for_line('"fault"')
@@ -185,7 +195,7 @@ def test_a_slow_link_costs_time_and_no_bits(cluster: Cluster, parameters: str) -
     with contextlib.ExitStack() as limits:
         for host in (cluster.driver, *cluster.hosts):
             limits.enter_context(host.limited("1gbit"))
-        result = finished(cluster, "--steps", "90")
+        result = finished(cluster, "--steps", "30")
     assert result["parameters_sha256"] == parameters
 
 

@@ -25,7 +25,7 @@ from tests.support.fuzz.inputs import Input
 from tests.support.fuzz.messages import Job
 from tests.support.fuzz.sender import Sender, send_one
 from tests.support.fuzz.watched import BEGINNING
-from tests.support.processes import Server, connect, poll_for, rpcmp, running
+from tests.support.processes import Server, connect, poll_for, rpcmp_process, running_server
 
 UNDER = (sys.executable, "-m", "tests.support.fuzz.watched")
 """What runs a server so that its tasks can be counted."""
@@ -97,10 +97,10 @@ class Siege:
     certs: Path | None = None
 
     def drive(self) -> str:
-        """The parameters of one run."""
+        """The parameters of one run, in a process of its own: it may not be the main thread's."""
         options = ["--json", "--connect", connect(self.servers)]
         certs = [] if self.certs is None else ["--certs", str(self.certs)]
-        result = rpcmp("drive", self.config, *options, *certs)
+        result = rpcmp_process("drive", self.config, *options, *certs)
         assert result.code == 0, result.err
         assert "fault" not in {event["event"] for event in result.events}, result.out
         return str(result.event("summary")["parameters_sha256"])
@@ -195,9 +195,10 @@ def _tasks(server: Server) -> int:
 def besieged(num_stages: int, certs: Path | None = None) -> Iterator[list[Server]]:
     """Servers on loopback that can be looked into."""
     with contextlib.ExitStack() as stack:
-        runs = []
+        servers = []
         for index in range(num_stages):
             options = [] if certs is None else ["--certs", str(certs / f"stage{index}")]
-            command = ["serve", "--stage", str(index), "--listen", "127.0.0.1:0", *options]
-            runs.append(stack.enter_context(running(*command, under=UNDER)))
-        yield [Server(run, run.wait_for_line(r"SERVING on (\S+)")[1]) for run in runs]
+            place = ("--stage", str(index), "--listen", "127.0.0.1:0")
+            server = running_server(*place, *options, whose=f"stage {index}", under=UNDER)
+            servers.append(stack.enter_context(server))
+        yield servers

@@ -1,0 +1,35 @@
+"""The stage servers that tests share: none is handed on that still has something of a job."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import grpc
+import pytest
+
+from rpcmp.v1.control_pb2_grpc import ControlStub
+from tests.cluster.test_allow import prepared
+from tests.support import pool
+from tests.support.pool import POOL, lent
+from tests.support.processes import describe
+
+
+def test_a_server_that_is_left_busy_fails_the_test_and_is_no_other_tests(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool, "SECONDS", 0.5)
+    server = POOL.take()
+    with grpc.insecure_channel(server.address) as channel:
+        ControlStub(channel).Prepare(prepared(server, str(tmp_path)), timeout=60)
+    with pytest.raises(AssertionError, match=f"{server.address} was left busy"):
+        POOL.put(server)
+    assert server.has_ended
+    assert server not in POOL.taken()
+
+
+def test_a_server_that_was_killed_is_replaced() -> None:
+    with lent(1) as (killed,):
+        killed.end()
+    with lent(1) as (other,):
+        assert other is not killed
+        assert describe(other).job == ""
