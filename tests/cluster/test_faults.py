@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 
 import pytest
@@ -23,6 +22,7 @@ from tests.support.processes import (
     connect,
     describe,
     poll_for,
+    program,
     rpcmp,
     running,
     running_servers,
@@ -88,7 +88,7 @@ def test_a_remote_factory_that_raises_names_the_stage(
     [
         ("fork", "signal 9"),
         ("exit", "code 7"),
-        pytest.param("kill", "signal 9", marks=pytest.mark.long),
+        ("kill", "signal 9"),
     ],
 )
 def test_a_worker_that_dies_is_named(
@@ -151,7 +151,7 @@ def test_the_driver_killed_leaves_idle_servers(
 
 @pytest.mark.parametrize(
     ("signum", "code"),
-    [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.long)],
+    [(signal.SIGINT, 130), (signal.SIGTERM, 143)],
 )
 def test_a_signal_lets_the_step_finish_and_the_job_end(
     job: JobFolder, shared_servers: list[PooledServer], signum: signal.Signals, code: int
@@ -229,16 +229,24 @@ def test_a_ctrl_c_on_a_busy_server_ends_the_job_after_its_step(job: JobFolder) -
         assert server.process.wait(DEADLINE) == 130
 
 
-@pytest.mark.long
-@pytest.mark.usefixtures("own_forks")
-def test_output_that_is_read_late_is_complete(job: JobFolder, token: str) -> None:
+def test_output_that_is_read_late_is_complete(job: JobFolder) -> None:
     config = job.config('steps = 300\n[model]\nlayers = "zoo:mlp"\nbalance = [2, 2]')
-    command = [sys.executable, "-m", "rpcmp", "drive", str(config), "--json"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+    with (
+        program() as (rpcmp, fds),
+        subprocess.Popen(
+            [*rpcmp, "drive", str(config), "--json"],
+            stdout=subprocess.PIPE,
+            text=True,
+            pass_fds=fds,
+        ) as process,
+    ):
         assert process.stdout is not None
         assert process.stdout.readline().startswith("{")
-        workers = [p for p in with_token(token) if runs(p, "rpcmp.driver")]
-        poll_for(lambda: not workers[0].is_running(), "the driver process to end")
+        (driver,) = poll_for(
+            lambda: [child for child in FORKS.children() if runs(child, "rpcmp.driver")],
+            "the driver process",
+        )
+        poll_for(lambda: driver not in FORKS.children(), "the driver process to end")
         lines = process.stdout.readlines()
     assert process.returncode == 0
     assert sum('"step"' in line for line in lines) >= 300
@@ -283,11 +291,7 @@ def test_code_is_refused_by_a_server_that_takes_none(job: JobFolder) -> None:
         (["--set", "autocast=float16"], "loses small gradients without loss scaling: add a sec"),
         (["--set", "schedule=interleaved"], "'gpipe', '1f1b' or 'zero-bubble'"),
         (["--set", "model.balance=[9, 9]"], "adds up to 18, but the model has 6 layers"),
-        pytest.param(
-            ["--set", "model.layers='digits:nothing'"],
-            "has no attribute 'nothing'",
-            marks=pytest.mark.long,
-        ),
+        (["--set", "model.layers='digits:nothing'"], "has no attribute 'nothing'"),
         (["--set", "data.train='missing_module:x'"], "No module named 'missing_module'"),
         (["--set", "loss='torch.nn:CrossEntropy'"], "loss = 'torch.nn:CrossEntropy'"),
         (["--set", "model.layer='x'"], "unknown key; did you mean 'layers'?"),
