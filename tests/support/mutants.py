@@ -17,6 +17,7 @@ import os
 import random
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -42,6 +43,9 @@ AREAS = {
     "page": ("page/state.py", "page/series.py", "page/timeline.py", "page/entries.py"),
 }
 """What is mutated: modules of rpcmp, by subject."""
+
+NEAR_SECONDS = 300.0
+"""For the tests that have to do with a module."""
 
 COMPARISONS: dict[type[ast.cmpop], str] = {
     ast.Lt: "<=",
@@ -148,7 +152,7 @@ def drawn(seed: int, count: int) -> list[Mutant]:
 
 def tests_near(module: str, folder: Path) -> list[str]:
     """Test files that are named after a module, or import it; the former first."""
-    dotted = ".".join(Path(module).with_suffix("").parts)
+    dotted = ".".join(("rpcmp", *Path(module).with_suffix("").parts))
     package, _, name = dotted.rpartition(".")
     imports = re.compile(
         rf"(from {re.escape(dotted)} |import {re.escape(dotted)}\b"
@@ -158,9 +162,9 @@ def tests_near(module: str, folder: Path) -> list[str]:
     for path in sorted(folder.rglob("test_*.py")):
         if path.name == f"test_{name}.py":
             named.append(str(path))
-        elif imports.search(path.read_text(encoding="utf-8")):
-            importing.append(str(path))
-    return named + importing
+        elif imports.search(text := path.read_text(encoding="utf-8")):
+            importing.append(("processes" in text, str(path)))  # what starts some comes last
+    return named + [found for _, found in sorted(importing)]
 
 
 def tried(mutant: Mutant, copy: Path, options: Sequence[str], limit: float) -> Verdict:
@@ -168,40 +172,47 @@ def tried(mutant: Mutant, copy: Path, options: Sequence[str], limit: float) -> V
     path = copy / mutant.path
     whole = path.read_text(encoding="utf-8")
     lines = whole.splitlines(keepends=True)
-    old = lines[mutant.line - 1]
-    indent = old[: len(old) - len(old.lstrip())]
-    lines[mutant.line - 1] = f"{indent}{mutant.after}\n"
+    alike = [index for index, line in enumerate(lines) if line.strip() == mutant.before]
+    index = min(alike, key=lambda index: abs(index + 1 - mutant.line))  # the tree may have moved on
+    lines[index] = lines[index].replace(mutant.before, mutant.after)
     path.write_text("".join(lines), encoding="utf-8")
     started = time.monotonic()
     try:
-        near = tests_near(mutant.path, copy / "tests")
-        caught = near and _failed(copy, [*near, "-n", "0"], 300)
-        caught = caught or (limit and _failed(copy, options, limit)) or ""
+        near = tests_near(mutant.path.removeprefix("rpcmp/"), copy / "tests")
+        caught = _failed(copy, [*near, "-n", "0"], NEAR_SECONDS) if near else ""
+        if limit and not caught:
+            caught = _failed(copy, options, limit)
     finally:
         path.write_text(whole, encoding="utf-8")
-    return Verdict(mutant, str(caught), round(time.monotonic() - started, 1))
+    return Verdict(mutant, caught, round(time.monotonic() - started, 1))
 
 
 def _failed(copy: Path, options: Sequence[str], limit: float) -> str:
     """The first test that fails; empty if all pass."""
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *options]
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "--timeout", "60", *options]
     environment = {**os.environ, "PYTHONPATH": str(copy)}
-    try:
-        ran = subprocess.run(
-            command,
-            cwd=copy,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=limit,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        return f"not ended after {limit:.0f} s"
-    failed = re.search(r"^(?:FAILED|ERROR) (.*?)(?: - .*)?$", ran.stdout, re.M)
-    if failed:
-        return failed[1]
-    return "" if ran.returncode in (0, 5) else f"pytest: exit code {ran.returncode}"
+    with subprocess.Popen(
+        command,
+        cwd=copy,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        start_new_session=True,
+    ) as run:
+        try:
+            said, _ = run.communicate(timeout=limit)
+        except subprocess.TimeoutExpired:  # a thread that waits for ever keeps it from ending
+            os.killpg(run.pid, signal.SIGKILL)
+            said, _ = run.communicate()
+            return _first(said) or f"not ended after {limit:.0f} s"
+    return _first(said) or ("" if run.returncode in (0, 5) else f"exit code {run.returncode}")
+
+
+def _first(said: str) -> str:
+    """The first test that failed, from what pytest says."""
+    failed = re.search(r"^(?:FAILED|ERROR) (.*?)(?: - .*)?$", said, re.M)
+    return failed[1] if failed else ""
 
 
 def main() -> None:
