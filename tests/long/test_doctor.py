@@ -34,7 +34,16 @@ def test_code_that_differs_from_host_to_host(job: JobFolder, tmp_path: Path) -> 
             site = tmp_path / f"site{index}"
             shutil.copytree(job.folder, site / "installed")
             (site / "installed" / "__init__.py").write_text(f"version = {index}\n")
-            command = ("serve", "--stage", str(index), "--listen", f"{HOST}:0", "--no-code")
+            command = (
+                "serve",
+                "--stage",
+                str(index),
+                "--listen",
+                f"{HOST}:0",
+                "--no-code",
+                "--allow",
+                "installed",
+            )
             run = started.enter_context(running(*command, under=("env", f"PYTHONPATH={site}")))
             found.append(Server(run, run.wait_for_line(r"SERVING on (\S+)")[1]))
         config = job.config(
