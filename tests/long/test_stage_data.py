@@ -38,10 +38,10 @@ def test_replicas_that_load_their_samples_and_die_train_as_if_the_driver_sent_th
 
 
 def test_a_sample_that_cannot_be_loaded_is_tried_again_once(job: JobFolder) -> None:
-    result = drive(config(job, "stage", bad=14))  # which is none of data.test
+    result = drive(config(job, "stage", bad=22))  # which is none of data.test
     assert result.code == 1
     assert [event["event"] for event in result.events].count("fault") == 1
-    assert "failed in data at step 2: ValueError: sample 14 is broken" in result.err
+    assert "failed in data at step 3: ValueError: sample 22 is broken" in result.err
 
 
 def test_settings_change_while_stages_load(job: JobFolder) -> None:
