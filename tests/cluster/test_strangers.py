@@ -67,7 +67,6 @@ def certs(tmp_path: Path) -> Path:
     return folder / "driver-here"
 
 
-@pytest.mark.usefixtures("own_forks")
 def test_a_run_outlives_strangers_at_its_page_and_its_metrics(job: JobFolder, certs: Path) -> None:
     """More of them than the driver may have descriptors, while its group forms and to its end."""
     options: list[str | Path] = [
@@ -79,7 +78,7 @@ def test_a_run_outlives_strangers_at_its_page_and_its_metrics(job: JobFolder, ce
         certs,
         "--json",
     ]
-    with running("drive", job.config(JOB), *options, under=limited(1024)) as run:
+    with running("drive", job.config(JOB), *options, under=limited(1024), shares=True) as run:
         metrics = url_of(run)
         page = int(run.wait_for_line(r'"url": "https://[^"]*:(\d+)/')[1])
         with silent(page, 1300), silent(port_of(metrics), 300):

@@ -192,14 +192,20 @@ class RunningHere:
 
 @contextlib.contextmanager
 def running(
-    *command: str | Path, cwd: Path | None = None, under: Sequence[str] = ()
+    *command: str | Path,
+    cwd: Path | None = None,
+    under: Sequence[str] = (),
+    shares: bool | None = None,
 ) -> Iterator[Running]:
     """`rpcmp COMMAND...`, interrupted and then killed if it still runs at the end.
 
     Args:
         under: a program and its arguments that runs it.
+        shares: whether its job forks by a line of FORKS; None: unless it is under a program.
     """
-    with program(shares=command[0] in SHARING and not under) as (rpcmp, fds):
+    if shares is None:
+        shares = not under
+    with program(shares=shares and command[0] in SHARING) as (rpcmp, fds):
         run = _start([*under, *rpcmp, *map(str, _in_a_test(*command))], fds, cwd)
     with _ended(run):
         yield run
