@@ -78,6 +78,7 @@ def status(url: str, host: str) -> int:
 
 def test_connections_that_say_nothing_are_few_and_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rpcmp.openmetrics.door.SCRAPE_SECONDS", 0.5)
+    monkeypatch.setattr("rpcmp.wire.accept.SILENT_SECONDS", 1)
     before = threading.active_count()
     with door(f"{HERE}:0", Security()) as url, contextlib.ExitStack() as stack:
         silent = [
