@@ -23,7 +23,7 @@ from playwright.sync_api import expect
 from rpcmp.bench import cases
 from tests.support.browsers import chromium, opened
 from tests.support.places import EXAMPLES
-from tests.support.processes import rpcmp, running
+from tests.support.processes import rpcmp_process, running
 
 PAIRS = 9
 STEPS, WARMUP = 22, 3
@@ -42,7 +42,7 @@ def as_toml(value: Any) -> str:
 
 def step_seconds(config: Path, *options: object) -> float:
     """The mean of a run's steps after its first few."""
-    result = rpcmp("drive", config, "--json", *map(str, options), timeout=300)
+    result = rpcmp_process("drive", config, "--json", *map(str, options), timeout=300)
     steps = [event["step_s"] for event in result.events if event["event"] == "step"]
     return float(statistics.mean(steps[WARMUP:]))
 
