@@ -25,7 +25,7 @@ from tests.support import pool, processes
 from tests.support.needs import needs, needs_root
 from tests.support.places import TESTS
 from tests.support.processes import Server, poll_for
-from tests.support.sharedforks import DRIVE, borrowing
+from tests.support.sharedforks import DRIVE, borrowing, children_of
 
 hypothesis.settings.register_profile("rpcmp", deadline=None)  # this machine may be busy
 hypothesis.settings.load_profile("rpcmp")
@@ -66,16 +66,31 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.write_line(f"skipped, but not in ALLOWED_SKIPS: {nodeid}", red=True)
 
 
+RUN = uuid.uuid4().hex
+"""What the tokens of this process's tests begin with."""
+
+
 @pytest.fixture(autouse=True)
-def token(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """The token of this test's processes; fails the test where one is left behind."""
-    value = uuid.uuid4().hex
+def token(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The token of this test's processes; fails the test where one is left behind.
+
+    Thousands of tests start none but children that they wait for. What those leave behind by way of
+    others is found at the end of all.
+    """
+    value = f"{RUN}-{uuid.uuid4().hex}"
     monkeypatch.setenv(processes.TOKEN, value)
-    before = processes.FORKS.children()
+    starts_more = not {"unit", "group"} & set(request.path.relative_to(TESTS).parts)
+
+    def children() -> list[psutil.Process]:
+        own = () if starts_more else children_of(os.getpid())
+        stays = processes.FORKS.pids
+        return [*processes.FORKS.children(), *(each for each in own if each.pid not in stays)]
+
+    before = children()
 
     def left() -> list[psutil.Process]:
-        forked = [child for child in processes.FORKS.children() if child not in before]
-        return [*processes.with_token(value), *forked]
+        forked = [child for child in children() if child not in before]
+        return [*(processes.with_token(value) if starts_more else ()), *forked]
 
     yield value
     try:
@@ -97,6 +112,10 @@ def _shared() -> Iterator[None]:
         yield
     pool.POOL.close()
     forks.close()
+    left = processes.with_token(RUN)
+    for process in left:
+        process.kill()
+    assert left == [], "these were left behind by tests of tests/unit or tests/group"
 
 
 @pytest.fixture

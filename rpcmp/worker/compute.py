@@ -50,6 +50,7 @@ class ComputeThread:
         self._calls: deque[Callable[[], None]] = deque()
         self.recorder = Recorder()
         self.in_flight = 0
+        self._is_closed = False
         self._thread = threading.Thread(target=self._loop, name="rpcmp-compute", daemon=True)
         self._thread.start()
 
@@ -98,11 +99,19 @@ class ComputeThread:
         for task in waiting:
             task.cancel()
 
+    def close(self) -> None:
+        """Let the thread end, after what it does now; for who does not end with it."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify()
+
     def _loop(self) -> None:
         while True:
             with self._changed:
-                while (run := self._next()) is None:
+                while not self._is_closed and (run := self._next()) is None:
                     self._changed.wait()
+                if self._is_closed:
+                    return
             try:
                 run()
             except BaseException:  # tasks do not raise: a bug of ours, and nobody would be told

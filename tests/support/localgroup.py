@@ -47,7 +47,6 @@ from rpcmp.source import Source
 from rpcmp.verify import Run, first_difference
 from rpcmp.work import Holding
 from rpcmp.worker import loading, process
-from rpcmp.worker.compute import ComputeThread
 from rpcmp.worker.execution import Execution
 from rpcmp.worker.loaders import Loaders
 from rpcmp.worker.optimizer import StageOptimizer
@@ -150,29 +149,11 @@ class LocalWorker:
 
     def end(self) -> None:
         """End its threads, and free its memory."""
-        compute = self.stage._compute
-        with compute._changed:
-            compute._next = _leave  # type: ignore[method-assign]
-            compute._changed.notify_all()
-        compute._thread.join(1.0)
+        self.stage._compute.close()
         self.stage._conductor._threads.shutdown(wait=False)
         if self._loaders is not None:
             self._loaders.close()
         self.slots.close()
-
-
-def _leave() -> None:
-    raise SystemExit
-
-
-def _until_left(loop: Callable[..., None]) -> Callable[..., None]:
-    """A thread's loop, which `_leave` ends."""
-
-    def run(thread: Any) -> None:
-        with contextlib.suppress(SystemExit):
-            loop(thread)
-
-    return run
 
 
 @dataclass
@@ -260,7 +241,6 @@ def local_group(
             (data.OwnSampler, "indices"),
         ):
             patch.setattr(owner, name, _one_at_a_time(getattr(owner, name)))
-        patch.setattr(ComputeThread, "_loop", _until_left(ComputeThread._loop))
         unpickling.allow(config.modules)
         planned = plan_job(config, load_data=load_data)
         if any(limits.splits for part in planned.assignments for limits in part.all_limits):

@@ -53,11 +53,11 @@ def poll_for(condition: Callable[[], Any], what: str, timeout: float = DEADLINE)
 
 
 def with_token(token: str) -> list[psutil.Process]:
-    """The living processes that carry `token` in their environment, but for this one."""
+    """The living processes in whose environment the token is, or begins so, but for this one."""
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
-            carries = process.environ().get(TOKEN) == token
+            carries = process.environ().get(TOKEN, "").startswith(token)
             if carries and process.pid != os.getpid() and process.status() != "zombie":
                 found.append(process)
     return found

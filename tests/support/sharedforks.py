@@ -13,6 +13,7 @@ process of it: there is no third way.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import subprocess
@@ -20,6 +21,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import psutil
 
@@ -36,6 +38,16 @@ def adopted(line: socket.socket) -> socket.socket:
     with theirs:
         socket.send_fds(line, [b'{"op": "adopt"}'], [theirs.fileno()])
     return ours
+
+
+def children_of(pid: int) -> list[psutil.Process]:
+    """Those of one process, from the kernel's list: psutil would read every process for it."""
+    found = []
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        with contextlib.suppress(OSError, psutil.NoSuchProcess):
+            pids = (task / "children").read_text().split()
+            found += [psutil.Process(int(each)) for each in pids]
+    return found
 
 
 class SharedForks:
@@ -63,11 +75,16 @@ class SharedForks:
         assert self._line is not None
         return adopted(self._line)
 
+    @property
+    def pid(self) -> int | None:
+        """Of the fork server, once there is one."""
+        return None if self._process is None else self._process.pid
+
     def children(self) -> list[psutil.Process]:
         """What was forked and has not ended."""
         if self._process is None or self._process.poll() is not None:
             return []
-        return psutil.Process(self._process.pid).children()
+        return children_of(self._process.pid)
 
     def close(self) -> None:
         """End it, and all that it has forked."""
@@ -117,6 +134,11 @@ class SharedByAll:
         """A line to one, even if no job of this test shares it."""
         forks = self._all.setdefault(whose, SharedForks(self._without))
         return self._starter.submit(forks.line).result()
+
+    @property
+    def pids(self) -> set[int]:
+        """Of the fork servers that have been started."""
+        return {each.pid for each in self._all.values() if each.pid is not None}
 
     def children(self) -> list[psutil.Process]:
         """What was forked by any of them and has not ended."""

@@ -475,3 +475,11 @@ def test_every_action_is_recorded_with_its_step_and_micro_batch() -> None:
     assert names == [(kind, step, 0) for step in (1, 2) for kind in "FBW"]
     assert all(span.ready_ns <= span.start_ns <= span.end_ns for span in spans)
     assert all(one.end_ns <= two.start_ns for one, two in itertools.pairwise(spans))
+
+
+def test_a_thread_that_is_closed_ends() -> None:
+    thread = ComputeThread(policy("gpipe"))
+    assert thread.future(lambda: 3).wait() == 3
+    thread.close()
+    thread._thread.join(30)
+    assert not thread._thread.is_alive()
