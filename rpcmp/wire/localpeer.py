@@ -15,6 +15,7 @@ import os
 import pwd
 import socket
 import struct
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -25,6 +26,9 @@ from rpcmp.process.tcp import ESTABLISHED, LISTEN
 
 ANSWER_SECONDS = 2
 """How long the kernel may take for one answer."""
+
+LAST_WORDS = 0.05
+"""Seconds between the end of a server's listener and that of its connections, at most."""
 
 ACCEPT_PAUSES = (0.001, 0.005, 0.02)
 """Seconds between two looks whether a server has taken our connection; the last one repeats."""
@@ -205,14 +209,32 @@ def _require_own_listener(connection: socket.socket, address: str) -> None:
     there = _place(connection.getpeername())
     found = _ask(there, _anywhere(there))
     if found is None or found.state != LISTEN:
-        if _ask(_place(connection.getsockname()), there) is None:
-            raise _silence("it does not know this process's own sockets")
+        _require_alive(connection)
+        time.sleep(
+            LAST_WORDS
+        )  # a server that ends closes its listener first, then what it accepted
+        _require_alive(connection)
         raise SecurityError(
             f"{address} is served by no process that this kernel shows, as if the port were "
             "forwarded to a container: give --certs, so that the server proves who it is; or "
             "--insecure, where nobody else is on this machine"
         )
     _require_trusted(found.uid, address)
+
+
+def _require_alive(connection: socket.socket) -> None:
+    """Check that our own end is as it was.
+
+    Raises:
+        OSError: the other one has hung up.
+        SecurityError: the kernel does not know our own end.
+    """
+    found = _ask(_place(connection.getsockname()), _place(connection.getpeername()))
+    connection.getpeername()  # which fails for one that has been reset: no kernel knows it then
+    if found is None:
+        raise _silence("it does not know this process's own sockets")
+    if found.state != ESTABLISHED:
+        raise ConnectionResetError("it has hung up")
 
 
 def _is_accepted(connection: socket.socket, address: str) -> bool:

@@ -106,18 +106,22 @@ class ComputeThread:
             self._changed.notify()
 
     def _loop(self) -> None:
-        while True:
-            with self._changed:
-                while not self._is_closed and (run := self._next()) is None:
-                    self._changed.wait()
-                if self._is_closed:
-                    return
+        while (run := self._wait()) is not None:
             try:
                 run()
             except BaseException:  # tasks do not raise: a bug of ours, and nobody would be told
                 sys.excepthook(*sys.exc_info())
                 os._exit(1)
             del run  # an idle thread must not keep a micro-batch alive
+
+    def _wait(self) -> Callable[[], None] | None:
+        """What is to be done next; None: nothing any more."""
+        with self._changed:
+            while not self._is_closed:
+                if (run := self._next()) is not None:
+                    return run
+                self._changed.wait()
+        return None
 
     def _next(self) -> Callable[[], None] | None:
         current = self._rounds.current

@@ -18,7 +18,7 @@ from tests.support.localpipeline import local_pipeline
 from tests.support.processes import JobFolder, Result, runs, with_token
 
 
-def in_this_process(config: Path) -> list[tuple[Any, ...]]:
+def in_this_process(config: Path) -> list[Any]:
     """The steps of a job that loses nothing, as `steps_of` tells them, and its parameters."""
     with local_group(configfile.load(config)) as local:
         local.train()

@@ -8,11 +8,14 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import struct
+import threading
 from pathlib import Path
 
 import pytest
 
 from rpcmp.errors import SecurityError, UnreachableError
+from rpcmp.process.tcp import LISTEN
 from rpcmp.wire import localpeer
 from rpcmp.wire.credentials import RELAY
 from rpcmp.wire.dialer import Dialer
@@ -62,6 +65,41 @@ def test_another_users_port_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) 
         address = f"{HERE}:{listener.getsockname()[1]}"
         with pytest.raises(SecurityError, match=rf"served by .*uid {other}\b.*, not by you"):
             asyncio.run(Dialer(Security()).open(address, RELAY, None))
+
+
+@pytest.mark.parametrize("is_accepted", [False, True])
+def test_a_server_that_dies_meanwhile_has_hung_up_and_is_nobody_elses(is_accepted: bool) -> None:
+    """The run then waits for it to come back; a SecurityError would end it."""
+    listener = socket.create_server((HERE, 0))
+    address = f"{HERE}:{listener.getsockname()[1]}"
+    with socket.create_connection(listener.getsockname()) as near:
+        far = listener.accept()[0] if is_accepted else None
+        listener.close()
+        if far is not None:
+            far.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            dying = threading.Timer(localpeer.LAST_WORDS / 5, far.close)
+            dying.start()
+        with pytest.raises(OSError, match=r"hung up|not connected"):
+            localpeer._require_own_listener(near, address)
+        if far is not None:
+            dying.join()
+
+
+def test_a_port_that_no_process_has_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where it leads into a container: our own end is known, and lasts."""
+    ask = localpeer._ask
+
+    def hidden(local: localpeer.Place, remote: localpeer.Place) -> localpeer.Found | None:
+        found = ask(local, remote)
+        return None if found is not None and found.state == LISTEN else found
+
+    monkeypatch.setattr(localpeer, "_ask", hidden)
+    with (
+        socket.create_server((HERE, 0)) as listener,
+        socket.create_connection(listener.getsockname()) as near,
+        pytest.raises(SecurityError, match="served by no process that this kernel shows"),
+    ):
+        localpeer._require_own_listener(near, "here")
 
 
 def test_only_our_own_user_and_root_are_trusted() -> None:
