@@ -19,10 +19,12 @@ from rpcmp.doctor import checkup
 from rpcmp.wire import authority, role
 from tests.support.lan import cli, serving
 from tests.support.processes import (
+    NO_NETWORKS,
     JobFolder,
     Result,
     Server,
     connect,
+    makes_networks,
     rpcmp,
     running,
     running_server,
@@ -91,7 +93,8 @@ def test_a_job_that_starts_its_own_servers_is_in_order(job: JobFolder) -> None:
     result = rpcmp("doctor", job.config(MODEL))
     assert (result.code, result.err) == (0, "")
     lines = [line.rstrip() for line in result.out.splitlines()]
-    assert lines[-1] == f"0 failed, 0 warnings, {len(lines) - 2} checks"
+    warnings = 0 if makes_networks() else 3
+    assert lines[-1] == f"0 failed, {warnings} warnings, {len(lines) - 2} checks"
     assert any(line.split()[:3] == ["stage1", "software", "ok"] for line in lines)
     assert sum(line.endswith("within one network") for line in lines) == 3
 
@@ -107,7 +110,8 @@ def test_servers_with_certificates_and_the_ways_between_them(
     assert (result.code, result.err) == (0, "")
     assert not (job.folder / "kept").exists()
     doors = {one["where"]: one["text"] for one in found if one["check"] == "listeners"}
-    assert "alone, its figures at port" in doors["stage1"]
+    alone = "alone, its figures at port" if makes_networks() else NO_NETWORKS
+    assert alone in doors["stage1"]
     papers = {one["where"]: one for one in found if one["check"] == "certificate"}
     assert papers["stage1"]["text"].startswith(f"stage 1 at {HOST}, until ")
     assert papers[f"spare {cluster.spare}"]["text"].startswith("spare at")

@@ -107,6 +107,9 @@ def scratch():
         file.flush()
         return os.path.dirname(file.name) == os.environ["TMPDIR"]
 
+def any_namespace():
+    return max(network.current.namespaces, default=-1)
+
 def reading(path):
     return os.open(path, os.O_RDONLY)
 
@@ -157,7 +160,7 @@ if __name__ == "__main__":
         "a packet socket": lambda: socket.socket(socket.AF_INET, socket.SOCK_RAW, 1),
         "mounted": lambda: call(165, b"none", b"/mnt", b"tmpfs", 0, 0),
         "a user namespace": lambda: call(272, 0x10000000),
-        "back into the network": lambda: call(308, network.current.namespaces[0], 0x40000000),
+        "back into the network": lambda: call(308, any_namespace(), 1 << 30),
         "io_uring": lambda: call(425, 8, bytes(120)),
         "keys": lambda: call(250, 0, -3, 0),
         "bpf": lambda: call(321, 0, bytes(64), 64),

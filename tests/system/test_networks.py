@@ -1,0 +1,94 @@
+"""Networks of one's own, where the kernel makes them for an ordinary process."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from rpcmp.errors import JobError
+from tests.cluster.test_servers import LONG_JOB
+from tests.support.needs import needs
+from tests.support.processes import (
+    FORKS,
+    JobFolder,
+    Server,
+    connect,
+    rpcmp,
+    running,
+    running_servers,
+    runs,
+    status,
+)
+from tests.unit.process.test_forking import end, forks, modules, spawn  # noqa: F401
+
+
+@pytest.fixture
+def idle() -> Iterator[list[Server]]:
+    with running_servers(2) as started:
+        yield started
+
+
+def private_listeners(process: psutil.Process) -> set[str]:
+    """Where anybody listens in the network of a process's RPC agent, which is not the host's."""
+    found = set()
+    for thread in Path(f"/proc/{process.pid}/task").iterdir():
+        if (thread / "ns/net").readlink() != Path("/proc/self/ns/net").readlink():
+            rows = [row.split() for row in (thread / "net/tcp").read_text().splitlines()[1:]]
+            found |= {row[1] for row in rows if row[3] == "0A"}
+    return {
+        socket.inet_ntoa(int(address.partition(":")[0], 16).to_bytes(4, sys.byteorder))
+        for address in found
+    }
+
+
+def test_only_a_group_itself_reaches_its_workers(job: JobFolder, idle: list[Server]) -> None:
+    config = job.config(LONG_JOB)
+    with running("drive", config, "--connect", connect(idle), "--json") as run:
+        run.wait_for_line('"step"')
+        (driver,) = [child for child in FORKS.children() if runs(child, "rpcmp.driver")]
+        workers = [psutil.Process(stage["worker_pid"]) for stage in status(config, idle)]
+        for process in [*workers, driver]:
+            assert process.net_connections("inet") == []
+            assert private_listeners(process) == {"127.77.0.1", "127.77.0.2", "127.77.0.3"}
+        for server in idle:
+            sockets = psutil.Process(server.pid).net_connections("inet")
+            listening = [s for s in sockets if s.status == psutil.CONN_LISTEN]
+            assert [s.laddr.ip for s in listening] == ["127.0.0.1"]
+
+
+NO_NAMESPACES = 'echo 0 > /proc/sys/user/max_net_namespaces && exec "$@"'
+
+
+def test_where_the_kernel_makes_no_networks_a_job_runs_and_says_so(job: JobFolder) -> None:
+    config = job.config('[model]\nlayers = "zoo:mlp"\nbalance = [2, 2]')
+    under = (needs("unshare"), "--user", "--map-root-user", "sh", "-c", NO_NAMESPACES, "sh")
+    with running("drive", config, "--json", under=under) as run:
+        result = run.wait()
+    said = result.event("warning")["text"]
+    assert "other users of their hosts can reach the processes of stage0, stage1, driver" in said
+    expected = rpcmp("drive", config, "--json").event("summary")["parameters_sha256"]
+    assert result.event("summary")["parameters_sha256"] == expected
+
+
+def test_a_port_that_a_generation_before_has_left_may_be_listened_on_again() -> None:
+    async def run() -> None:
+        async with forks() as by:
+            child, _ = await spawn(by)
+            first = await by.listener("127.0.0.1", 0)
+            where = first.getsockname()
+            with first, await by.connectable() as dialing:
+                dialing.connect(where)
+                accepted, _ = first.accept()
+                accepted.close()  # ours ends first, so that it is ours that the kernel remembers
+                assert dialing.recv(1) == b""
+            with await by.listener(*where), pytest.raises(JobError, match="in use"):
+                await by.listener(*where)
+            await end(child)
+
+    asyncio.run(run())
