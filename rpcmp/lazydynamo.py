@@ -9,7 +9,7 @@ asked for, as `torch.compile` does.
     optimizer.step() ──import torch._dynamo──> deferred: graph_break(), disable()
     torch.compile(f) ──torch._dynamo.optimize──> the real one takes its place, everywhere
 
-What we rely on in torch is pinned down by tests/unit/test_torch_contract.py.
+What we rely on in torch is pinned down by tests/unit/test_lazydynamo.py.
 """
 
 from __future__ import annotations

@@ -218,7 +218,7 @@ class Rounds:
         """
         bundles = self._bundles(works)
         standing_by = [
-            (worker.label, self._workers.peers.call(worker.name, Stage.stand_by, bundles[0]))
+            (worker.label, self._workers.call(worker.name, Stage.stand_by, bundles[0]))
             for worker in self._workers
             if not self._turns[worker.stage].numbers(worker.replica, len(bundles))
         ]
@@ -232,11 +232,11 @@ class Rounds:
         """Have a replica of the sink train with its part of a round."""
         after = self._conducted.get(replica, 0)
         self._conducted[replica] = bundles[0].round
-        return self._workers.peers.call(self._sink_name(replica), Stage.train, bundles, after)
+        return self._workers.call(self._sink_name(replica), Stage.train, bundles, after)
 
     def _ask(self, bundle: Bundle) -> list[Any]:
         sink = self._sink_name(self._turns[self._sink].owner(bundle.number))
-        future = self._workers.peers.call(sink, Stage.forward, bundle, DRIVER_PORT)
+        future = self._workers.call(sink, Stage.forward, bundle, DRIVER_PORT)
         answer: list[Any] = transport.result(future, sink)
         return answer
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from torch.futures import Future
+
 from rpcmp.members import Member
 from rpcmp.transport import RRef, Transport, results
 
@@ -15,13 +17,10 @@ class Workers:
     Args:
         peers: the group that they are members of.
         rrefs: by worker, in the order of the config.
-
-    Attributes:
-        peers: as given.
     """
 
     def __init__(self, peers: Transport, rrefs: dict[Member, RRef[Any]]) -> None:
-        self.peers = peers
+        self._peers = peers
         self._rrefs = rrefs
 
     @classmethod
@@ -31,8 +30,8 @@ class Workers:
 
     def parts(self, getter: Callable[[Any], Any]) -> Workers:
         """Of each object the part that `getter` returns where it lives."""
-        parts = {w: self.peers.remote_part(rref, getter) for w, rref in self._rrefs.items()}
-        return Workers(self.peers, parts)
+        parts = {w: self._peers.remote_part(rref, getter) for w, rref in self._rrefs.items()}
+        return Workers(self._peers, parts)
 
     def __iter__(self) -> Iterator[Member]:
         return iter(self._rrefs)
@@ -52,7 +51,11 @@ class Workers:
 
     def on(self, worker: Member, method: Callable[..., Any], *args: Any) -> Any:
         """A future of what one of them returns."""
-        return self.peers.call_rref(self._rrefs[worker], method, *args)
+        return self._peers.call_rref(self._rrefs[worker], method, *args)
+
+    def call(self, name: str, method: Callable[..., Any], *args: Any) -> Future[Any]:
+        """A future of what `method` returns for what the worker of that name serves."""
+        return self._peers.call(name, method, *args)
 
     def _on(
         self,

@@ -82,10 +82,10 @@ def owner(connection: socket.socket) -> int | None:
         # Had our own end been reset meanwhile, what was found could be the next one between the
         # same two ports, another user's: while ours lasts, there is no other.
         connection.getpeername()
+        if found is None:
+            _require_alive(connection)
     except OSError:
         return None
-    if found is None and _ask(here, there) is None:
-        raise _silence("it does not know this process's own sockets")
     # Of one that is closing, or that no process has accepted, kernels say user 0.
     return found.uid if found and found.state == ESTABLISHED and found.inode else None
 

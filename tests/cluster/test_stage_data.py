@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import platform
 
-from rpcmp import configfile
 from tests.support.faults import committed
-from tests.support.localgroup import local_group
 from tests.support.processes import JobFolder
-from tests.support.stagedata import built, config, drive, evaluations
+from tests.support.stagedata import built, config, drive, evaluations, require_same_if_one_dies
 
 READERS = 2  # the first stage and the last
 
@@ -33,19 +31,8 @@ def test_stages_that_load_their_samples_and_die_train_as_if_the_driver_sent_them
 def test_replicas_that_load_their_samples_and_die_train_as_if_the_driver_sent_them(
     job: JobFolder,
 ) -> None:
-    """Two of the first stage and three of the last; one of them dies."""
-    settings = ["stages.0.replicas=2", "stages.2.replicas=3"]
-    settings += ["num_microbatches=3", "microbatches_per_message=2"]  # one of them has none
-    with local_group(configfile.load(config(job, "driver"), ["steps=10", *settings])) as local:
-        local.train(evaluate=True)
-        sent = [(event["step"], event["loss"].hex()) for event in local.of("step")]
-        expected = sent, local.group.parameters_sha256()
-    loaded = drive(config(job, "stage", mortal=True), *settings)
-    assert committed(loaded) == expected
-    assert evaluations(loaded.events) == evaluations(local.events)
-    assert [event["event"] for event in loaded.events].count("fault") == 1
-    datasets, readers, generations = 2, 2 + 3, 2
-    assert built(job, "stage") == {"rpcmp.data": datasets * readers * generations}
+    settings = ["num_microbatches=3", "microbatches_per_message=2"]  # one of them has none
+    require_same_if_one_dies(job, settings)
 
 
 def test_data_that_a_host_does_not_have_ends_the_job_before_a_step(job: JobFolder) -> None:

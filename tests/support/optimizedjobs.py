@@ -2,6 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+from rpcmp import configfile
+from rpcmp.digest import parameters_sha256
+from tests.support.faults import committed, drive
+from tests.support.localgroup import unsplit
+from tests.support.processes import JobFolder, rpcmp
+
 JOB = """
     steps = 6
     loss = "zoo:token_loss"
@@ -39,3 +47,23 @@ OPTIMIZERS = {
     "SOAP": 'callable = "pytorch_optimizer:SOAP"',
     "groups": GROUPS,
 }
+
+
+def reference(config: Path, steps: int) -> str:
+    """The parameters of one process."""
+    return parameters_sha256(unsplit(configfile.load(config, [f"steps={steps}"])).state)
+
+
+def require_recovery_and_resume(job: JobFolder, name: str) -> None:
+    """Lose a worker and be resumed, with the bits of one process."""
+    optimizer = OPTIMIZERS[name]
+    config = job.config(JOB.replace("MORTAL", "") + optimizer)
+    expected = {steps: reference(config, steps) for steps in (6, 8)}
+    mortal = f'kwargs = {{ marker = "{job.folder / "died"}" }}'
+    job.config(JOB.replace("MORTAL", mortal) + optimizer)
+    disturbed = drive(config)
+    assert disturbed.event("recovered")
+    assert committed(disturbed)[1] == expected[6]
+    resumed = rpcmp("drive", config, "--json", "--resume", "--set", "steps=8")
+    assert resumed.event("resumed")["step"] == 6
+    assert resumed.event("summary")["parameters_sha256"] == expected[8]

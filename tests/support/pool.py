@@ -30,7 +30,6 @@ from rpcmp.job.localservers import LocalServers
 from rpcmp.members import Member
 from rpcmp.process.forking import Forks
 from rpcmp.v1 import control_pb2 as pb
-from rpcmp.v1.control_pb2_grpc import ControlStub
 from tests.support import processes
 from tests.support.sharedforks import DRIVE
 
@@ -87,8 +86,7 @@ class PooledServer:
         """Whether it has forgotten the last job, or has ended."""
         if self.has_ended:
             return True
-        with grpc.insecure_channel(self.address) as channel:
-            found = ControlStub(channel).Describe(pb.DescribeRequest(), timeout=10)
+        found = processes.describe(self)
         return found.state == pb.SERVER_STATE_IDLE and not found.job and not found.draining
 
     def end(self) -> None:

@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -110,37 +111,39 @@ def unstamped(event: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in event.items() if key not in ("time", "generation")}
 
 
-class Watched(Protocol):
+class Watched(ABC):
     """A command whose standard output is looked at while it runs."""
 
+    @abstractmethod
     def lines(self) -> list[str]:
         """What it has written so far."""
 
+    @abstractmethod
     def has_ended(self) -> bool:
         """Whether no more lines will come."""
 
+    @abstractmethod
     def result(self) -> Result:
         """How it has ended; what it has written so far if it has not."""
 
+    def wait_for_line(self, pattern: str, timeout: float = DEADLINE) -> re.Match[str]:
+        """The first line of standard output that matches."""
 
-def wait_for_line(run: Watched, pattern: str, timeout: float = DEADLINE) -> re.Match[str]:
-    """The first line of standard output that matches."""
+        def found() -> re.Match[str] | None:
+            has_ended = self.has_ended()  # before the look at its lines
+            for line in self.lines():
+                if match := re.search(pattern, line):
+                    return match
+            if has_ended:
+                raise AssertionError(f"ended without {pattern!r}: {self.result()}")
+            return None
 
-    def found() -> re.Match[str] | None:
-        has_ended = run.has_ended()  # before the look at its lines
-        for line in run.lines():
-            if match := re.search(pattern, line):
-                return match
-        if has_ended:
-            raise AssertionError(f"ended without {pattern!r}: {run.result()}")
-        return None
-
-    match: re.Match[str] = poll_for(found, f"a line like {pattern!r}", timeout)
-    return match
+        match: re.Match[str] = poll_for(found, f"a line like {pattern!r}", timeout)
+        return match
 
 
 @dataclass
-class Running:
+class Running(Watched):
     """A command that runs; its output is collected as it comes."""
 
     process: subprocess.Popen[str]
@@ -160,10 +163,6 @@ class Running:
         """See Watched."""
         return self.process.poll() is not None and not any(r.is_alive() for r in self.readers)
 
-    def wait_for_line(self, pattern: str, timeout: float = DEADLINE) -> re.Match[str]:
-        """The first line of standard output that matches."""
-        return wait_for_line(self, pattern, timeout)
-
     def wait(self, timeout: float = DEADLINE) -> Result:
         """How it ends by itself."""
         self.process.wait(timeout)
@@ -176,7 +175,7 @@ class Running:
         return Result(self.process.returncode, out, err)
 
 
-class RunningHere:
+class RunningHere(Watched):
     """A command that runs in this process, as another thread sees it.
 
     Attributes:
@@ -194,10 +193,6 @@ class RunningHere:
     def has_ended(self) -> bool:
         """See Watched."""
         return self.code is not None
-
-    def wait_for_line(self, pattern: str, timeout: float = DEADLINE) -> re.Match[str]:
-        """The first line of standard output that matches."""
-        return wait_for_line(self, pattern, timeout)
 
     def signal(self, signum: signal.Signals) -> None:
         """Send the command a signal, which is for this process."""

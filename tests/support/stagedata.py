@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from rpcmp import configfile
+from tests.support.faults import committed
+from tests.support.localgroup import local_group
 from tests.support.processes import JobFolder, Result, rpcmp
 
 
@@ -59,3 +63,21 @@ def evaluations(events: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
     """What was evaluated when, to the last bit."""
     found = [event for event in events if event["event"] == "eval"]
     return [(event["step"], event["loss"], event["error"], event["worst"]) for event in found]
+
+
+def require_same_if_one_dies(job: JobFolder, settings: Sequence[str]) -> None:
+    """Two replicas of the first stage and three of the last; one of them dies.
+
+    What they load themselves they are trained and evaluated with as if the driver had sent it.
+    """
+    settings = ["stages.0.replicas=2", "stages.2.replicas=3", *settings]
+    with local_group(configfile.load(config(job, "driver"), ["steps=10", *settings])) as local:
+        local.train(evaluate=True)
+        sent = [(event["step"], event["loss"].hex()) for event in local.of("step")]
+        expected = sent, local.group.parameters_sha256()
+    loaded = drive(config(job, "stage", mortal=True), *settings)
+    assert committed(loaded) == expected
+    assert evaluations(loaded.events) == evaluations(local.events)
+    assert [event["event"] for event in loaded.events].count("fault") == 1
+    datasets, readers, generations = 2, 2 + 3, 2
+    assert built(job, "stage") == {"rpcmp.data": datasets * readers * generations}

@@ -39,6 +39,27 @@ def test_the_kernel_says_whose_the_other_end_is(host: str) -> None:
             assert owner(far) is None
 
 
+def test_one_that_is_reset_while_it_is_looked_at_is_nobodys(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its own end is known to no kernel any more either, and that is no kernel's fault."""
+    with socket.create_server((HERE, 0)) as listener:
+        near = socket.create_connection(listener.getsockname())
+        near.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        asked: list[localpeer.Place] = []
+
+        def ask(local: localpeer.Place, remote: localpeer.Place) -> None:
+            asked.append(local)
+            if len(asked) == 2:
+                near.close()
+
+        monkeypatch.setattr(localpeer, "_ask", ask)
+        far, _ = listener.accept()
+        with far:
+            assert owner(far) is None
+        assert len(asked) == 2
+
+
 def test_so_it_does_through_a_socket_for_both_protocols() -> None:
     with socket.create_server((HERE, 0)) as listener, socket.socket(socket.AF_INET6) as near:
         near.connect(("::ffff:127.0.0.1", listener.getsockname()[1]))
