@@ -96,6 +96,8 @@ def _require_bounded(data: bytes) -> None:
         begin = at
         if (size := _LONG.get(code)) is not None:
             at += 1 + size + int.from_bytes(data[at + 1 : at + 1 + size], "little")
+            if at > len(data):  # by up to 2^64, more than a position in bytes can be
+                raise FormatError("a pickle with an argument that goes on behind its end")
         elif (run := _RUN.match(data, at)) is not None:
             at = run.end()
         else:

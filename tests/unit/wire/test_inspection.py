@@ -333,6 +333,7 @@ def test_stages_call_what_stages_call() -> None:
         b"\x80\x04Nq\x01.",
         b"\x80\x04I1\n.",
         b"\x80\x04X\xff\xff\xff\xff.",
+        b"\x80\x04\x8d" + b"\xff" * 8 + b".",
         b"\x80\x04N.N.",
         b"\x80\x04(" + b"]" * rpcpickle.MAX_OPERATIONS + b"l.",
         b"",
