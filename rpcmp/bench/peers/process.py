@@ -9,12 +9,11 @@ from __future__ import annotations
 import gc
 import os
 import sys
-from typing import Any, Protocol
+from typing import Protocol
 
 from rpcmp.bench.peers.oneprocess import OneProcess
 from rpcmp.bench.peers.order import Order
 from rpcmp.bench.peers.stagetimes import StageClock
-from rpcmp.bench.peers.torchpipelining import TorchRank
 from rpcmp.errors import JobError, RpcmpError, UnfitError, to_wire
 from rpcmp.factory import explain
 from rpcmp.process.channel import Channel, Message
@@ -54,13 +53,14 @@ def run(channel: Channel) -> None:
 def _create(order: Order) -> Peer:
     if order.folder:
         sys.path.insert(0, order.folder)
-    kinds: dict[str, Any] = {
-        "one-process": OneProcess,
-        "torch-pipelining": TorchRank,
-        "stage-times": StageClock,
-    }
-    peer: Peer = kinds[order.kind](order)
-    return peer
+    if order.kind == "one-process":
+        return OneProcess(order)
+    if order.kind == "stage-times":
+        return StageClock(order)
+    # The others do without: it imports torch's compiler, for seconds.
+    from rpcmp.bench.peers.torchpipelining import TorchRank
+
+    return TorchRank(order)
 
 
 def _answer(peer: Peer, message: Message) -> Message:
