@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import json
 import re
 import shlex
 from pathlib import Path
@@ -13,12 +12,11 @@ import pytest
 from click.testing import CliRunner
 
 from rpcmp import configdoc
-from rpcmp.bench.peers import group
 from rpcmp.cli import COMMANDS, cli
 from tests.support.commandlines import parsed
 from tests.support.lan import cli as certs
 from tests.support.places import ROOT, TESTS
-from tests.support.processes import JobFolder, rpcmp
+from tests.support.processes import rpcmp
 from tests.support.readme import README, block, blocks, commands, commands_of, in_sentences, section
 
 ALL = commands(blocks("sh"))
@@ -65,7 +63,7 @@ RUN_BY = {
     "system/test_lan.py::test_nothing_but_the_one_port_of_each_server_answers": [
         "rpcmp serve --stage 1 --certs stage1 --listen 0.0.0.0:50052 --metrics 0.0.0.0:9465",
     ],
-    "cluster/test_confinement.py::"
+    "system/test_confinement.py::"
     "test_data_that_a_server_does_not_grant_is_refused_before_anything_starts": [
         "rpcmp serve --stage 1 --certs stage1 --data /data",
     ],
@@ -108,10 +106,10 @@ RUN_BY = {
     "cli/test_trace.py::test_png_draws_the_last_two_complete_steps": [
         "rpcmp trace run.json.gz --png pipeline.png",
     ],
-    "test_readme.py::test_bench_prints_ours_beside_a_peer": [
+    "system/test_benchmarks.py::test_bench_prints_ours_beside_a_peer": [
         "rpcmp bench sleep --stages 8 --microbatches 16",
     ],
-    "test_readme.py::test_bench_compares_ones_own_job": [
+    "system/test_benchmarks.py::test_bench_compares_ones_own_job": [
         "rpcmp bench config.toml --peers torch-best --json",
     ],
     "unit/bench/test_rounds.py::test_several_cases_are_a_table_each": [
@@ -239,24 +237,3 @@ def test_the_model_and_config_run_as_they_stand(
     driven = rpcmp(*drive, "--json", "--steps", "2")
     assert driven.code == 0, driven.err
     assert list(driven.event("summary")["memory"]) == ["stage0", "stage1", "stage2"]
-
-
-def test_bench_prints_ours_beside_a_peer() -> None:
-    small = ("--stages", "2", "--microbatches", "4", "--pairs", "1", "--steps", "2")
-    result = rpcmp("bench", "sleep", *small, "--peers", "torch-1f1b", "--json")
-    assert result.code == 0, result.err
-    said = json.loads(result.out)
-    assert (said["case"], list(said["peers"])) == ("sleep", ["torch-1f1b"])
-
-
-def test_bench_compares_ones_own_job(job: JobFolder, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(job.folder)
-    monkeypatch.setattr(group, "TRIAL_SECONDS", 0.0)
-    job.config('[model]\nlayers = "zoo:mlp"\nnum_stages = 2', "config.toml")
-    small = ("--microbatches", "2", "--pairs", "1", "--steps", "1")
-    command = ["bench", "config.toml", "--peers", "torch-best", "--json", *small]
-    result = CliRunner().invoke(cli, command, catch_exceptions=False)
-    assert result.exit_code == 0, result.output
-    said = json.loads(result.stdout)
-    assert (said["case"], list(said["peers"])) == ("config.toml", ["torch-best"])
-    assert said["settings"]["torch-best"]["schedule"]

@@ -13,10 +13,10 @@ import pytest
 
 from rpcmp import scratch
 from rpcmp.server import codefolder
-from tests.cluster.test_confinement import sha256, spying
 from tests.cluster.test_tunnel import require_alone
 from tests.support.lan import issue, serving
 from tests.support.processes import JobFolder, connect, rpcmp, running, running_servers
+from tests.support.spying import sha256, spying
 from tests.unit.server.test_codefolder import LEAVES
 
 HERE = "127.0.0.1"

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,85 +16,21 @@ from rpcmp.process.confinement import SCRATCH
 from tests.support.lan import issue, serving
 from tests.support.processes import (
     JobFolder,
-    Result,
+    RunningHere,
     connect,
     poll_for,
     rpcmp,
-    running,
     running_servers,
 )
+from tests.support.spying import seen, sha256, spying
 
 HERE = "127.0.0.1"
 
+ALONE = ("--set", "data.num_workers=0")
+"""Without processes that load data: each imports torch, and the bits are the same."""
 
-SPY = """
-import os
-import torch, zoo
-from torch import nn
-from torch.utils.data import TensorDataset
-
-def spy(who, paths):
-    for path in paths:
-        try:
-            open(path).close()
-            answer = "open"
-        except OSError as error:
-            answer = type(error).__name__
-        print(f"SPY {who} {path} {answer}", flush=True)
-
-class Spy(nn.Module):
-    def __init__(self, paths):
-        super().__init__()
-        spy("stage", paths)
-
-    def forward(self, x):
-        return x
-
-def layers(paths):
-    return [*zoo.mlp(), ("spy", lambda: Spy(paths))]
-
-def error(outputs, targets, paths):
-    return (outputs - targets).abs().mean()
-
-def data(paths=(), file=None):
-    spy("data", paths)
-    if file is not None:
-        open(file).read()
-    return zoo.regression()
-"""
-
-
-def spying(job: JobFolder, paths: Sequence[Path], more: str = "", data: str = "") -> Path:
-    """A job whose code tries to open files at a stage and where it loads data."""
-    (job.folder / "spying.py").write_text(SPY)
-    names = json.dumps([str(path) for path in paths])
-    return job.config(
-        f"""
-        steps = 8
-        {more}
-        [model]
-        layers = "spying:layers"
-        kwargs = {{ paths = {names} }}
-        balance = [2, 3]
-        [data]
-        train = {{ callable = "spying:data", kwargs = {{ paths = {names} }} }}
-        batch_size = 10
-        {data}
-        """
-    )
-
-
-def seen(result: Result, who: str) -> dict[str, str]:
-    """What code has found at each path."""
-    lines = [event["text"] for event in result.events if event["event"] == "log"]
-    words = [line.split() for line in lines if line.startswith(f"SPY {who} ")]
-    return {path: answer for _, _, path, answer in words}
-
-
-def sha256(result: Result) -> str:
-    assert result.code == 0, result.err
-    found: str = result.event("summary")["parameters_sha256"]
-    return found
+ONE = (5,)
+"""All layers in one stage."""
 
 
 @pytest.fixture
@@ -118,7 +53,7 @@ def test_code_of_a_job_between_hosts_opens_no_key_and_no_home_and_trains_the_sam
     home = tmp_path / "home"
     home.write_text("private")
     keys = [certs / "ca.key", *(certs / f"{who}/tls.key" for who in ("stage0", "stage1", "driver"))]
-    config = spying(job, [*keys, home], data="num_workers = 2")
+    config = spying(job, [*keys, home], data="num_workers = 1")
     trace = tmp_path / "trace.json.gz"
     with serving(0, f"{HERE}:0", certs) as first, serving(1, f"{HERE}:0", certs) as second:
         at = ("--connect", connect([first, second]), "--certs", certs / "driver")
@@ -127,7 +62,7 @@ def test_code_of_a_job_between_hosts_opens_no_key_and_no_home_and_trains_the_sam
     assert seen(confined, "stage") == seen(confined, "data") == denied
     assert trace.stat().st_size
     assert not leftover(temporary)
-    free = rpcmp("drive", config, "--json")
+    free = rpcmp("drive", config, "--json", *ALONE)
     assert set(seen(free, "stage").values()) == {"open"}
     assert sha256(confined) == sha256(free)
 
@@ -135,8 +70,8 @@ def test_code_of_a_job_between_hosts_opens_no_key_and_no_home_and_trains_the_sam
 def test_a_server_that_is_to_confine_nothing_does_not(job: JobFolder, tmp_path: Path) -> None:
     home = tmp_path / "home"
     home.write_text("private")
-    config = spying(job, [home])
-    with running_servers(2, "--no-confine") as servers:
+    config = spying(job, [home], balance=ONE)
+    with running_servers(1, "--no-confine") as servers:
         at = ("--connect", connect(servers), "--set", "security.confine=false")
         result = rpcmp("drive", config, "--json", *at)
     assert seen(result, "stage") == seen(result, "data") == {str(home): "open"}
@@ -148,12 +83,12 @@ def test_a_job_on_one_machine_is_confined_where_it_asks_for_it(
     home, given = tmp_path / "home", tmp_path / "given"
     for path in (home, given):
         path.write_text("private")
-    config = spying(job, [home, given], data='num_workers = 2\npaths = ["../given"]')
+    config = spying(job, [home, given], data='num_workers = 1\npaths = ["../given"]')
     confined = rpcmp("drive", config, "--json", "--set", "security.confine=true")
     expected = {str(home): "PermissionError", str(given): "open"}
     assert seen(confined, "stage") == seen(confined, "data") == expected
     assert not leftover(temporary)
-    assert sha256(confined) == sha256(rpcmp("drive", config, "--json"))
+    assert sha256(confined) == sha256(rpcmp("drive", config, "--json", *ALONE))
 
 
 def test_data_that_a_server_does_not_grant_is_refused_before_anything_starts(
@@ -163,15 +98,15 @@ def test_data_that_a_server_does_not_grant_is_refused_before_anything_starts(
     (data / "set").mkdir(parents=True)
     file = data / "set/file"
     file.write_text("samples")
-    config = spying(job, [file], data=f'at = "stage"\npaths = ["{data}/set"]')
-    with running_servers(2) as servers:
+    config = spying(job, [file], data=f'at = "stage"\npaths = ["{data}/set"]', balance=ONE)
+    with running_servers(1) as servers:
         result = rpcmp("drive", config, "--json", "--connect", connect(servers))
     assert result.code == 2
     assert f"does not let jobs read {data}/set" in result.err
     assert f"--data {data}/set" in result.err
     assert "'stage" in result.err
     assert not [event for event in result.events if event["event"] == "generation"]
-    with running_servers(2, "--data", str(data)) as servers:
+    with running_servers(1, "--data", str(data)) as servers:
         result = rpcmp("drive", config, "--json", "--connect", connect(servers))
     assert seen(result, "stage") == seen(result, "data") == {str(file): "open"}
     assert result.code == 0
@@ -182,9 +117,9 @@ def test_code_that_needs_what_was_not_declared_fails_with_the_remedy(
 ) -> None:
     file = tmp_path / "file"
     file.write_text("samples")
-    config = spying(job, [])
+    config = spying(job, [], balance=ONE)
     train = f'data.train={{ callable = "spying:data", kwargs = {{ file = "{file}" }} }}'
-    with running_servers(2) as servers:
+    with running_servers(1) as servers:
         at = ("--connect", connect(servers), "--set", train)
         for place in ("driver", "stage"):
             result = rpcmp("drive", config, "--json", *at, "--set", f'data.at="{place}"')
@@ -197,23 +132,26 @@ def test_code_that_needs_what_was_not_declared_fails_with_the_remedy(
 def test_a_confined_worker_that_is_killed_is_replaced_by_one_with_its_bits(
     job: JobFolder, temporary: Path
 ) -> None:
-    config = spying(job, []).read_text().replace("steps = 8", "steps = 60")
-    path = job.folder / "long.toml"
-    path.write_text(config)
+    config = spying(job, [])
+    many = ("--set", "steps=60", "--set", "num_microbatches=1")
+
+    def kill(run: RunningHere) -> None:
+        run.wait_for_line('"step": 2,')
+        pid = run.result().event("generation")["workers"]["stage0"]["pid"]
+        os.kill(pid, signal.SIGKILL)
+
     with running_servers(2) as servers:
-        with running("drive", path, "--json", "--connect", connect(servers)) as run:
-            started = json.loads(run.wait_for_line('"event": "generation"').string)
-            run.wait_for_line('"step": 2,')
-            os.kill(started["workers"]["stage0"]["pid"], signal.SIGKILL)
-            result = run.wait()
+        at = ("--connect", connect(servers))
+        result = rpcmp("drive", config, "--json", *many, *at, during=kill)
         poll_for(lambda: not leftover(temporary), "temporary folders to go")
     assert [event["stage"] for event in result.events if event["event"] == "fault"] == ["stage0"]
-    assert sha256(result) == sha256(rpcmp("drive", path, "--json"))
+    assert sha256(result) == sha256(rpcmp("drive", config, "--json", *many))
 
 
 def test_a_confined_worker_goes_on_from_a_checkpoint(job: JobFolder) -> None:
-    config = spying(job, [], data='[checkpoint]\ndir = "saved"\nevery_steps = 2')
-    with running_servers(2) as servers:
+    kept = '[checkpoint]\ndir = "saved"\nevery_steps = 2'
+    config = spying(job, [], data=kept, balance=ONE)
+    with running_servers(1) as servers:
         at = ("--connect", connect(servers))
         assert rpcmp("drive", config, "--json", *at, "--set", "steps=4").code == 0
         resumed = rpcmp("drive", config, "--json", *at, "--resume")
@@ -223,8 +161,8 @@ def test_a_confined_worker_goes_on_from_a_checkpoint(job: JobFolder) -> None:
 
 
 def test_doctor_says_what_confines_a_jobs_code(job: JobFolder) -> None:
-    config = spying(job, [])
-    with running_servers(2) as servers:
+    config = spying(job, [], balance=ONE)
+    with running_servers(1) as servers:
         result = rpcmp("doctor", config, "--json", "--connect", connect(servers))
     found = [line for line in result.out.splitlines() if "confinement" in line]
     assert "Landlock ABI" in "".join(found)
