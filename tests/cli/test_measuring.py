@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from rpcmp.bench.peers import group
+from rpcmp.cli import measuring
 from tests.support.processes import JobFolder, RunningHere, poll_for, rpcmp
 
 
@@ -26,6 +28,12 @@ def scratch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         monkeypatch.setenv("TMPDIR", folder)
         monkeypatch.setattr(tempfile, "tempdir", folder)
         yield Path(folder)
+
+
+@pytest.fixture(autouse=True)
+def _told_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each round is told of, and not what is under way every other second."""
+    monkeypatch.setattr(measuring, "PLAIN_SECONDS", 0.0)
 
 
 def left_in(folder: Path) -> list[str]:
@@ -54,19 +62,25 @@ def test_a_sweep_of_a_real_job_that_is_stopped_leaves_nothing_behind(
     assert left_in(scratch) == []
 
 
-def test_a_benchmark_that_is_stopped_shows_what_there_is(scratch: Path) -> None:
-    few = ("--peers", "torch-1f1b", "--pairs", "1000", "--steps", "1", "--budget", "600")
+def test_a_benchmark_that_is_stopped_shows_what_there_is(
+    scratch: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What sleeps has no stages to be measured, and this peer is one process."""
+    monkeypatch.setattr(group, "TRIAL_SECONDS", 0.0)
+    peer = "one-process-1-thread"
+    few = ("--peers", peer, "--pairs", "1000", "--steps", "1", "--budget", "600")
+    small = ("--stages", "2", "--microbatches", "2")
 
     def stop(run: RunningHere) -> None:
-        said(run, r"overhead: starting rpcmp \(1 of 2\), about 10 min left")
+        said(run, r"sleep: starting rpcmp \(1 of 2\), about 10 min left")
         said(run, r"round (?!1 )\d+ of 1000.* left")
         run.signal(signal.SIGTERM)
 
-    ended = rpcmp("bench", "overhead", *few, "--json", during=stop)
+    ended = rpcmp("bench", "sleep", *few, *small, "--json", during=stop)
     assert ended.code == 128 + signal.SIGTERM
     found = json.loads(ended.out)
     assert 1 <= found["pairs"] < 1000
-    assert set(found["spreads"]) == {"rpcmp", "torch-1f1b"}
-    assert all(seconds > 0 for seconds in (found["step_s"], found["peers"]["torch-1f1b"]))
+    assert set(found["spreads"]) == {"rpcmp", peer}
+    assert all(seconds > 0 for seconds in (found["step_s"], found["peers"][peer]))
     assert "stopped: this is what there was until then" in found["notes"]
     assert left_in(scratch) == []

@@ -1,0 +1,31 @@
+"""`rpcmp bench` with real peers, as the README has it: each imports torch and half of its compiler,
+and so they are few, and not with what is run at every change."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from rpcmp.bench.peers import group
+from tests.support.processes import JobFolder, rpcmp
+
+
+def test_bench_prints_ours_beside_a_peer() -> None:
+    small = ("--stages", "2", "--microbatches", "4", "--pairs", "1", "--steps", "2")
+    result = rpcmp("bench", "sleep", *small, "--peers", "torch-1f1b", "--json")
+    assert result.code == 0, result.err
+    found = json.loads(result.out)
+    assert (found["case"], list(found["peers"])) == ("sleep", ["torch-1f1b"])
+
+
+def test_bench_compares_ones_own_job(job: JobFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(job.folder)
+    monkeypatch.setattr(group, "TRIAL_SECONDS", 0.0)
+    job.config('[model]\nlayers = "zoo:mlp"\nnum_stages = 2', "config.toml")
+    small = ("--microbatches", "2", "--pairs", "1", "--steps", "1")
+    result = rpcmp("bench", "config.toml", "--peers", "torch-best", "--json", *small)
+    assert result.code == 0, result.err
+    found = json.loads(result.out)
+    assert (found["case"], list(found["peers"])) == ("config.toml", ["torch-best"])
+    assert found["settings"]["torch-best"]["schedule"]
