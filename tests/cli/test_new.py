@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import importlib
 import re
+import sys
+from collections import OrderedDict, deque
 from pathlib import Path
 
 import pytest
+from torch import nn
 
-from rpcmp import configfile
+from rpcmp import configfile, data, metrics, plan
 from rpcmp.errors import ConfigError
+from rpcmp.reference.training import UnsplitModel
 from rpcmp.starter.create import STARTER, create, examples
 from tests.support.processes import rpcmp
 
@@ -24,11 +29,33 @@ def test_what_it_writes_trains_and_has_the_bits_of_one_process(
     assert [command.split()[:2] for command in said] == [
         [command, "spirals.toml"] for command in ("drive", "verify", "doctor")
     ]
-    driven = rpcmp(*said[0].split(), "--json")
+    driven = rpcmp(*said[0].split(), "--json", "--set", "epochs=1")
     assert driven.code == 0, driven.err
-    assert driven.event("summary")["metrics"]["accuracy"] > 0.9
+    assert driven.event("summary")["metrics"]["accuracy"] > 1 / 3
     verified = rpcmp(*said[1].split())
     assert verified.code == 0, verified.err
+
+
+def test_what_it_writes_learns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the end as it stands; in one process, whose bits are those of a run."""
+    _, path = create("learning", tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "learning", raising=False)
+    config = configfile.load(path)
+    assert config.epochs is not None
+    assert config.data is not None
+    assert config.data.test is not None
+    assert config.model is not None
+    batches = data.load(config.data.train, "data.train", config.data, config.seed, training=True)
+    unsplit = UnsplitModel(config, {part.stage_name: part.layers for part in plan.assign(config)})
+    deque(unsplit.train(batches, config.epochs * len(batches)), maxlen=0)
+    written = importlib.import_module("learning")
+    del sys.modules["learning"]
+    made = {name: make() for name, make in written.layers(**config.model.kwargs)}
+    model = nn.Sequential(OrderedDict(made))
+    model.load_state_dict(unsplit.state_dict())
+    points, spirals = written.dataset(**config.data.test.kwargs).tensors
+    assert metrics.accuracy(model.eval()(points), spirals) > 0.9
 
 
 def test_the_settings_that_are_off_are_ones(tmp_path: Path) -> None:
