@@ -50,7 +50,7 @@ def test_a_server_runs_nothing_that_is_not_allowed(
     ):
         answer = DoctorStub(channel).Examine(
             doctor_pb2.ExamineRequest(
-                job=pb.PrepareRequest(versions=versions()), order=order.model_dump_json()
+                job=pb.PrepareRequest(versions=versions(), threads=1), order=order.model_dump_json()
             ),
             timeout=120,
         )
@@ -64,7 +64,7 @@ def test_a_server_runs_nothing_that_is_not_allowed(
         config = Config.model_validate({"loss": "torch.nn:MSELoss", "model": model, "steps": 1})
         sample = handoff.dumps([torch.ones(2, 2), torch.ones(2, 2)])
         measured = pb.ProfileRequest(
-            job=pb.PrepareRequest(versions=versions()),
+            job=pb.PrepareRequest(versions=versions(), threads=1),
             order=profile.Order(config=config, differentiates=False).model_dump_json(),
             sample=sample,
         )
@@ -110,6 +110,7 @@ def prepared(server: Addressed, folder: str, **more: Any) -> pb.PrepareRequest:
         job_id=uuid.uuid4().hex,
         generation=1,
         versions=versions(),
+        threads=1,  # as many as the fork server has been started for
         heartbeat_timeout=120,
         group=[pb.GroupStage(name="stage0", replicas=1)],
         checkpoint_folder=folder,

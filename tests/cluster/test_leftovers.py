@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+from pathlib import Path
 
 import pytest
 
@@ -13,9 +14,29 @@ from tests.support.leftovers import BODY, MENDED, Failed, drive, left_in, warned
 from tests.support.processes import JobFolder, RunningHere, rpcmp
 
 
+EVERY_STEP = '[checkpoint]\ndir = "kept"\nevery_steps = 1\n'
+
+
+@pytest.fixture(scope="module")
+def once(tmp_path_factory: pytest.TempPathFactory) -> Failed:
+    """What is left by a job with no section on checkpoints; not to be changed."""
+    return Failed(JobFolder(tmp_path_factory.mktemp("once") / "job"))
+
+
+@pytest.fixture(scope="module")
+def once_keeping(tmp_path_factory: pytest.TempPathFactory) -> Failed:
+    """And by one that keeps one every step; not to be changed."""
+    return Failed(JobFolder(tmp_path_factory.mktemp("keeping") / "job"), EVERY_STEP)
+
+
 @pytest.fixture
-def failed(job: JobFolder) -> Failed:
-    return Failed(job)
+def failed(once: Failed, tmp_path: Path) -> Failed:
+    return once.copied(tmp_path / "job")
+
+
+@pytest.fixture
+def keeping(once_keeping: Failed, tmp_path: Path) -> Failed:
+    return once_keeping.copied(tmp_path / "job")
 
 
 def test_the_mended_run_begins_at_once_and_clears_up(failed: Failed) -> None:
@@ -63,7 +84,7 @@ def test_a_signal_saves_what_a_checkpoint_section_asked_for(
     job: JobFolder, signum: signal.Signals
 ) -> None:
     """The next run asks: what a signal saved was to be gone on with."""
-    body = BODY.replace("steps = 10", "steps = 1000000")
+    body = BODY.replace("steps = 6", "steps = 1000000")
     config = job.config(body + '[checkpoint]\ndir = "kept"\nevery_steps = 1000000\n')
 
     def send(run: RunningHere) -> None:
@@ -78,8 +99,8 @@ def test_a_signal_saves_what_a_checkpoint_section_asked_for(
     assert "go on with --resume, or begin anew beside them with --fresh" in again.err
 
 
-def test_a_run_that_is_damaged_is_not_passed_over_for_an_older_one(job: JobFolder) -> None:
-    failed = Failed(job, '[checkpoint]\ndir = "kept"\nevery_steps = 1\n')
+def test_a_run_that_is_damaged_is_not_passed_over_for_an_older_one(keeping: Failed) -> None:
+    failed, job = keeping, keeping.job
     failed.age(days=1)
     (older,) = runs_in(failed.folder)
     assert drive(failed.config, *MENDED, "--fresh", "--set", "steps=5", "--set", "seed=1").code == 0
@@ -105,20 +126,20 @@ def test_to_go_on_and_to_begin_anew_at_once_is_refused(failed: Failed) -> None:
     assert left_in(failed.folder) == [failed.step]
 
 
-def test_a_new_run_beside_checkpoints_that_were_asked_for(job: JobFolder) -> None:
-    failed = Failed(job, '[checkpoint]\ndir = "kept"\nevery_steps = 1\n')
+def test_a_new_run_beside_checkpoints_that_were_asked_for(keeping: Failed) -> None:
+    failed, job = keeping, keeping.job
     refused = rpcmp("drive", failed.config, *MENDED)
     assert refused.code == 2
     assert "begin anew beside them with --fresh" in refused.err
     assert "--resume" in refused.err.partition("try:")[2]
     fresh = drive(failed.config, *MENDED, "--fresh")
     assert fresh.code == 0
-    assert left_in(failed.folder) == [10, failed.step]
+    assert left_in(failed.folder) == [6, failed.step]
     exported = rpcmp("export", failed.folder, job.folder / "model.safetensors")
-    assert exported.out.startswith("step 10")
-    resumed = drive(failed.config, *MENDED, "--resume", "--steps", "12")
-    assert resumed.event("resumed")["step"] == 10
-    assert left_in(failed.folder) == [12, failed.step]
+    assert exported.out.startswith("step 6")
+    resumed = drive(failed.config, *MENDED, "--resume", "--steps", "8")
+    assert resumed.event("resumed")["step"] == 6
+    assert left_in(failed.folder) == [8, failed.step]
     (older,) = [run for run in runs_in(failed.folder) if run.last_step == failed.step]
     of_that = ("--set", f"checkpoint.dir=kept/{older.name}")
     first = drive(failed.config, *MENDED, "--resume", *of_that)
@@ -130,7 +151,7 @@ def test_what_was_left_before_any_that_was_asked_for_is_in_nobodys_way(job: JobF
     failed = Failed(job, '[checkpoint]\ndir = "kept"\nevery_steps = 5\n')
     mended = drive(failed.config, *MENDED)
     assert mended.code == 0
-    assert left_in(failed.folder) == [10]
+    assert left_in(failed.folder) == [6]
 
 
 def test_a_recovery_that_fails_says_what_it_followed(job: JobFolder) -> None:

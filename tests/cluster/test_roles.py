@@ -28,6 +28,7 @@ name = "secret-job"
 steps = 100000
 [model]
 layers = "zoo:jittery"
+kwargs = { milliseconds = 10.0 }
 balance = [3, 2]
 [checkpoint]
 dir = "checkpoints"

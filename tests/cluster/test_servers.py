@@ -39,7 +39,7 @@ def idle() -> Iterator[list[Server]]:
         yield started
 
 
-LONG_JOB = 'name = "long-job"\nsteps = 100000\n[model]\nlayers = "zoo:jittery"\nbalance = [3, 2]'
+LONG_JOB = 'name = "long-job"\nsteps = 100000\n[model]\nlayers = "zoo:jittery"\nbalance = [3, 2]\nkwargs = { milliseconds = 5.0 }'
 
 
 def test_servers_take_one_job_after_the_other(job: JobFolder, idle: list[Server]) -> None:

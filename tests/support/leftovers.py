@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy as copylib
+import shutil
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -10,7 +12,8 @@ from rpcmp.checkpoint.runs import runs_in
 from tests.support.processes import JobFolder, Result, rpcmp
 
 BODY = """
-steps = 10
+steps = 6
+num_microbatches = 2
 [optimizer]
 callable = "torch.optim:AdamW"
 kwargs = { lr = 0.02 }
@@ -38,12 +41,14 @@ class Failed:
     """A job that has failed, and left a checkpoint.
 
     Attributes:
+        job: its files.
         config: of the job.
         folder: where the checkpoint is.
         step: of the checkpoint: samples are loaded ahead, so it may be one or another.
     """
 
     def __init__(self, job: JobFolder, section: str = "") -> None:
+        self.job = job
         self.config = job.config(BODY + section)
         self.folder = job.folder / ("kept" if section else "rpcmp-job")
         result = drive(self.config)
@@ -51,6 +56,15 @@ class Failed:
         assert "sample 37 is no picture" in result.err
         (self.step,) = left_in(self.folder)
         assert 1 <= self.step <= 3
+
+    def copied(self, folder: Path) -> Failed:
+        """The same that another test may change."""
+        copy = copylib.copy(self)
+        copy.job = copylib.copy(self.job)
+        copy.job.folder = shutil.copytree(self.job.folder, folder)
+        copy.config = folder / self.config.relative_to(self.job.folder)
+        copy.folder = folder / self.folder.relative_to(self.job.folder)
+        return copy
 
     def age(self, **by: float) -> None:
         """Make the checkpoint older than it is."""

@@ -14,6 +14,7 @@ STEPS = 14
 
 BODY = f"""
 steps = {STEPS}
+num_microbatches = 2
 evaluate_every = 1
 max_grad_norm = 1.0
 [optimizer]
