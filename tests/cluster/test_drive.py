@@ -8,18 +8,21 @@ import platform
 import pty
 import re
 import subprocess
-import sys
 from collections import Counter
 
-import pytest
-
+from rpcmp import configfile
 from rpcmp.trace import chrome
+from tests.support.faults import committed
+from tests.support.localgroup import local_group
 from tests.support.places import EXAMPLES
-from tests.support.processes import JobFolder, rpcmp
+from tests.support.processes import FORKS, JobFolder, program, rpcmp
+from tests.support.samplekinds import MADE
+from tests.support.sharedforks import DRIVE
 
 
 def test_digits_reaches_98_percent() -> None:
-    result = rpcmp("drive", EXAMPLES / "digits.toml", "--json")
+    short = ("--set", "epochs=3", "--set", "scheduler.kwargs.T_max=3")
+    result = rpcmp("drive", EXAMPLES / "digits.toml", "--json", *short)
     assert result.code == 0, result.err
     summary = result.event("summary")
     assert summary["metrics"]["accuracy"] >= 0.98
@@ -53,7 +56,6 @@ def test_digits_reaches_98_percent() -> None:
     assert {event["generation"] for event in result.events} == {1}
 
 
-@pytest.mark.usefixtures("own_forks")  # nothing that any process prints may be missed
 def test_plain_lines_where_there_is_no_terminal(job: JobFolder) -> None:
     config = job.config("""
         epochs = 2
@@ -67,7 +69,6 @@ def test_plain_lines_where_there_is_no_terminal(job: JobFolder) -> None:
         train = "zoo:regression"
         test = { callable = "zoo:regression", kwargs = { samples = 7 } }
         batch_size = 25
-        num_workers = 1
     """)
     text = config.read_text().replace("steps = 2", "")
     config.write_text(text)
@@ -93,6 +94,22 @@ def test_plain_lines_where_there_is_no_terminal(job: JobFolder) -> None:
     assert re.match(r"done: \d+ steps, loss \d+\.\d{4} -> \d+\.\d{4}", lines[-4])
     assert re.fullmatch(rf"kept in {job.folder}/runs/job-\d{{8}}-\d{{6}}", kept)
     assert result.err == ""
+
+
+def test_a_process_that_loads_samples_changes_no_bit_and_says_nothing(job: JobFolder) -> None:
+    text = "steps = 4" + MADE["mappings"].replace("[data]", "[data]\nbatch_size = 7")
+    text = text.replace('test = "samples:Mapped"', "")  # which would have a process of its own
+    config = job.config(text)
+    with local_group(configfile.load(config)) as local:  # which loads them in this process
+        local.train()
+        expected = [(step["step"], step["loss"].hex()) for step in local.of("step")]
+        parameters = local.group.parameters_sha256()
+    before = FORKS.said()
+    result = rpcmp("drive", config, "--json", "--set", "data.num_workers=1")
+    assert committed(result) == (expected, parameters)
+    assert result.err == ""
+    said = FORKS.said()[DRIVE].removeprefix(before.get(DRIVE, b""))
+    assert said == b""  # of semaphores that leak, or of anything else
 
 
 def test_a_trace_has_every_action_of_every_stage(job: JobFolder) -> None:
@@ -122,14 +139,16 @@ def test_a_trace_has_every_action_of_every_stage(job: JobFolder) -> None:
 
 
 def test_a_progress_bar_on_a_terminal(job: JobFolder) -> None:
-    config = job.config('steps = 30\n[model]\nlayers = "zoo:mlp"\nnum_stages = 2')
+    config = job.config('steps = 8\n[model]\nlayers = "zoo:mlp"\nnum_stages = 1')
     master, slave = pty.openpty()
-    process = subprocess.Popen(
-        [sys.executable, "-m", "rpcmp", "drive", config],
-        stdout=slave,
-        stderr=subprocess.PIPE,
-        env={**os.environ, "COLUMNS": "140", "TERM": "xterm-256color"},
-    )
+    with program() as (command, fds):
+        process = subprocess.Popen(
+            [*command, "drive", config],
+            stdout=slave,
+            stderr=subprocess.PIPE,
+            env={**os.environ, "COLUMNS": "140", "TERM": "xterm-256color"},
+            pass_fds=fds,
+        )
     os.close(slave)
     shown = b""
     while True:
@@ -142,6 +161,6 @@ def test_a_progress_bar_on_a_terminal(job: JobFolder) -> None:
     text = shown.decode()
     assert "samples/s" in text
     assert "ETA" in text
-    assert "30/30" in text
+    assert "8/8" in text
     assert "busy" in text
     assert "parameters sha256" in text

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import itertools
 import queue
-from contextlib import closing
-from multiprocessing import resource_tracker
 from typing import Any
 
 import pytest
@@ -61,26 +59,10 @@ def require_equal(found: Any, expected: Any) -> None:
     assert all(torch.equal(ours, theirs) for ours, theirs in pairs)
 
 
-@pytest.fixture(scope="module")
-def tracker() -> None:
-    """A helper process of multiprocessing's, which lives on: see tests/unit/test_data.py."""
-    resource_tracker.ensure_running()
-
-
 @pytest.fixture
 def zoo_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let this process import the jobs' modules, and all that it starts or forks."""
     monkeypatch.syspath_prepend(str(ZOO))
-
-
-@pytest.mark.usefixtures("tracker", "zoo_here")
-def test_loader_processes_collate_what_this_one_does(job: JobFolder) -> None:
-    config, alone = made(job, "mappings", num_workers=2)
-    section = config.data
-    with closing(data.load(section.train, "data.train", section, 0, training=True)) as batches:
-        for epoch in (1, 2):
-            for found, expected in zip(batches.epoch(epoch), alone.epoch(epoch), strict=True):
-                require_equal(found, expected)
 
 
 @pytest.mark.usefixtures("zoo_here")

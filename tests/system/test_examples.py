@@ -136,6 +136,7 @@ def test_llama_goes_to_hugging_face_and_back(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("example", "metric", "least"),
     [
+        ("digits", "accuracy", 0.98),
         ("two_towers", "accuracy", 0.97),
         ("two_parts", "accuracy", 0.95),
         ("encoder_decoder", "accuracy", 0.65),
