@@ -1,17 +1,22 @@
 """That optimizers do without torch._dynamo, and that who compiles gets it whole.
 
-What is deferred is a whole process's, so each of these has one of its own.
+What is deferred is a whole process's, so none of this is done in ours. To import the real one
+takes as long as to import torch: one process does both, for all that only the real one can show.
+How it comes to take its place, whoever asks for it, is shown by forks of that process, with a small
+package in its stead; with the real one, by tests/long/test_lazydynamo.py.
 """
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+from typing import Any, NamedTuple
 
 import pytest
 
 BEGIN = """
-import sys, torch
+import json, os, sys, torch
 from rpcmp import lazydynamo
 def is_there():
     return "torch._dynamo.eval_frame" in sys.modules
@@ -25,19 +30,21 @@ def optimizer(kind=torch.optim.AdamW):
         loss.backward()
         return loss
     return layer, found, closure
-lazydynamo.defer()
 """
+DEFER = "lazydynamo.defer()\n"
 
 
-def told(code: str) -> list[str]:
-    """The lines that `code` prints in a process that has deferred it."""
-    command = [sys.executable, "-c", BEGIN + code]
+def told(code: str, *arguments: str) -> list[Any]:
+    """What a process prints, a line of JSON each."""
+    command = [sys.executable, "-c", BEGIN + code, *arguments]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert ran.returncode == 0, ran.stderr
-    return ran.stdout.split()
+    return [json.loads(line) for line in ran.stdout.splitlines()]
 
 
-EVERY_OPTIMIZER = """
+# With the real one
+
+WHOLE = """
 kinds = [kind for kind in vars(torch.optim).values() if isinstance(kind, type)
          and issubclass(kind, torch.optim.Optimizer) and kind is not torch.optim.Optimizer]
 def bits():
@@ -52,53 +59,11 @@ def bits():
         found.add_param_group({"params": [torch.nn.Parameter(torch.zeros(1))]}
                               ) if kind is not torch.optim.LBFGS else None
         yield kind.__name__, layer.weight.detach().numpy().tobytes()
-"""
-
-
-def test_every_optimizer_of_torch_steps_without_it_and_to_the_same_bits() -> None:
-    code = """
+facts = {}
 without = dict(bits())
-print(is_there())
-import torch._dynamo.config
-print(is_there(), len(without) > 10, dict(bits()) == without)
-"""
-    assert told(EVERY_OPTIMIZER + code) == ["False", "True", "True", "True"]
-
-
-USES = [
-    "import torch._dynamo as first; found = first.utils",
-    "from torch._dynamo import utils as found",
-    "import torch; found = torch._dynamo.utils",
-    "import torch._dynamo.utils; import torch._dynamo.utils as found",
-    "torch.compile(lambda: 1, backend='eager')(); found = torch._dynamo.utils",
-]
-STEP = "layer, made, step = optimizer(); made.step(step)"
-
-
-@pytest.mark.parametrize(("use", "before"), [*zip(USES[:3], ["", STEP, STEP], strict=True)])
-def test_whoever_asks_for_more_gets_the_real_one(use: str, before: str) -> None:
-    """Each way of asking, before and after a step: tests/long/test_lazydynamo.py."""
-    require_real(use, before)
-
-
-def require_real(use: str, before: str) -> None:
-    """Have `found` be real in a process that does one thing after the other."""
-    code = f"""
-{before}
-print(is_there())
-{use}
-real = sys.modules["torch._dynamo"]
-print(is_there(), torch._dynamo is real, type(real).__name__,
-      found is sys.modules["torch._dynamo.utils"])
-"""
-    assert told(code) == ["False", "True", "True", "module", "True"]
-
-
-def test_an_optimizer_that_was_made_before_is_kept_out_of_a_graph_that_is_made_later() -> None:
-    """As with the real one: its zero_grad is no part of what is compiled."""
-    code = """
 layer, made, closure = optimizer()
 made.step(closure)
+facts["is there without compiling"] = is_there()
 graphs = []
 def backend(graph, inputs):
     graphs.append(graph)
@@ -107,10 +72,128 @@ def both(x):
     y = x + 1
     made.zero_grad()
     return y * 2
-print(torch.compile(both, backend=backend)(torch.ones(1)).item(), len(graphs))
+facts["computed"] = torch.compile(both, backend=backend)(torch.ones(1)).item()
+facts["graphs"] = len(graphs)
+facts["is there"] = is_there()
+facts["is real"] = [torch._dynamo is sys.modules["torch._dynamo"], type(torch._dynamo).__name__]
+facts["optimizers"] = len(without)
+facts["same bits"] = dict(bits()) == without
+print(json.dumps(facts))
 """
-    assert told(code) == ["4.0", "2"]
 
 
-def test_where_it_is_imported_already_it_stays() -> None:
-    assert told("import torch._dynamo.utils; lazydynamo.defer(); print(is_there())") == ["True"]
+# Whoever asks for it
+
+IMPORTS = [
+    "import torch._dynamo as first; found = first.utils",
+    "from torch._dynamo import utils as found",
+    "import torch; found = torch._dynamo.utils",
+    "import torch._dynamo.utils; import torch._dynamo.utils as found",
+]
+USES = [*IMPORTS, "torch.compile(lambda: 1, backend='eager')(); found = torch._dynamo.utils"]
+STEP = "layer, made, step = optimizer(); made.step(step)"
+BEFORE = ["", STEP]
+
+ASK = """
+{before}
+print(json.dumps(is_there()))
+{use}
+real = sys.modules["torch._dynamo"]
+print(json.dumps([is_there(), torch._dynamo is real, type(real).__name__,
+                  found is sys.modules["torch._dynamo.utils"]]))
+"""
+
+REAL = [False, [True, True, "module", True]]
+"""What ASK tells of the real one."""
+
+IMPORTED = """
+import torch._dynamo.utils
+lazydynamo.defer()
+print(json.dumps([is_there(), type(torch._dynamo).__name__, lazydynamo._FINDER in sys.meta_path]))
+"""
+
+STAND_IN = {
+    "__init__.py": "import torch._dynamo.eval_frame\nfrom .eval_frame import disable, graph_break",
+    "eval_frame.py": """
+from torch._dynamo import utils
+def disable(fn, recursive=True, **options): return fn
+def graph_break(msg=""): pass
+""",
+    "utils.py": "",
+}
+FORK_EACH = """
+folder, codes = sys.argv[1:]
+for code in json.loads(codes):
+    sys.stdout.flush()
+    pid = os.fork()
+    if not pid:
+        torch.__path__.insert(0, folder)
+        exec(code, globals())
+        sys.stdout.flush()
+        os._exit(0)
+    assert os.waitpid(pid, 0)[1] == 0, code
+"""
+
+
+def require_real(use: str, before: str) -> None:
+    """Have `found` be real in a process that does one thing after the other."""
+    assert told(DEFER + ASK.format(before=before, use=use)) == REAL
+
+
+class Found(NamedTuple):
+    """What a process has found that was forked again and again, and then went on by itself.
+
+    Attributes:
+        asked: by the forks that ask for it, before and after a step.
+        imported_first: by one that had imported it before it was to be deferred.
+        imported_later: by one that wants it deferred when it has been imported.
+        facts: by the process, which steps with every optimizer, compiles, and steps again.
+    """
+
+    asked: list[Any]
+    imported_first: list[Any]
+    imported_later: list[Any]
+    facts: dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    """All of it, of one process."""
+    package = tmp_path_factory.mktemp("torch") / "_dynamo"
+    package.mkdir()
+    for name, text in STAND_IN.items():
+        (package / name).write_text(text)
+    asked = [DEFER + ASK.format(before=before, use=use) for use in IMPORTS for before in BEFORE]
+    codes = [*asked, IMPORTED, DEFER + IMPORTED]
+    *answers, first, later, facts = told(
+        FORK_EACH + DEFER + WHOLE, str(package.parent), json.dumps(codes)
+    )
+    return Found(answers, first, later, facts)
+
+
+def test_every_optimizer_of_torch_steps_without_it_and_to_the_same_bits(found: Found) -> None:
+    assert not found.facts["is there without compiling"]
+    assert found.facts["optimizers"] > 10
+    assert found.facts["same bits"]
+
+
+def test_who_compiles_gets_the_real_one(found: Found) -> None:
+    assert found.facts["is there"]
+    assert found.facts["is real"] == [True, "module"]
+
+
+def test_an_optimizer_that_was_made_before_is_kept_out_of_a_graph_that_is_made_later(
+    found: Found,
+) -> None:
+    """As with the real one: its zero_grad is no part of what is compiled."""
+    assert found.facts["computed"] == 4.0
+    assert found.facts["graphs"] == 2
+
+
+def test_it_takes_its_place_for_whoever_asks_before_and_after_a_step(found: Found) -> None:
+    assert found.asked == REAL * len(IMPORTS) * len(BEFORE)
+
+
+def test_where_it_is_imported_already_it_stays(found: Found) -> None:
+    assert found.imported_first == [True, "module", False]
+    assert found.imported_later == [True, "module", True]
