@@ -17,7 +17,7 @@ import pytest
 from rpcmp.control.client import StageClient
 from rpcmp.doctor import checkup
 from rpcmp.wire import authority, role
-from tests.support.lan import cli, serving
+from tests.support.lan import cli
 from tests.support.processes import (
     NO_NETWORKS,
     JobFolder,
@@ -29,15 +29,26 @@ from tests.support.processes import (
     running,
     running_server,
 )
+from tests.support.sharedforks import DRIVE
 
 MODEL = '[model]\nlayers = "zoo:mlp"\nbalance = [2, 2]\n'
+
+SLEEPING = """
+[model]
+layers = "zoo:lopsided"
+kwargs = { milliseconds = 50 }
+balance = [5]
+"""
 
 HOST = "127.0.0.1"
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """Two stage servers and a spare, which only let in who has a certificate."""
+    """Two stage servers and a spare, which only let in who has a certificate.
+
+    The first is in a network of its own; the others are in that of drivers.
+    """
 
     certs: Path
     stages: list[Server]
@@ -58,15 +69,16 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     for index in range(2):
         authority.issue(certs, f"stage{index}", role.stage(index), [HOST], days=90)
     with contextlib.ExitStack() as started:
+
+        def serve(name: str, *options: str, whose: str = DRIVE) -> Server:
+            place = ("--listen", f"{HOST}:0", "--certs", certs / name)
+            return started.enter_context(running_server(*options, *place, whose=whose))
+
         # The second as the README has it, for Prometheus on another machine.
-        more = [(), ("--metrics", "0.0.0.0:0")]
-        stages = [
-            started.enter_context(serving(index, f"{HOST}:0", certs, options=options))
-            for index, options in enumerate(more)
-        ]
-        place = ("--spare", "--listen", f"{HOST}:0", "--certs", certs / "spare")
-        spare = started.enter_context(running_server(*place, whose="stage 2"))
-        yield Cluster(certs, stages, spare.address)
+        metrics = ("--metrics", "0.0.0.0:0")
+        stages = [serve("stage0", "--stage", "0", whose="stage 0")]
+        stages += [serve("stage1", "--stage", "1", *metrics)]
+        yield Cluster(certs, stages, serve("spare", "--spare").address)
 
 
 @pytest.fixture(autouse=True)
@@ -119,7 +131,9 @@ def test_servers_with_certificates_and_the_ways_between_them(
     assert "(5 days): `rpcmp certs renew DIR`" in papers["driver"]["text"]
     links = {one["where"]: one["text"] for one in found if one["check"] == "link"}
     assert set(links) == {"driver - stage0", "driver - stage1", "stage0 - stage1"}
-    assert all("MB/s there" in text for text in links.values())
+    measured = [name for name, text in links.items() if "MB/s there" in text]
+    assert measured == ["driver - stage0", "stage0 - stage1"]
+    assert links["driver - stage1"].endswith("within one network")
 
 
 def test_what_is_wrong_with_a_job(job: JobFolder, cluster: Cluster) -> None:
@@ -159,7 +173,8 @@ def test_who_cannot_be_trusted(job: JobFolder, cluster: Cluster, tmp_path: Path)
     old = tmp_path / "old"
     shutil.copytree(cluster.certs, old)
     begin = datetime.now(UTC) - timedelta(days=5)
-    with serving(1, f"{HOST}:0", old) as expired:
+    place = ("--stage", "1", "--listen", f"{HOST}:0", "--certs", old / "stage1")
+    with running_server(*place) as expired:
         authority.issue(old, "stage1", role.stage(1), [HOST], days=1, begin=begin)
         where = ("--connect", f"{cluster.stages[1].address},{expired.address}")
         result, found = doctor(job.config(MODEL), *where, "--certs", cluster.certs / "driver")
@@ -171,14 +186,13 @@ def test_who_cannot_be_trusted(job: JobFolder, cluster: Cluster, tmp_path: Path)
 
 
 def test_servers_that_are_away_or_busy_may_come_back(job: JobFolder, cluster: Cluster) -> None:
-    slow = job.config(f"steps = 1000000\n{MODEL}", "slow.toml")
-    with running("drive", slow, "--json", *cluster.options) as run:
-        run.wait_for_line('"step": 3,')
-        busy = cluster.stages[0].address
+    slow = job.config(f"steps = 1000000\n{SLEEPING}", "slow.toml")
+    busy, certs = cluster.stages[0].address, ("--certs", cluster.certs / "driver")
+    with running("drive", slow, "--json", "--connect", busy, *certs) as run:
+        run.wait_for_line('"step": 1,')
         with socket.create_server((HOST, 0)) as closed:
             away = f"{HOST}:{closed.getsockname()[1]}"
-        where = ("--connect", f"{busy},{away}", "--certs", cluster.certs / "driver")
-        result, found = doctor(job.config(MODEL), *where)
+        result, found = doctor(job.config(MODEL), "--connect", f"{busy},{away}", *certs)
         assert result.code == 75
         assert failed(found) == [("stage0", "free"), ("stage1", "reach")]
         assert run.process.poll() is None
