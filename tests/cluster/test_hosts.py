@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -95,27 +96,32 @@ def test_a_spare_takes_the_stage_of_a_host_that_stays_away(
 ) -> None:
     """With certificates too a neighbour gives it the stage's snapshot: it may be any stage."""
     certs = made_certs(tmp_path) if is_secured else None
-    with contextlib.ExitStack() as stack:
-        servers: list[Server] = []
-        for which in ("--stage 0", "--stage 1", "--spare"):
-            who = which.replace("--", "").replace(" ", "")
-            secured = [] if certs is None else ["--certs", str(certs / who)]
-            serve = (*which.split(), "--listen", "127.0.0.1:0", *secured)
-            servers.append(stack.enter_context(running_server(*serve)))
-        first, second, spare = servers
+    with lent(3) if certs is None else secured(certs) as (first, second, spare):
         options = [f"recovery.spares=['{spare.address}']", "recovery.replace_after=0.5"]
         settings = [part for option in options for part in ("--set", option)]
         settings += ["--certs", str(certs / "driver")] if certs is not None else []
 
         def lose(run: RunningHere) -> None:
             run.wait_for_line(LOSING)
-            second.run.process.kill()
+            psutil.Process(second.pid).kill()
 
         where = ("--connect", connect([first, second]))
         result = rpcmp("drive", slow_config(job), "--json", *where, *settings, during=lose)
     assert_went_on(result, undisturbed)
     replaced = result.event("replaced")
     assert (replaced["lost"], replaced["address"]) == (second.address, spare.address)
+
+
+@contextlib.contextmanager
+def secured(certs: Path) -> Iterator[list[Server]]:
+    """Servers of two stages and a spare, which let in who has a certificate."""
+    with contextlib.ExitStack() as stack:
+        servers = []
+        for which in ("--stage 0", "--stage 1", "--spare"):
+            who = which.replace("--", "").replace(" ", "")
+            serve = (*which.split(), "--listen", "127.0.0.1:0", "--certs", str(certs / who))
+            servers.append(stack.enter_context(running_server(*serve)))
+        yield servers
 
 
 def made_certs(folder: Path) -> Path:

@@ -17,6 +17,7 @@ from grpc_health.v1.health_pb2_grpc import HealthStub
 from rpcmp.v1 import control_pb2 as pb
 from rpcmp.v1.control_pb2_grpc import ControlStub, RendezvousStub, SnapshotsStub
 from tests.support.fuzz import http2
+from tests.support.pool import lent
 from tests.support.processes import JobFolder, Server, connect, describe, running, running_servers
 
 
@@ -35,7 +36,7 @@ def test_a_method_whose_name_is_not_utf_8_ends_nobody() -> None:
     """With grpc.aio's own server it ended the process."""
     unknown = http2.opening() + http2.request("/rpcmp.v1.Control/Describe", 1)
     unknown = unknown.replace(b"Describe", b"Describ\xe5")
-    with running_servers(1) as (server,):
+    with running_servers(1, apart=False) as (server,):
         for _ in range(3):
             host, port = server.address.rsplit(":", 1)
             with socket.create_connection((host, int(port)), timeout=20) as connection:
@@ -48,7 +49,7 @@ def test_a_method_whose_name_is_not_utf_8_ends_nobody() -> None:
 
 
 def test_a_message_that_cannot_be_read_is_the_callers_fault() -> None:
-    with running_servers(1) as (server,):
+    with running_servers(1, apart=False) as (server,):
         for method in ("Control/Prepare", "Control/Watch", "Snapshots/Fetch", "Snapshots/Put"):
             for data in (b"\xff\xff\xff", b"\x0b" * 5000):
                 answer = say(server, http2.opening() + http2.call(f"/rpcmp.v1.{method}", data))
@@ -65,7 +66,7 @@ def test_other_processes_of_the_user_cannot_go_round_the_port(
 
 
 def require_no_way_round(folder: Path) -> None:
-    with running_servers(1) as (server,):
+    with running_servers(1, apart=False) as (server,):
         sockets = [path for path in folder.glob("rpcmp-server-*/*") if path.is_socket()]
         assert len(sockets) == 2
         calls: list[Callable[[grpc.Channel], object]] = [
@@ -89,12 +90,11 @@ REFUSED = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
 
 
 @pytest.fixture
-def member(
-    job: JobFolder, servers: list[Server]
-) -> Iterator[tuple[RendezvousStub, SnapshotsStub, str]]:
+def member(job: JobFolder) -> Iterator[tuple[RendezvousStub, SnapshotsStub, str]]:
     """What a member of a group can call, and the group's job."""
-    config = job.config('steps = 100000\n[model]\nlayers = "zoo:mlp"\nbalance = [2, 2]')
+    config = job.config('steps = 100000\n[model]\nlayers = "zoo:mlp"\nbalance = [4]')
     with (
+        lent(1) as servers,
         running("drive", config, "--connect", connect(servers), "--json") as run,
         grpc.insecure_channel(servers[0].address) as channel,
     ):

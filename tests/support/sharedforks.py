@@ -5,15 +5,16 @@
 
 What is forked by them, and how, is the same: a stage server that `rpcmp drive` starts is given such
 a line as well. Only who has started a fork server differs, and with it what its children inherit:
-environment and standard error. Tests that look at that use the fixture `own_forks`. Networks are as
-many as ever, since every fork server has its own: all of a job that starts its stage servers itself
-is in one, and stage servers that stay are each in another. In a network is all of a job, or one
-process of it: there is no third way.
+environment and standard error. The first one imports, the others are forks of it. Tests that look
+at that use the fixture `own_forks`. Networks are as many as ever, since every fork server has its
+own: all of a job that starts its stage servers itself is in one, and stage servers that stay are
+each in another. In a network is all of a job, or one process of it: there is no third way.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import socket
 import subprocess
@@ -26,7 +27,7 @@ from pathlib import Path
 import psutil
 
 from rpcmp.process.environment import compute_environment
-from rpcmp.process.forking import DRIVERS, WORKERS, Forks
+from rpcmp.process.forking import DRIVERS, MAX_BYTES, WORKERS, Forks
 
 DRIVE = "drive"
 """The fork server of drivers, and of the servers that they start."""
@@ -55,11 +56,14 @@ class SharedForks:
 
     Args:
         without: a variable of our environment that it does not get.
+        first: one that has done the imports, for it to be a fork of; None: it does them itself.
     """
 
-    def __init__(self, without: str) -> None:
+    def __init__(self, without: str, first: SharedForks | None = None) -> None:
         self._without = without
-        self._process: subprocess.Popen[bytes] | None = None
+        self._first = first
+        self._birth: socket.socket | None = None  # a fork ends with the line that asked for it
+        self._process: psutil.Process | None = None
         self._line: socket.socket | None = None
         self._err = tempfile.TemporaryFile()  # noqa: SIM115
 
@@ -70,7 +74,7 @@ class SharedForks:
 
     def line(self) -> socket.socket:
         """A line of one's own; what was forked by it ends with it."""
-        if self._line is None or self._process is None or self._process.poll() is not None:
+        if self._line is None or not self._is_alive():
             self._start()
         assert self._line is not None
         return adopted(self._line)
@@ -82,31 +86,49 @@ class SharedForks:
 
     def children(self) -> list[psutil.Process]:
         """What was forked and has not ended."""
-        if self._process is None or self._process.poll() is not None:
-            return []
-        return children_of(self._process.pid)
+        return children_of(self._process.pid) if self._process and self._is_alive() else []
 
     def close(self) -> None:
         """End it, and all that it has forked."""
         if self._line is not None and self._process is not None:
             self._line.close()
             self._process.wait()
+            if self._birth is not None:
+                self._birth.close()
+
+    def _is_alive(self) -> bool:
+        return (
+            self._process is not None
+            and self._process.is_running()
+            and self._process.status() != psutil.STATUS_ZOMBIE
+        )
 
     def _start(self) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            self._process = self._new(theirs) if self._first is None else self._fork(theirs)
+        self._line = ours
+
+    def _fork(self, theirs: socket.socket) -> psutil.Process:
+        assert self._first is not None
+        self._birth = self._first.line()
+        order = {"op": "fork", "module": "tests.support.moreforks", "reach": None, "scratch": ""}
+        fds = [theirs.fileno(), self._err.fileno()]
+        socket.send_fds(self._birth, [json.dumps(order).encode()], fds)
+        return psutil.Process(json.loads(self._birth.recv(MAX_BYTES))["pid"])
+
+    def _new(self, theirs: socket.socket) -> psutil.Process:
         left_out = (self._without, "TMPDIR")  # which may be a folder of the test that is the first
         environment = {key: value for key, value in os.environ.items() if key not in left_out}
         arguments = [str(theirs.fileno()), str(os.getpid()), "", WORKERS, DRIVERS]
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "rpcmp.process", *arguments],
-                env={**environment, **compute_environment(threads=1), "SPT_NOENV": "1"},
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                stderr=self._err,
-                start_new_session=True,
-            )
-        self._line = ours
+        return psutil.Popen(
+            [sys.executable, "-P", "-m", "rpcmp.process", *arguments],
+            env={**environment, **compute_environment(threads=1), "SPT_NOENV": "1"},
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            stderr=self._err,
+            start_new_session=True,
+        )
 
 
 class SharedByAll:
@@ -132,7 +154,8 @@ class SharedByAll:
 
     def line_of(self, whose: str) -> socket.socket:
         """A line to one, even if no job of this test shares it."""
-        forks = self._all.setdefault(whose, SharedForks(self._without))
+        first = self._all.setdefault(DRIVE, SharedForks(self._without))
+        forks = self._all.setdefault(whose, SharedForks(self._without, first))
         return self._starter.submit(forks.line).result()
 
     @property
@@ -142,7 +165,8 @@ class SharedByAll:
 
     def children(self) -> list[psutil.Process]:
         """What was forked by any of them and has not ended."""
-        return [child for each in self._all.values() for child in each.children()]
+        forked = [child for each in self._all.values() for child in each.children()]
+        return [child for child in forked if child.pid not in self.pids]
 
     def said(self) -> dict[str, bytes]:
         """What was written to the standard error of each and of what it has forked."""
@@ -150,7 +174,7 @@ class SharedByAll:
 
     def close(self) -> None:
         """End them, and all that they have forked."""
-        for each in self._all.values():
+        for each in reversed(self._all.values()):  # the first one last: they are forks of it
             each.close()
 
 

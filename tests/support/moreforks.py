@@ -1,0 +1,18 @@
+"""A fork server as a fork of another, which has done its imports: see tests.support.sharedforks.
+
+It makes a network of its own, as every fork server does.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from rpcmp.process.__main__ import main
+from rpcmp.process.forking import DRIVERS, WORKERS
+
+if __name__ == "__main__":
+    module, line, parent, err = sys.argv
+    os.dup2(int(err), 2)
+    sys.argv = [module, line, parent, "", WORKERS, DRIVERS]
+    main()
