@@ -1,0 +1,24 @@
+"""A trace of as many spans as are read takes no more memory than it may: a million take seconds."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+from rpcmp.trace import chrome
+from tests.cli.test_hostile_files import MOST_MIB, measured
+from tests.unit.trace.test_chrome import GOOD_SPAN
+
+
+def test_one_span_more_than_is_read_does_not_fill_the_memory(tmp_path: Path) -> None:
+    path = tmp_path / "bomb.json.gz"
+    text = json.dumps(GOOD_SPAN).encode() + b","
+    with gzip.open(path, "wb", 1) as file:
+        file.write(b'{"traceEvents": [')
+        for _ in range(chrome.MAX_SPANS // 1000):
+            file.write(text * 1000)
+        file.write(text[:-1] + b"]}")
+    code, said, mib = measured("trace", path)
+    assert (code, mib < MOST_MIB) == (2, True), (code, mib)
+    assert f"{path} has more than 1,000,000 spans" in said
