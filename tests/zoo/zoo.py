@@ -573,17 +573,33 @@ def leaking(leak: int = 0) -> Layers:
     ]
 
 
-def sleepy() -> Layers:
-    """A layer that sleeps as long as SLEEPS says on its host."""
-    return [("sleeper", Drowsy), ("head", lambda: nn.Linear(FEATURES, 1))]
+def sleepy(marker: str) -> Layers:
+    """A layer that takes its time in one process: that which is the first to compute it."""
+    return [("sleeper", lambda: Drowsy(marker)), ("head", lambda: nn.Linear(FEATURES, 1))]
 
 
 class Drowsy(nn.Module):
-    """Sleeps in every forward."""
+    """Sleeps in every forward where it was the first to make the marker."""
+
+    def __init__(self, marker: str) -> None:
+        super().__init__()
+        self.marker = Path(marker)
+        self.sleeps: bool | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        time.sleep(float(os.environ.get("SLEEPS", "0")))
+        if self.sleeps is None:
+            self.sleeps = _makes(self.marker)
+        if self.sleeps:
+            time.sleep(0.1)
         return x
+
+
+def _makes(marker: Path) -> bool:
+    try:
+        marker.touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
 
 
 def wide() -> Layers:
