@@ -8,10 +8,14 @@ from rpcmp.control.client import StageClient
 from rpcmp.job import fleet
 from rpcmp.job import status as job_status
 
+SECONDS = 0.2
+"""How long a server that does not answer is waited for."""
+
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Commands of this process wait half a second for a server to answer, not two or six."""
-    monkeypatch.setattr(StageClient.connect, "__defaults__", (0.5,))
+    """Commands of this process do not wait two or six seconds for a server to answer."""
+    _, *others = StageClient.connect.__defaults__ or ()
+    monkeypatch.setattr(StageClient.connect, "__defaults__", (SECONDS, *others))
     for module in (fleet, job_status):
-        monkeypatch.setattr(module, "ANSWER_SECONDS", 0.5)
+        monkeypatch.setattr(module, "ANSWER_SECONDS", SECONDS)

@@ -16,7 +16,9 @@ import pytest
 
 from rpcmp.wire import authority, role
 from tests.support.lan import cli, issue, serving
+from tests.support.pool import lent
 from tests.support.processes import (
+    Addressed,
     JobFolder,
     Result,
     Server,
@@ -44,30 +46,40 @@ def server(certs: Path) -> Iterator[Server]:
         yield started
 
 
-def ask(server: Server, folder: Path, *options: str) -> Result:
+@pytest.fixture(scope="module")
+def other(certs: Path) -> Iterator[Server]:
+    with serving(1, f"{HERE}:0", certs) as started:
+        yield started
+
+
+def ask(server: Addressed, folder: Path, *options: str) -> Result:
     return rpcmp("health", server.address, "--certs", folder, *options)
 
 
-def test_a_server_that_serves_is_healthy(servers: list[Server]) -> None:
-    found = rpcmp("health", servers[0].address)
-    assert (found.code, found.out, found.err) == (0, f"{servers[0].address} is SERVING\n", "")
+def test_a_server_that_serves_is_healthy() -> None:
+    with lent(1) as (server,):
+        found = rpcmp("health", server.address)
+    assert (found.code, found.out, found.err) == (0, f"{server.address} is SERVING\n", "")
 
 
-def test_one_that_drains_is_not(job: JobFolder, servers: list[Server]) -> None:
+def test_one_that_drains_is_not(job: JobFolder) -> None:
     config = job.config('steps = 100000\n[model]\nlayers = "zoo:mlp"\nbalance = [2, 2]')
     patient = ("--set", "recovery.heartbeat_timeout=600.0")
-    with running("drive", config, "--connect", connect(servers), "--json", *patient) as run:
+    with (
+        lent(2) as two,
+        running("drive", config, "--connect", connect(two), "--json", *patient) as run,
+    ):
         run.wait_for_line('"step"')
-        worker = status(config, servers)[0]["worker_pid"]
+        worker = status(config, two)[0]["worker_pid"]
         os.kill(worker, signal.SIGSTOP)  # its step does not end, and so the server neither
-        os.kill(servers[0].pid, signal.SIGTERM)
+        os.kill(two[0].pid, signal.SIGTERM)
         found = poll_for(
-            lambda: (answer := rpcmp("health", servers[0].address)).code and answer, "a drain"
+            lambda: (answer := rpcmp("health", two[0].address)).code and answer, "a drain"
         )
-        assert (found.code, found.out) == (1, f"{servers[0].address} is NOT_SERVING\n")
-        assert rpcmp("health", servers[1].address).code == 0
-        for process in (run.process, *(server.run.process for server in servers)):
-            process.kill()  # nothing is left to wait for
+        assert (found.code, found.out) == (1, f"{two[0].address} is NOT_SERVING\n")
+        assert rpcmp("health", two[1].address).code == 0
+        run.process.kill()  # nothing is left to wait for
+        two[0].end()
 
 
 @pytest.mark.parametrize("options", [[], ["--certs", "driver"]])
@@ -112,11 +124,10 @@ def test_a_server_that_wants_tls_says_so(
 @pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize("options", [[], ["--insecure"]])
 def test_so_do_several_servers_at_once(
-    job: JobFolder, certs: Path, server: Server, options: list[str]
+    job: JobFolder, server: Server, other: Server, options: list[str]
 ) -> None:
     config = job.config('[model]\nlayers = "zoo:mlp"\nbalance = [1, 3]')
-    with serving(1, f"{HERE}:0", certs) as other:
-        found = rpcmp("drive", config, "--connect", connect([server, other]), *options)
+    found = rpcmp("drive", config, "--connect", connect([server, other]), *options)
     assert found.code == 2
     assert "wants TLS, and is spoken to in the open: give --certs" in found.err
     assert "Error:" not in found.err
@@ -167,10 +178,9 @@ def test_a_certificate_that_the_server_does_not_trust_is_refused(
     assert f"{server.address} refuses us" in found.err
 
 
-def test_a_server_without_certificates_is_not_asked_with_one(
-    certs: Path, servers: list[Server]
-) -> None:
-    found = ask(servers[0], certs / "driver")
+def test_a_server_without_certificates_is_not_asked_with_one(certs: Path) -> None:
+    with lent(1) as (server,):
+        found = ask(server, certs / "driver")
     assert found.code == 2
     assert "does not speak TLS at all" in found.err
 
