@@ -68,27 +68,34 @@ class StageClient:
         self._rendezvous: RendezvousAsyncStub = RendezvousStub(self._channel)
         self._doctor: DoctorAsyncStub = DoctorStub(self._channel)
 
-    async def connect(self, seconds: float = CONNECT_SECONDS) -> pb.DescribeResponse:
+    async def connect(
+        self, seconds: float = CONNECT_SECONDS, *, starting: bool = True
+    ) -> pb.DescribeResponse:
         """Wait until the server answers, and say who it is.
 
+        Args:
+            seconds: how long.
+            starting: whether it may be starting: then where nobody listens somebody soon may.
+
         Raises:
-            UnreachableError: nobody answers within so many seconds.
+            UnreachableError: nobody answers within so many seconds, or listens.
             SecurityError: it is not who it should be, or does not let us in.
         """
         request = pb.DescribeRequest()
         try:
             async with asyncio.timeout(seconds):
-                described = self._stub.Describe(request, wait_for_ready=True)
-                return await self._unless_refused(described)
-        except TimeoutError as error:
+                waits = starting or self._tunnel is not None  # at that somebody always listens
+                described = self._stub.Describe(request, wait_for_ready=waits)
+                return await self._unless_refused(described, starting)
+        except (TimeoutError, grpc.aio.AioRpcError) as error:
             if (wants_tls := await self._dialer.misunderstanding(self.address)) is not None:
                 raise self._place(wants_tls) from error
+            if isinstance(error, grpc.aio.AioRpcError):
+                raise self._translate(error) from error
             raise UnreachableError(
                 f"{self._where} does not answer within {seconds:.0f} s; is `rpcmp serve` "
                 "running there?"
             ) from error
-        except grpc.aio.AioRpcError as error:
-            raise self._translate(error) from error
 
     async def health(self) -> str:
         """What the server's health service says: "SERVING" or "NOT_SERVING"."""
@@ -216,17 +223,23 @@ class StageClient:
     async def __aexit__(self, *raised: object) -> None:
         await self.close()
 
-    async def _unless_refused(self, call: Awaitable[Answer]) -> Answer:
-        """What the server answers; not waited for where it has turned out not to be the one."""
+    async def _unless_refused(self, call: Awaitable[Answer], starting: bool) -> Answer:
+        """What the server answers; not waited for where it is not the one, or is not there."""
         if self._tunnel is None:
             return await call
-        answer, refused = asyncio.ensure_future(call), self._tunnel.refused
-        both: list[asyncio.Future[Any]] = [answer, refused]
+        answer, refused, absent = (
+            asyncio.ensure_future(call),
+            self._tunnel.refused,
+            self._tunnel.absent,
+        )
+        either: list[asyncio.Future[Any]] = [answer, refused, *(() if starting else (absent,))]
         try:
-            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
-            if not answer.done():
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if answer.done():
+                return await answer
+            if refused.done():
                 raise self._place(refused.result())
-            return await answer
+            raise UnreachableError(f"stage {self.name!r}: {absent.result()}")
         finally:
             answer.cancel()
 

@@ -27,7 +27,7 @@ async def drain(address: str, wait: bool, security: Security) -> str:
     security.require_allowed([address])
     dialer = Dialer(security)
     async with StageClient("", address, dialer) as client:
-        await client.connect()
+        await client.connect(starting=False)
         job = await client.drain()
     while wait and await answer_of(StageClient("", address, dialer)) is not None:
         await asyncio.sleep(ASK_SECONDS)

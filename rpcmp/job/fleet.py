@@ -27,7 +27,7 @@ from rpcmp.process.forking import DRIVERS, WORKERS, Forks
 from rpcmp.v1 import control_pb2 as pb
 
 ANSWER_SECONDS = 2.0
-"""How long a server that may be gone has to say that it is not."""
+"""How long a server that may be gone has to say that it is not; at once where none listens."""
 
 RETRY_SECONDS = 0.2
 
@@ -137,7 +137,7 @@ class Fleet:
     async def _try_stop(self, address: str, request: pb.StopRequest) -> None:
         async with self.client(address) as client:
             with contextlib.suppress(RpcmpError):  # gone, free already, or another job's
-                await client.connect(ANSWER_SECONDS)
+                await client.connect(ANSWER_SECONDS, starting=False)
                 await client.stop(request)
 
     async def _wait_for(self, index: int) -> None:
@@ -199,6 +199,6 @@ async def answer_of(client: StageClient) -> pb.DescribeResponse | None:
     """Who a server says it is; None where nobody answers. Closes the connection."""
     async with client:
         try:
-            return await client.connect(ANSWER_SECONDS)
+            return await client.connect(ANSWER_SECONDS, starting=False)
         except UnreachableError:
             return None

@@ -38,7 +38,7 @@ async def ask_all(config: Config, addresses: Sequence[str]) -> list[dict[str, An
 async def _ask(worker: Member, address: str, dialer: Dialer) -> dict[str, Any]:
     client = StageClient(worker.label, address, dialer, worker.stage_index)
     try:
-        found = await client.connect(ANSWER_SECONDS)
+        found = await client.connect(ANSWER_SECONDS, starting=False)
         health = await client.health()
     except UnreachableError:
         found = pb.DescribeResponse()

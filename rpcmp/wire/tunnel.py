@@ -44,6 +44,8 @@ class Tunnel:
     Attributes:
         refused: done as soon as the server has turned out not to be who it should be, or has
             refused us, with the error.
+        absent: done as soon as the host has said that nobody listens there, with the error; of a
+            server that is starting it may not be the last word.
         failure: why the last attempt to reach the server failed; None: none has.
     """
 
@@ -56,6 +58,7 @@ class Tunnel:
         self._listener.listen()
         self._listener.setblocking(False)
         self.refused: asyncio.Future[SecurityError] = asyncio.get_running_loop().create_future()
+        self.absent: asyncio.Future[RpcmpError] = asyncio.get_running_loop().create_future()
         self.failure: RpcmpError | None = None
         self._carrying: set[asyncio.Task[None]] = set()
         self._accepting = asyncio.create_task(self._accept())
@@ -74,6 +77,7 @@ class Tunnel:
         self._listener.close()
         scratch.remove(self._folder)
         self.refused.cancel()
+        self.absent.cancel()
 
     async def _accept(self) -> None:
         async for connection in connections(self._listener):
@@ -93,6 +97,8 @@ class Tunnel:
             self.failure = error
             if isinstance(error, SecurityError):
                 self._refuse(error)
+            elif isinstance(error.__cause__, ConnectionRefusedError) and not self.absent.done():
+                self.absent.set_result(error)
             return
         with contextlib.suppress(RpcmpError):
             try:

@@ -1,0 +1,70 @@
+"""Where nobody listens a client does not wait for an answer, unless somebody may be starting."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Iterator
+
+import grpc
+import pytest
+
+from rpcmp.control.client import StageClient
+from rpcmp.errors import UnreachableError
+from rpcmp.v1 import control_pb2 as pb
+from rpcmp.wire.dialer import Dialer
+from rpcmp.wire.security import Security
+
+LONG = 3600.0
+"""Seconds, which no test waits."""
+
+
+@pytest.fixture
+def address() -> Iterator[str]:
+    """One where nobody listens; whoever wants to may do so beside it."""
+    with socket.socket() as taken:
+        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        taken.bind(("127.0.0.1", 0))
+        yield f"127.0.0.1:{taken.getsockname()[1]}"
+
+
+async def describe(request: pb.DescribeRequest, context: object) -> pb.DescribeResponse:
+    return pb.DescribeResponse(job="mine")
+
+
+DESCRIBING = grpc.method_handlers_generic_handler(
+    "rpcmp.v1.Control",
+    {
+        "Describe": grpc.unary_unary_rpc_method_handler(
+            describe, pb.DescribeRequest.FromString, pb.DescribeResponse.SerializeToString
+        )
+    },
+)
+
+
+@pytest.mark.parametrize("insecure", [False, True])
+def test_nobody_is_waited_for_where_nobody_listens(address: str, insecure: bool) -> None:
+    async def connect() -> None:
+        async with StageClient("a", address, Dialer(Security(None, insecure))) as client:
+            await client.connect(LONG, starting=False)
+
+    with pytest.raises(UnreachableError, match=f"stage 'a'.* {address}.*refused"):
+        asyncio.run(connect())
+
+
+def test_a_server_that_is_starting_is_waited_for(address: str) -> None:
+    async def connect() -> str:
+        async with StageClient("a", address, Dialer(Security(None))) as client:
+            connecting = asyncio.create_task(client.connect(LONG))
+            assert client._tunnel is not None
+            assert "refused" in str(await client._tunnel.absent)
+            server = grpc.aio.server()
+            server.add_generic_rpc_handlers((DESCRIBING,))
+            server.add_insecure_port(address)
+            await server.start()
+            try:
+                return (await connecting).job
+            finally:
+                await server.stop(None)
+
+    assert asyncio.run(connect()) == "mine"
