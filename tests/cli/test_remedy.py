@@ -22,7 +22,8 @@ from tests.support.commandlines import parsed
 from tests.support.lan import cli as run_certs
 from tests.support.lan import issue
 from tests.support.places import EXAMPLES
-from tests.support.processes import Result, rpcmp, running
+from tests.support.pool import lent
+from tests.support.processes import Result, rpcmp, running_server
 from tests.unit.test_errors import EXAMPLES as ERRORS
 from tests.unit.test_errors import tree
 
@@ -191,10 +192,14 @@ def test_steps_become_smaller_by_what_the_config_has(
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.toml")), ids=lambda path: path.stem)
 @pytest.mark.parametrize("more", [[], ["--set", "max_grad_norm=1.0"]], ids=["", "clipped"])
 def test_what_is_offered_for_a_config_is_one_that_loads(path: Path, more: list[str]) -> None:
-    for error, name in itertools.product(ERRORS, ("doctor", "drive", "verify")):
-        words = shlex.split(remedy(error, typed(path, *more, name=name)) or "")
-        if str(path) in words:
-            configfile.load(path, overrides(words))
+    offered = set()
+    for name in ("doctor", "drive", "verify"):
+        command = typed(path, *more, name=name)
+        offered |= {remedy(error, command) or "" for error in ERRORS}
+    found = {tuple(overrides(w)) for text in offered if str(path) in (w := shlex.split(text))}
+    assert found
+    for each in found:
+        configfile.load(path, each)
 
 
 def typed(path: Path, *more: str, name: str = "drive") -> Command:
@@ -287,21 +292,25 @@ def test_a_server_that_is_not_there_ends_with_the_doctor(tmp_path: Path) -> None
     )
 
 
+def test_a_port_that_is_taken_ends_with_who_listens_there() -> None:
+    with lent(1) as (first,):
+        require_who_listens("--listen", first.address)
+
+
 @pytest.mark.parametrize(
-    "options",
-    [
-        "--listen 127.0.0.1:0",
-        "--listen 0.0.0.0:0 --insecure",
-        "--listen 0.0.0.0:0 --certs CERTS",
-    ],
+    "options", ["--listen 0.0.0.0:0 --insecure", "--listen 0.0.0.0:0 --certs CERTS"]
 )
-def test_a_port_that_is_taken_ends_with_who_listens_there(options: str, certs: Path) -> None:
-    words = ["serve", "--stage", "1", *options.replace("CERTS", str(certs)).split()]
-    with running(*words) as first:
-        address = first.wait_for_line(r"SERVING on (\S+)")[1]
-        second = rpcmp(*words, "--listen", address)
-        assert second.code == 2
-        said = last_line(second).removeprefix("try: rpcmp ")
-        assert said.startswith("health ")
-        found = rpcmp(*shlex.split(said))
-        assert (found.code, found.out[-12:]) == (0, " is SERVING\n"), found.err
+def test_so_does_one_that_is_taken_on_all_interfaces(options: str, certs: Path) -> None:
+    words = options.replace("CERTS", str(certs)).split()
+    with running_server("--stage", "1", *words) as first:
+        require_who_listens(*words, "--listen", first.address)
+
+
+def require_who_listens(*options: str) -> None:
+    """A server that cannot listen there offers to ask who does, and that one answers."""
+    second = rpcmp("serve", "--stage", "1", *options)
+    assert second.code == 2
+    said = last_line(second).removeprefix("try: rpcmp ")
+    assert said.startswith("health ")
+    found = rpcmp(*shlex.split(said))
+    assert (found.code, found.out[-12:]) == (0, " is SERVING\n"), found.err
