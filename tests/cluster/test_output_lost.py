@@ -13,23 +13,52 @@ from pathlib import Path
 import pytest
 
 from rpcmp.process.signals import wishes
-from tests.support.processes import JobFolder, makes_networks, poll_for, program, rpcmp, running
+from tests.support.processes import (
+    JobFolder,
+    Server,
+    makes_networks,
+    poll_for,
+    program,
+    rpcmp,
+    running,
+    running_server,
+)
 from tests.support.runs import checkpoints_in
 
 HEARS = ["env", "--default-signal=HUP"]
 """Before a command: these tests may have been started under nohup themselves."""
 
 INT, TERM, HUP = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
-LONG = "steps = 100000\nnum_microbatches = 1\n[model]\nlayers = 'zoo:mlp'\nbalance = [2, 2]\n"
-SHORT = LONG.replace("100000", "5")
+LONG = "steps = 100000\nnum_microbatches = 1\n[model]\nlayers = 'zoo:mlp'\nbalance = [4]\n"
+SHORT = LONG.replace("100000", "2")
+SLOW = """
+steps = 30
+num_microbatches = 1
+[model]
+layers = "zoo:lopsided"
+balance = [5]
+"""
+"""It takes two seconds, in most of which it sleeps."""
 
 
-def shell(command: str, config: Path, shares: bool = True) -> subprocess.CompletedProcess[str]:
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    """One for runs that need none of their own; not of the pool: it lets in what a shell starts."""
+    with running_server("--stage", "0", "--listen", "127.0.0.1:0") as started:
+        yield started
+
+
+def shell(
+    command: str, config: Path, server: Server | None = None, shares: bool = True
+) -> subprocess.CompletedProcess[str]:
     """Run a line of a shell, `$RPCMP` and `$CONFIG` in it.
 
     Args:
+        server: of the job, if it is not to start one.
         shares: see tests.support.processes.program.
     """
+    if server is not None:
+        command = command.replace("$CONFIG", f"$CONFIG --connect {server.address}")
     with program(shares) as (rpcmp, fds):
         environment = {**os.environ, "RPCMP": " ".join(rpcmp), "CONFIG": str(config)}
         return subprocess.run(
@@ -44,29 +73,34 @@ def shell(command: str, config: Path, shares: bool = True) -> subprocess.Complet
 
 
 @pytest.mark.parametrize("options", ["", "--json", "-v", "-q"])
-def test_a_full_disk_costs_what_is_shown_and_nothing_else(job: JobFolder, options: str) -> None:
-    ended = shell(f"$RPCMP drive $CONFIG {options} > /dev/full", job.config(SHORT))
+def test_a_full_disk_costs_what_is_shown_and_nothing_else(
+    job: JobFolder, server: Server, options: str
+) -> None:
+    ended = shell(f"$RPCMP drive $CONFIG {options} > /dev/full", job.config(SHORT), server)
     assert ended.returncode == 0
     assert ended.stderr.count("No space left on device; what is done goes on") == 1
     assert "Traceback" not in ended.stderr
     assert len(ended.stderr.splitlines()) == 1
 
 
-def test_a_reader_who_has_had_enough_ends_no_run(job: JobFolder) -> None:
-    ended = shell("$RPCMP drive $CONFIG -v | head -1; exit ${PIPESTATUS[0]}", job.config(SHORT))
+def test_a_reader_who_has_had_enough_ends_no_run(job: JobFolder, server: Server) -> None:
+    command = "$RPCMP drive $CONFIG -v | head -1; exit ${PIPESTATUS[0]}"
+    ended = shell(command, job.config(SHORT), server)
     assert ended.returncode == 0
-    first = "job: 5 steps" if makes_networks() else "warning: other users"
+    first = "job: 2 steps" if makes_networks() else "warning: other users"
     assert ended.stdout.startswith(first)
     assert ended.stderr.count("Broken pipe; what is done goes on") == 1
 
 
-def test_a_runs_exit_code_is_its_own_without_any_output(job: JobFolder) -> None:
-    """What all is closed of is what its fork server inherits, so that one is its own."""
+def test_a_runs_exit_code_is_its_own_without_any_output(job: JobFolder, server: Server) -> None:
+    """What all is closed of starts a server and a fork server, which inherit that."""
     config = job.config(SHORT)
     for closed in ("> /dev/full 2> /dev/full", "2>&-", "<&- >&- 2>&-"):
-        shares = "<&-" not in closed
-        assert shell(f"$RPCMP drive $CONFIG {closed}", config, shares).returncode == 0, closed
-        wrong = shell(f"$RPCMP drive $CONFIG --set loss=torch.nn:None {closed}", config)
+        alone = "<&-" in closed
+        command = f"$RPCMP drive $CONFIG {closed}"
+        ended = shell(command, config, None if alone else server, shares=not alone)
+        assert ended.returncode == 0, closed
+        wrong = shell(f"$RPCMP drive $CONFIG --set num_microbatch=3 {closed}", config)
         assert wrong.returncode == 2, closed
 
 
@@ -121,9 +155,12 @@ def read_until(terminal: int, text: bytes) -> None:
     poll_for(found, f"{text!r} on the terminal")
 
 
-def test_a_terminal_that_is_gone_ends_a_run_with_what_it_has(job: JobFolder) -> None:
+def test_a_terminal_that_is_gone_ends_a_run_with_what_it_has(
+    job: JobFolder, server: Server
+) -> None:
     config = job.config(LONG)
-    with on_a_terminal(job.folder, "drive", config, "-v") as (process, terminal):
+    command = ("drive", config, "-v", "--connect", server.address)
+    with on_a_terminal(job.folder, *command) as (process, terminal):
         read_until(terminal, b"step 3/")
         os.close(terminal)
         assert process.wait(60) == 128 + signal.SIGHUP
@@ -136,7 +173,7 @@ def test_a_terminal_that_is_gone_ends_a_run_with_what_it_has(job: JobFolder) -> 
 @pytest.mark.parametrize("under", [["nohup"], []])
 def test_a_run_that_was_told_to_outlive_its_terminal_does(job: JobFolder, under: list[str]) -> None:
     """By nohup; or by setsid, after which it is nobody's terminal."""
-    config = job.config(LONG.replace("100000", "150"))
+    config = job.config(SLOW)
     away = under or ["setsid", "--wait"]
     with on_a_terminal(job.folder, "drive", config, "-v", under=away) as (process, terminal):
         if under:  # its output is in a file of its own
@@ -154,10 +191,10 @@ def test_a_run_that_was_told_to_outlive_its_terminal_does(job: JobFolder, under:
 
 def test_a_server_whose_terminal_is_gone_drains(job: JobFolder) -> None:
     serve = ("serve", "--stage", "0", "--listen", "127.0.0.1:0")
-    with running(*serve, under=tuple(HEARS)) as server:
-        server.wait_for_line("SERVING on")
-        os.kill(server.pid, signal.SIGHUP)
-        assert server.wait().code == 0
+    with running(*serve, under=tuple(HEARS)) as run:
+        run.wait_for_line("SERVING on")
+        os.kill(run.pid, signal.SIGHUP)
+        assert run.wait().code == 0
 
 
 @pytest.mark.parametrize(
