@@ -122,22 +122,26 @@ def complaint(config: Path, override: str) -> str:
 
 def test_neither_torch_nor_grpc_is_imported_for_it() -> None:
     code = """
-import atexit, sys
-atexit.register(lambda: print([name for name in ("torch", "grpc", "numpy") if name in sys.modules]))
+import contextlib, os, sys
 from rpcmp.cli import main
-main()
+for line in sys.argv[1:]:
+    os.environ |= {"COMP_WORDS": line, "COMP_CWORD": str(line.count(" "))}
+    with contextlib.suppress(SystemExit):
+        main()
+    found = [name for name in ("torch", "grpc", "numpy") if name in sys.modules]
+    print(found, flush=True)  # each call has an output of its own
 """
-    for line in ("rpcmp ", "rpcmp drive x.toml --set data.", "rpcmp bench ", "rpcmp new x --like "):
-        asked = {"_RPCMP_COMPLETE": "bash_complete", "COMP_WORDS": line}
-        result = subprocess.run(
-            [sys.executable, "-c", code],
-            env={**os.environ, **asked, "COMP_CWORD": str(line.count(" "))},
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
-        assert result.stdout.splitlines()[-1] == "[]", result.stderr
-        assert len(result.stdout.splitlines()) > 2
+    lines = ["rpcmp ", "rpcmp drive x.toml --set data.", "rpcmp bench ", "rpcmp new x --like "]
+    result = subprocess.run(
+        [sys.executable, "-c", code, *lines],
+        env={**os.environ, "_RPCMP_COMPLETE": "bash_complete"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    *offered, rest = result.stdout.split("[]\n")
+    assert (len(offered), rest) == (len(lines), ""), result.stderr
+    assert all(len(text.splitlines()) > 1 for text in offered)
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
@@ -155,53 +159,42 @@ def test_the_script_of_every_shell_asks_rpcmp(shell: str) -> None:
         assert checked.returncode == 0
 
 
-@pytest.mark.parametrize(
-    ("typed", "becomes"),
-    [
-        ("rpcmp dri\t", "rpcmp drive "),
-        ("rpcmp drive fi\t", "rpcmp drive first.toml "),
-        (
-            "rpcmp drive first.toml --set data.ba\t64",
-            "rpcmp drive first.toml --set data.batch_size=64",
-        ),
-        (
-            "rpcmp drive first.toml --set schedule=z\t",
-            "rpcmp drive first.toml --set schedule=zero-bubble ",
-        ),
-    ],
-)
-def test_bash_completes_what_is_typed(folder: Path, typed: str, becomes: str) -> None:
-    """A real one, with its line editor: it echoes the line as it has become."""
-    bin_ = folder / "bin"
-    bin_.mkdir()
-    (bin_ / "rpcmp").write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m rpcmp "$@"\n')
-    (bin_ / "rpcmp").chmod(0o755)
-    found = typed_in_bash(bin_, folder, typed)
-    assert found == becomes.removeprefix("rpcmp ").strip()
+BECOMES = {
+    "rpcmp dri\t": "drive",
+    "rpcmp drive fi\t": "drive first.toml",
+    "rpcmp drive first.toml --set data.ba\t64": "drive first.toml --set data.batch_size=64",
+    "rpcmp drive first.toml --set schedule=z\t": "drive first.toml --set schedule=zero-bubble",
+}
+"""What is typed, and the arguments that it becomes."""
+
+
+def test_bash_completes_what_is_typed(folder: Path) -> None:
+    """A real one, with its line editor."""
+    assert typed_in_bash(folder, *BECOMES) == list(BECOMES.values())
 
 
 def test_a_files_name_is_no_command(folder: Path) -> None:
+    for name in ("$(touch made).toml", "x\nplain,$(touch made).toml"):
+        (folder / "empty" / name).touch()
+    assert typed_in_bash(folder, "rpcmp drive empty/\t") == ["drive empty/$(touch made).toml"]
+    assert not (folder / "made").exists()
+
+
+def typed_in_bash(folder: Path, *lines: str) -> list[str]:
+    """The arguments that each command gets that is typed on a terminal."""
+    import pty
+
     bin_ = folder / "bin"
     bin_.mkdir()
     (bin_ / "rpcmp").write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m rpcmp "$@"\n')
     (bin_ / "rpcmp").chmod(0o755)
-    for name in ("$(touch made).toml", "x\nplain,$(touch made).toml"):
-        (folder / "empty" / name).touch()
-    assert typed_in_bash(bin_, folder, "rpcmp drive empty/\t") == "drive empty/$(touch made).toml"
-    assert not (folder / "made").exists()
-
-
-def typed_in_bash(bin_: Path, folder: Path, typed: str) -> str:
-    """The arguments that a command gets that is typed on a terminal."""
-    import pty
-
     said = folder / "said"
     setup = folder / "setup.bash"
     setup.write_text(
         f'PATH={shlex.quote(str(bin_))}:"$PATH"\n'
         'eval "$(rpcmp completion bash)"\n'
         # From now on the command only says what it got; to complete it, bash asks the program.
-        f'rpcmp() {{ echo "$*" > {said}; }}\n'
+        f'rpcmp() {{ echo "$*" >> {said}; }}\n'
     )
     master, slave = pty.openpty()
     process = subprocess.Popen(
@@ -214,7 +207,7 @@ def typed_in_bash(bin_: Path, folder: Path, typed: str) -> str:
         env={**os.environ, "TERM": "dumb"},
     )
     os.close(slave)
-    os.write(master, f"{typed}\nexit\n".encode())
+    os.write(master, "".join(f"{line}\n" for line in (*lines, "exit")).encode())
     shown = b""
     while True:
         try:
@@ -224,7 +217,7 @@ def typed_in_bash(bin_: Path, folder: Path, typed: str) -> str:
     os.close(master)
     process.wait(30)
     assert said.exists(), shown.decode(errors="replace")
-    return said.read_text().strip()
+    return [line.strip() for line in said.read_text().splitlines()]
 
 
 def test_the_examples_can_be_completed(tmp_path: Path) -> None:
