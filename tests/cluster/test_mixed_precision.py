@@ -15,7 +15,7 @@ from tests.support.faults import Faults, drive
 from tests.support.halfprecision import PIPELINES, SCALED, SPIKED, batch, hopeless, launched, use
 from tests.support.localgroup import local_group
 from tests.support.localpipeline import local_pipeline
-from tests.support.processes import JobFolder, Result, runs, with_token
+from tests.support.processes import FORKS, JobFolder, Result, runs
 
 
 def in_this_process(config: Path) -> list[Any]:
@@ -71,8 +71,12 @@ def test_a_step_that_one_replica_cannot_do_is_skipped_by_all_whoever_is_lost_in_
 # From Python.
 
 
-@pytest.mark.usefixtures("own_forks")
-def test_a_lost_worker_makes_no_scale_useful_again(token: str) -> None:
+def lose(which: str) -> None:
+    """Kill one process of the job that runs."""
+    next(p for p in FORKS.children() if runs(p, which)).kill()
+
+
+def test_a_lost_worker_makes_no_scale_useful_again() -> None:
     with library.launch(hopeless()) as pipeline:
         never = batch(1e30)
         for _ in range(2):
@@ -80,22 +84,16 @@ def test_a_lost_worker_makes_no_scale_useful_again(token: str) -> None:
         with pytest.raises(LossScaleError, match="at step 3;"):
             pipeline.train_step(*never)
         before = pipeline.optimizer.state_dict()["scaler"]
-        next(p for p in with_token(token) if runs(p, "rpcmp.worker")).kill()
+        lose("rpcmp.worker")
         with pytest.raises(LossScaleError, match="at step 3;"):
             pipeline.train_step(*batch())
         state = pipeline.optimizer.state_dict()
         assert (state["step"], state["scaler"]) == (3, before)
 
 
-@pytest.mark.usefixtures("own_forks")
-def test_calls_skip_and_scale_whatever_is_lost(token: str) -> None:
+def test_calls_skip_and_scale_whatever_is_lost() -> None:
     victims = iter(["rpcmp.worker", "rpcmp.driver", "rpcmp.worker"])
-
-    def lose() -> None:
-        which = next(victims)
-        next(p for p in with_token(token) if runs(p, which)).kill()
-
     with local_pipeline(launched()) as undisturbed:
         expected = use(undisturbed, lambda: None)
     with library.launch(launched()) as pipeline:
-        assert use(pipeline, lose) == expected
+        assert use(pipeline, lambda: lose(next(victims))) == expected

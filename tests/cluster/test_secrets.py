@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import secrets
 import threading
 from collections.abc import Iterator
@@ -22,7 +23,8 @@ from rpcmp.wire.authority import CA_KEY
 from rpcmp.wire.credentials import KEY
 from tests.support.faults import Faults
 from tests.support.lan import issue, serving
-from tests.support.processes import FORKS, JobFolder, Running, rpcmp, running, with_token
+from tests.support.processes import FORKS, JobFolder, rpcmp, running
+from tests.support.sharedforks import children_of
 
 HERE = "127.0.0.1"
 
@@ -75,14 +77,14 @@ def certs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextlib.contextmanager
-def watching(token: str, collected: Collected) -> Iterator[None]:
-    """Look at the command lines, titles and environments of a test's processes, all the time."""
+def watching(collected: Collected) -> Iterator[None]:
+    """Look at the command lines, titles and environments of all that we started, all the time."""
     ended = threading.Event()
 
     def watch() -> None:
         while not ended.wait(0.05):
-            for process in (*with_token(token), *FORKS.children()):
-                _look_at(process.pid, collected)
+            for pid in _beneath(os.getpid()):
+                _look_at(pid, collected)
 
     watcher = threading.Thread(target=watch)
     watcher.start()
@@ -91,6 +93,14 @@ def watching(token: str, collected: Collected) -> Iterator[None]:
     finally:
         ended.set()
         watcher.join()
+
+
+def _beneath(pid: int) -> Iterator[int]:
+    """A process's children, and theirs."""
+    with contextlib.suppress(OSError):  # it has ended
+        for child in children_of(pid):
+            yield child.pid
+            yield from _beneath(child.pid)
 
 
 def _look_at(pid: int, collected: Collected) -> None:
@@ -122,7 +132,6 @@ def secret() -> str:
 def test_secrets_are_nowhere_to_be_found(
     certs: Path,
     job: JobFolder,
-    token: str,
     secret: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -140,24 +149,26 @@ def test_secrets_are_nowhere_to_be_found(
     trace = tmp_path / "trace.json"
     free = ["--no-confine"]  # a fault leaves a mark on the disk
     with (
-        watching(token, collected),
+        watching(collected),
         serving(0, f"{HERE}:0", certs, options=free) as first,
         serving(1, f"{HERE}:0", certs, options=free) as second,
     ):
         where = ("--connect", f"{first.address},{second.address}", "--certs", certs / "driver")
-        for how in (["--json", "--trace", trace], ["-v", "--resume"]):
-            with monkeypatch.context() as patch:
-                patch.setattr(FORKS, "in_use", "--resume" in how)
-                with running("drive", config, *where, *how) as run:
-                    result = run.wait()
+        with monkeypatch.context() as patch:
+            patch.setattr(FORKS, "in_use", False)
+            with running("drive", config, *where, "--json", "--trace", trace) as run:
+                whole = run.wait()
+        for command, result in {
+            "drive": whole,
+            "drive on": rpcmp("drive", config, *where, "-v", "--resume"),
+            "status": rpcmp("status", config, *where),
+        }.items():
             assert result.code == 0, result.err
-            _add_output(f"drive {how[0]}", run, collected)
+            collected.add(f"output of {command}", (result.out + result.err).encode())
         assert len(faults.struck) == 2
-        with running("status", config, *where) as run:
-            assert run.wait().code == 0
-            _add_output("status", run, collected)
     for server in (first, second):
-        _add_output(f"server at {server.address}", server.run, collected)
+        said = "".join([*server.run.out, *server.run.err])
+        collected.add(f"output of the server at {server.address}", said.encode())
     collected.add("trace", trace.read_bytes())
     for manifest in job.folder.glob("saved/**/*"):
         if manifest.is_file():
@@ -166,10 +177,6 @@ def test_secrets_are_nowhere_to_be_found(
     keys = [certs / CA_KEY, *(certs / name / KEY for name in ("stage0", "stage1", "driver"))]
     for part in (*(part for key in keys for part in parts_of(key)), secret.encode()):
         assert collected.where(part) == []
-
-
-def _add_output(name: str, run: Running, collected: Collected) -> None:
-    collected.add(f"output of {name}", "".join([*run.out, *run.err]).encode())
 
 
 def assert_complete(collected: Collected) -> None:
