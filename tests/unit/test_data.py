@@ -167,8 +167,11 @@ def require_tails(num_workers: int, shuffle: bool) -> None:
 
 
 @pytest.mark.usefixtures("tracker")
-def test_loader_processes_change_no_order_no_random_transform_and_no_generator_here() -> None:
-    """The generators are those of the process that asks for mini-batches."""
+def test_a_loader_process_changes_no_order_no_random_transform_and_no_generator_here() -> None:
+    """The generators are those of the process that asks for mini-batches.
+
+    Each loader imports torch; several at once: tests/long/test_data.py.
+    """
 
     def drawn() -> list[float]:
         return [torch.rand(()).item(), random.random(), numpy.random.rand()]
@@ -177,7 +180,7 @@ def test_loader_processes_change_no_order_no_random_transform_and_no_generator_h
     seeds.seed_all("a test")
     undisturbed = drawn()
     seeds.seed_all("a test")
-    with closing(batches_of(Transformed(), num_workers=2)) as there:
+    with closing(batches_of(Transformed(), num_workers=1)) as there:
         assert [values(there, epoch) for epoch in (1, 2)] == here
     assert drawn() == undisturbed
 

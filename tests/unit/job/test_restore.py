@@ -197,7 +197,7 @@ class Cluster:
             host.close()
 
 
-@settings(deadline=None, derandomize=True, max_examples=100)
+@settings(deadline=None, derandomize=True, max_examples=25)
 @given(st.integers(2, 5), st.lists(st.integers(0, 9), min_size=50, max_size=150))
 def test_whichever_host_is_lost_at_most_two_steps_are(count: int, events: list[int]) -> None:
     cluster = Cluster([f"host{index}" for index in range(count)])
@@ -300,7 +300,7 @@ def test_a_twin_has_what_a_lost_replica_had() -> None:
     assert newest_common(pair, held, [3, 4]) == InMemory(4, {"a:0": "a:1", "a:1": "a:1"})
 
 
-@settings(deadline=None, derandomize=True, max_examples=500)
+@settings(deadline=None, derandomize=True, max_examples=200)
 @given(st.lists(st.sampled_from("abcd"), min_size=2, max_size=9))
 def test_every_server_holds_one_other_and_on_another_machine_if_any_shift_can_do_it(
     machines: list[str],
