@@ -9,7 +9,6 @@ import pytest
 
 from tests.support.evaluatedjobs import BEST, FAST, LAST, config, decided
 from tests.support.faults import Faults, committed, drive
-from tests.support.places import ROOT
 from tests.support.processes import JobFolder, Result, rpcmp, running
 from tests.support.runs import checkpoints_in
 
@@ -79,30 +78,39 @@ def test_a_run_that_was_killed_after_its_best_step_finds_it_again(
     assert list(decided(result)[1:]) == expected
 
 
-@pytest.mark.usefixtures("own_forks")
 def test_a_key_that_a_metric_does_not_have_ends_the_run_before_its_first_step(
-    job: JobFolder, monkeypatch: pytest.MonkeyPatch
+    job: JobFolder,
 ) -> None:
     """And the module of a metric with a state is needed by the driver alone."""
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))  # for tests.zoo.models
     path = job.config("""
         ship_code = false
         evaluate_every_steps = 2
         steps = 4
+        loss = "torch.nn:CrossEntropyLoss"
         early_stopping = { metric = "fit.mse" }
-        metrics = { fit = "measures:Fit" }
+        metrics = { fit = "labels:Fit" }
         [model]
-        layers = "tests.zoo.models:layers"
+        layers = "rpcmp.examples.digits:layers"
         num_stages = 2
         [data]
-        train = "tests.zoo.models:dataset"
-        test = "tests.zoo.models:dataset"
+        train = { callable = "rpcmp.examples.digits:dataset", kwargs = { split = "train" } }
+        test = { callable = "rpcmp.examples.digits:dataset", kwargs = { split = "test" } }
     """)
+    (job.folder / "labels.py").write_text(LABELS)
     result = drive(path)
     assert result.code == 2
     found = "early_stopping.metric = 'fit.mse': an evaluation gives loss, fit.r2, fit.samples"
     assert found in result.err
     assert [event for event in result.events if event["event"] == "step"] == []
+
+
+LABELS = """
+import measures, torch
+
+class Fit(measures.Fit):
+    def update(self, preds, target):
+        super().update(preds.argmax(1).float(), target.float())
+"""
 
 
 def test_a_metric_that_fails_does_so_before_the_first_step(job: JobFolder) -> None:

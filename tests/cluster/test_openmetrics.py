@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from functools import partial
 
 import pytest
 
@@ -38,9 +39,18 @@ def assert_risen(before: Samples, after: Samples) -> None:
     assert fallen == {}
 
 
+def running_at(url: str) -> Samples | None:
+    """What a server says whose worker runs."""
+    found = scrape(url)
+    return found if value(found, "rpcmp_server_state", state="running") == 1 else None
+
+
+ENDLESS = "steps = 100000\nnum_microbatches = 1"
+
+
 def test_a_run_and_its_servers_are_scraped_while_one_is_lost(job: JobFolder) -> None:
     saved = "[checkpoint]\ndir = 'saved'\nevery_seconds = 0.5"
-    config = Faults(job).config("steps = 100000", stages=2, milliseconds=5.0, sections=saved)
+    config = Faults(job).config(ENDLESS, stages=2, milliseconds=10.0, sections=saved)
     anywhere = ("--metrics", f"{HERE}:0")
     with (
         running_servers(2, *anywhere) as servers,
@@ -56,6 +66,7 @@ def test_a_run_and_its_servers_are_scraped_while_one_is_lost(job: JobFolder) -> 
             pairs = set(of(found, "rpcmp_link_bytes_total", "source", "target"))
             return found if names >= wanted and pairs >= LINKS else None
 
+        run.wait_for_line('"step": 5,')  # a scrape is much work
         before = poll_for(complete, "all that a run has to say")
         first = [scrape(other) for other in others]
         labels = {("stage0",), ("stage1",), ("driver",)}
@@ -71,22 +82,24 @@ def test_a_run_and_its_servers_are_scraped_while_one_is_lost(job: JobFolder) -> 
             found = scrape(url)
             steps = value(found, "rpcmp_step") or 0
             is_back = value(found, "rpcmp_worker_state", stage="stage1", state="running") == 1
-            goes_on = steps > (value(before, "rpcmp_step") or 0) + 20
+            goes_on = steps > (value(before, "rpcmp_step") or 0) + 5
             is_next = value(found, "rpcmp_restarts_total", stage="stage1") == 1
             flows = value(found, "rpcmp_link_bytes_total", source="stage0", target="stage1") or 0
             more = value(before, "rpcmp_link_bytes_total", source="stage0", target="stage1") or 0
             return found if is_back and goes_on and is_next and flows > more else None
 
+        run.wait_for_line('"recovered"')
+        again = run.result().event("recovered")["step"]
+        run.wait_for_line(f'"event": "step".*"step": {again + 15},')
         after = poll_for(recovered, "the run to go on")
         assert_risen(before, after)
         assert value(after, "rpcmp_faults_total", stage="stage1") == 1
         assert value(after, "rpcmp_generation") == 2
         for other, seen in zip(others, first, strict=True):
-            now = scrape(other)
+            now = poll_for(partial(running_at, other), "the server to hear that it runs")
             assert_risen(seen, now)
             assert value(now, "rpcmp_server_worker_restarts_total") == 1
             assert value(now, "rpcmp_server_jobs_total") == 1
-            assert value(now, "rpcmp_server_state", state="running") == 1
         assert {"forward", "backward", "optimizer"} <= {
             kind for (kind,) in of(now, "rpcmp_server_worker_busy_seconds_total", "kind")
         }
@@ -113,7 +126,7 @@ RARE = {
 """What this run has nothing to say of, or not yet."""
 
 
-WIDTH = 100_000
+WIDTH = 20_000
 
 
 MICROBATCH_BYTES = 3 * WIDTH * 4  # samples of the first of four, float32
@@ -154,8 +167,10 @@ def test_links_count_tensors_that_go_through_memory(job: JobFolder) -> None:
             )
             return (there, back) if min(there, back) > 100 * MICROBATCH_BYTES else None
 
+        run.wait_for_line('"step": 25,')  # a scrape is much work
         there, back = poll_for(flows, "a hundred micro-batches")
         assert there == pytest.approx(back, rel=0.05)  # each activation's gradient has its shape
         run.signal(signal.SIGINT)
 
-    assert rpcmp("drive", job.config(CONFIG), "--metrics", f"{HERE}:0", during=watch).code == 130
+    options = ("--json", "--metrics", f"{HERE}:0")
+    assert rpcmp("drive", job.config(CONFIG), *options, during=watch).code == 130

@@ -16,9 +16,9 @@ from tests.support.processes import JobFolder, rpcmp
 
 
 def verified(config: Path, *overrides: str) -> str:
-    """What `rpcmp verify` says of six steps, none of which may be different."""
+    """What `rpcmp verify` says of three steps, none of which may be different."""
     options = [part for override in overrides for part in ("--set", override)]
-    result = rpcmp("verify", config, "--steps", "6", *options)
+    result = rpcmp("verify", config, "--steps", "3", *options)
     assert result.code == 0, result.err
     return result.out
 
@@ -42,7 +42,7 @@ def chain(name: str) -> str:
 def test_a_job_gives_the_bits_of_one_process(
     job: JobFolder, text: str, overrides: list[str]
 ) -> None:
-    assert "identical: 6 losses" in verified(job.config(text), *overrides)
+    assert "identical: 3 losses" in verified(job.config(text), *overrides)
 
 
 def test_tensors_that_travel_as_bfloat16_make_a_difference_which_is_small_and_said(
