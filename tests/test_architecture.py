@@ -7,7 +7,6 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -64,19 +63,24 @@ def modules() -> dict[str, ast.Module]:
     }
 
 
-def nodes(tree: ast.AST) -> Iterator[ast.AST]:
+@cache
+def nodes(module: str) -> list[ast.AST]:
     """All nodes of a module but for what only type checkers see."""
-    yield tree
-    for child in ast.iter_child_nodes(tree):
-        if isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING":
-            continue
-        yield from nodes(child)
+    found: list[ast.AST] = [modules()[module]]
+    for node in found:  # which grows
+        found += [
+            child
+            for child in ast.iter_child_nodes(node)
+            if not (isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING")
+        ]
+    return found
 
 
+@cache
 def imported_names(module: str) -> set[str]:
     """The dotted names that a module imports, at its top or inside of functions."""
     names: set[str] = set()
-    for node in nodes(modules()[module]):
+    for node in nodes(module):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -85,11 +89,19 @@ def imported_names(module: str) -> set[str]:
     return names
 
 
-def attributes(module: str) -> Iterator[str]:
+@cache
+def attributes(module: str) -> set[str]:
     """The dotted expressions of a module, "torch.nn.Linear"."""
-    for node in nodes(modules()[module]):
-        if isinstance(node, ast.Attribute):
-            yield ast.unparse(node)
+    found = (dotted(node) for node in nodes(module) if isinstance(node, ast.Attribute))
+    return {name for name in found if name}
+
+
+def dotted(node: ast.expr) -> str:
+    """What a name or an attribute of one is called; "" of any other expression."""
+    if isinstance(node, ast.Name):
+        return node.id
+    above = dotted(node.value) if isinstance(node, ast.Attribute) else ""
+    return f"{above}.{node.attr}" if isinstance(node, ast.Attribute) and above else ""
 
 
 @cache
