@@ -118,7 +118,7 @@ def test_gradients_that_add_up_over_calls_are_summed_once() -> None:
         pipeline.optimizer.step()
         optimizer.step()
         for name, value in pipeline.state_dict().items():
-            torch.testing.assert_close(value, expected.state_dict()[name])
+            assert torch.allclose(value, expected.state_dict()[name], rtol=1.3e-6, atol=1e-5)
         pipeline.parameters_sha256()  # fails where replicas differ
         pipeline.forward_backward(*batches[0])
         with pytest.raises(StageError):
