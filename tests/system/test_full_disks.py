@@ -27,7 +27,7 @@ def test_what_was_left_stays_if_the_run_after_it_could_not_save(
     with small_disk(job.folder / "other", "100k"):
         left = next(failed.folder.iterdir())
         shutil.move(left, job.folder / "other" / left.name)
-        larger = ("--set", "model.kwargs.blocks=200", "--set", "model.balance=[2, 199]")
+        larger = ("--set", "model.kwargs.blocks=90", "--set", "model.balance=[2, 89]")
         where = ("--set", "checkpoint.dir=other", "--set", f"checkpoint.on_error={on_error}")
         ended = drive(failed.config, *MENDED, *larger, *where)
         assert ended.code == (on_error == "fail")
@@ -58,7 +58,7 @@ def test_a_disk_that_fills_up_costs_checkpoints_and_nothing_else(
     [
         (("checkpoint.every_steps=1", "checkpoint.keep=50"), "(3 in a row; the newest is of step "),
         (
-            ("checkpoint.every_steps=100", "model.kwargs.blocks=200"),
+            ("checkpoint.every_steps=100", "model.kwargs.blocks=90"),
             "(the last one; there is none)",
         ),
     ],
@@ -69,7 +69,7 @@ def test_a_run_whose_checkpoints_are_lost_does_not_end_well(
     config = job.config(BODY.replace("[model]", "[model]\nkwargs = { blocks = 3 }"))
     with small_disk(job.folder / "saved", "100k"):
         more = [part for option in options for part in ("--set", option)]
-        balance = "[2, 199]" if "blocks=200" in options[-1] else "[2, 2]"
+        balance = "[2, 89]" if "blocks=90" in options[-1] else "[2, 2]"
         result = drive(config, *more, "--set", f"model.balance={balance}")
     assert result.code == 1
     assert said in result.err

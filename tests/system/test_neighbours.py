@@ -12,7 +12,14 @@ from tests.support.lan import Host, issue, lan, serving
 from tests.support.processes import JobFolder, Running, connect, poll_for, running
 from tests.system.test_lan import listening
 
-LONG = 'steps = 100000\n[model]\nlayers = "zoo:mlp"\nbalance = [2, 2]'
+LONG = """
+steps = 100000
+[model]
+layers = "zoo:jittery"
+kwargs = { milliseconds = 20.0 }
+balance = [2, 3]
+"""
+"""A job that leaves the processor to its neighbours."""
 
 NOBODY = """
 import os
