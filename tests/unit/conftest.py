@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+
+
+def pytest_collection_finish() -> None:
+    """Spare this process what stages are spared as well: two seconds for the first optimizer."""
+    if "torch" in sys.modules:
+        from rpcmp import lazydynamo
+
+        lazydynamo.defer()
 
 
 @pytest.fixture(autouse=True)
