@@ -14,7 +14,7 @@ from rpcmp.cli import faultlines
 from rpcmp.page import entries
 from rpcmp.page.report import html
 from rpcmp.page.series import LIMIT, Row, Series
-from rpcmp.page.state import State
+from rpcmp.page.state import EVALUATIONS, State
 from tests.support import pageevents
 from tests.support.pageevents import Event
 
@@ -172,6 +172,15 @@ def test_a_flood_of_one_kind_hides_nothing_of_another() -> None:
     assert len(found["entries"]) == entries.LIMIT + 1
     assert found["entries"][0]["kind"] == "fault"
     assert found["parts"]["counts"] == {"fault": 1, "message": 5 * entries.LIMIT}
+
+
+def test_of_too_many_evaluations_every_other_stays_and_the_newest() -> None:
+    def evaluated(count: int) -> list[int]:
+        state = state_of(*({"event": "eval", "step": n, "loss": 1.0} for n in range(count)))
+        return [step for step, *_ in part(state, "evaluations")]
+
+    assert evaluated(EVALUATIONS) == list(range(EVALUATIONS))
+    assert evaluated(EVALUATIONS + 1) == list(range(0, EVALUATIONS + 1, 2))
 
 
 def test_what_is_no_number_does_not_reach_the_browser() -> None:

@@ -23,7 +23,15 @@ from rpcmp.errors import SecurityError
 from rpcmp.source import Source
 from rpcmp.trace.spans import Kind, Span
 from rpcmp.wire import rpcformat, rpcpickle
-from rpcmp.wire.inspection import BROCHURE, MAX_PAYLOAD, MEMORY, Inspection, Pipes
+from rpcmp.wire.inspection import (
+    BROCHURE,
+    MAX_AHEAD,
+    MAX_PAYLOAD,
+    MEMORY,
+    Inspection,
+    Lengths,
+    Pipes,
+)
 from rpcmp.wire.rpcformat import FormatError
 from rpcmp.worker.optimizer import StageOptimizer
 from rpcmp.worker.recorder import AT_ONCE
@@ -546,3 +554,13 @@ def test_nothing_that_was_meddled_with_passes_as_another_message(
         assert len(payload) < len(data)
         assert descriptor.startswith(b"\xb9\x03")
         assert tensors.endswith(b"etR.")
+
+
+def test_so_many_tensors_may_be_on_their_way_and_no_more() -> None:
+    lengths = Lengths()
+    assert lengths.announce((8,) * MAX_AHEAD + (0,))  # an empty one has no frame
+    assert not lengths.announce((8,))
+    assert lengths.next() == 8
+    assert not lengths.announce((8,))
+    assert lengths.next() == lengths.next() == 8
+    assert lengths.announce((8,))
