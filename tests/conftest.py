@@ -10,6 +10,7 @@ import os
 
 os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "MKL_CBWR": "AUTO,STRICT"}
 
+import re
 import subprocess
 import uuid
 from collections.abc import Iterator
@@ -45,6 +46,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for tier in ("long", "system"):
             if TESTS / tier in item.path.parents and item.get_closest_marker("long") is None:
                 item.add_marker(tier)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """What a run leaves out is not imported either, with all its libraries; None: others decide."""
+    tiers = {"system", "long"} & {*re.findall(r"not (\w+)", config.option.markexpr)}
+    if config.option.markexpr == "system":
+        return (collection_path.parent == TESTS and collection_path.name != "system") or None
+    return collection_path in [TESTS / tier for tier in tiers] or None
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

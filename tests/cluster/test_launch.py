@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 from torch import Tensor
-from torchmetrics.regression import R2Score
 
 import rpcmp
 from rpcmp.config import Config
@@ -66,6 +65,8 @@ def test_training_lowers_the_loss(pipeline: rpcmp.Pipeline, batch: tuple[Tensor,
 def test_metrics_with_a_state_are_those_of_the_whole_batch(
     pipeline: rpcmp.Pipeline, batch: tuple[Tensor, Tensor]
 ) -> None:
+    from torchmetrics.regression import R2Score  # which takes seconds
+
     inputs, targets = batch
     outputs = pipeline.predict(inputs)
     for _ in range(2):  # nothing is left of an evaluation before

@@ -13,7 +13,6 @@ from tests.support.faults import committed
 from tests.support.leftovers import BODY, MENDED, Failed, drive, left_in, warned
 from tests.support.processes import JobFolder, RunningHere, rpcmp
 
-
 EVERY_STEP = '[checkpoint]\ndir = "kept"\nevery_steps = 1\n'
 
 

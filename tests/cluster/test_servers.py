@@ -39,7 +39,14 @@ def idle() -> Iterator[list[Server]]:
         yield started
 
 
-LONG_JOB = 'name = "long-job"\nsteps = 100000\n[model]\nlayers = "zoo:jittery"\nbalance = [3, 2]\nkwargs = { milliseconds = 5.0 }'
+LONG_JOB = """
+name = "long-job"
+steps = 100000
+[model]
+layers = "zoo:jittery"
+kwargs = { milliseconds = 5.0 }
+balance = [3, 2]
+"""
 
 
 def test_servers_take_one_job_after_the_other(job: JobFolder, idle: list[Server]) -> None:

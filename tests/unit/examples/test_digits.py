@@ -1,12 +1,13 @@
 """The digits are those that everybody knows."""
 
 import torch
-from sklearn import datasets
 
 from rpcmp.examples import digits
 
 
 def test_the_images_are_those_of_scikit_learn() -> None:
+    from sklearn import datasets  # which takes a second
+
     images, classes = digits.load_digits()
     theirs = datasets.load_digits()
     assert torch.equal(images.squeeze(1) * 16, torch.tensor(theirs.images, dtype=torch.float32))

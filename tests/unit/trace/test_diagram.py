@@ -7,7 +7,6 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from matplotlib.colors import to_hex
 
 from rpcmp.errors import ConfigError
 from rpcmp.trace import diagram
@@ -16,6 +15,8 @@ from tests.support.traces import SLOW_LINKS, ZERO_BUBBLE, drawn
 
 
 def test_every_span_has_a_box_of_its_kinds_colour_and_its_micro_batch() -> None:
+    from matplotlib.colors import to_hex  # which takes a while
+
     trace = drawn(ZERO_BUBBLE)
     axes = diagram.figure(trace, window(trace, 2)).axes[0]
     drawn_boxes = Counter(
