@@ -258,7 +258,14 @@ def local_group(
             services[part.member.name] = workers[-1].stage
         group = Group(config, services[DRIVER], peers)
         stack.callback(group.close)
+        stack.callback(_abort, group, workers)
         yield LocalGroup(config, planned, workers, group, begin)
+
+
+def _abort(group: Group, workers: Sequence[LocalWorker]) -> None:
+    """Let nobody wait in a step that was begun and not ended: threads are joined at the exit."""
+    for worker in workers:
+        worker.stage.abort(0, group._rounds._last)
 
 
 def unsplit(config: Config) -> Run:
