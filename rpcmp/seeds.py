@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import hashlib
 import random
-import sys
 
+import numpy.random  # torch loads numpy, but this of it not before it is used: then in every fork
 import torch
 
 
@@ -23,11 +23,10 @@ def derive(*parts: int | str) -> int:
 
 
 def seed_all(*parts: int | str) -> None:
-    """Seed every generator that a model may draw from: torch's, Python's, and numpy's if loaded."""
+    """Seed every generator that a model may draw from: torch's, Python's and numpy's."""
     seed = derive(*parts)
     random.seed(seed)
-    if (numpy := sys.modules.get("numpy")) is not None:
-        numpy.random.seed(seed % 2**32)
+    numpy.random.seed(seed % 2**32)
     torch.default_generator.manual_seed(seed)
     if torch.cuda.is_initialized():
         torch.cuda.manual_seed_all(seed)
