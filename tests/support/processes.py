@@ -66,11 +66,16 @@ def makes_networks() -> bool:
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout == "True\n"
 
 
-def of_any_machine(text: str) -> str:
-    """What a command says, but for the warning of a machine that makes no networks."""
+def of_any_machine(text: str, warning: str = "") -> str:
+    """What a command says, but for the warning of a machine that makes no networks.
+
+    Args:
+        warning: how the line of it begins.
+    """
     if NO_NETWORKS not in text or makes_networks():
         return text
-    return "".join(line for line in text.splitlines(True) if NO_NETWORKS not in line)
+    lines = text.splitlines(True)
+    return "".join(x for x in lines if not (x.startswith(warning) and NO_NETWORKS in x))
 
 
 def with_token(token: str) -> list[psutil.Process]:
@@ -104,6 +109,11 @@ class Result:
     @property
     def losses(self) -> list[float]:
         return [event["loss"] for event in self.events if event["event"] == "step"]
+
+
+def said(code: int, out: str, err: str) -> Result:
+    """How a command ended, on any machine."""
+    return Result(code, of_any_machine(out, '{"event": "'), of_any_machine(err))
 
 
 def unstamped(event: dict[str, Any]) -> dict[str, Any]:
@@ -171,8 +181,8 @@ class Running(Watched):
         return self.result()
 
     def result(self) -> Result:
-        out, err = (of_any_machine("".join(lines)) for lines in (self.out, self.err))
-        return Result(self.process.returncode, out, err)
+        out, err = ("".join(lines) for lines in (self.out, self.err))
+        return said(self.process.returncode, out, err)
 
 
 class RunningHere(Watched):
@@ -202,7 +212,7 @@ class RunningHere(Watched):
     def result(self) -> Result:
         """See Watched."""
         code = -1 if self.code is None else self.code
-        return Result(code, *(of_any_machine(each.getvalue()) for each in (self.out, self.err)))
+        return said(code, self.out.getvalue(), self.err.getvalue())
 
 
 @contextlib.contextmanager
