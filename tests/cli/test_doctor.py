@@ -133,7 +133,7 @@ def test_servers_with_certificates_and_the_ways_between_them(
     links = {one["where"]: one["text"] for one in found if one["check"] == "link"}
     assert set(links) == {"driver - stage0", "driver - stage1", "stage0 - stage1"}
     measured = [name for name, text in links.items() if "MB/s there" in text]
-    assert measured == ["driver - stage0", "stage0 - stage1"]
+    assert measured == (["driver - stage0", "stage0 - stage1"] if makes_networks() else [])
     assert links["driver - stage1"].endswith("within one network")
 
 
