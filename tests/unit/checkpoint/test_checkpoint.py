@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rpcmp.checkpoint import files
-from rpcmp.checkpoint.files import Written, check, sha256_of, write_durably
+from rpcmp.checkpoint.files import Written, check, require_place, sha256_of, write_durably
 from rpcmp.checkpoint.folder import CheckpointFolder, look, remove, step_of
 from rpcmp.checkpoint.manifest import (
     BestMark,
@@ -37,7 +37,7 @@ from rpcmp.checkpoint.runs import (
     require_none_asked_for,
     runs_in,
 )
-from rpcmp.errors import CheckpointError, OtherRunError
+from rpcmp.errors import CheckpointError, ConfigError, OtherRunError
 
 SHA = hashlib.sha256(b"abc").hexdigest()
 
@@ -385,6 +385,14 @@ def test_a_folder_that_cannot_be_read_or_written_is_named(tmp_path: Path) -> Non
         folder.found()
     with pytest.raises(CheckpointError, match=r"cannot write .*/manifest.json: Not a directory"):
         folder.commit(manifest())
+
+
+def test_a_place_is_tried_and_left_empty(tmp_path: Path) -> None:
+    require_place(tmp_path / "new" / "place")
+    assert list((tmp_path / "new" / "place").iterdir()) == []
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"cannot be written to .*/file on .*: Not a directory"):
+        require_place(tmp_path / "file")
 
 
 def test_the_newest_valid_checkpoints_are_kept(folder: CheckpointFolder) -> None:
