@@ -201,7 +201,7 @@ def test_a_character_that_is_cut_in_two_does_no_harm() -> None:
     assert found.strip("\N{SNOWMAN}\N{REPLACEMENT CHARACTER}") == "end"
 
 
-WAITING = """
+TWO_THREADS = """
 import faulthandler, threading
 from rpcmp.process.stacks import Stacks
 
@@ -229,7 +229,7 @@ main()
 
 def test_where_real_threads_are_is_found() -> None:
     """In a process of its own: of this one's threads there may be more than are told of."""
-    command = [sys.executable, "-c", WAITING]
+    command = [sys.executable, "-c", TWO_THREADS]
     text = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
     assert text.index("in main") < text.index("in wait_for_it")
 
