@@ -10,7 +10,6 @@ import os
 
 os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "MKL_CBWR": "AUTO,STRICT"}
 
-import re
 import subprocess
 import uuid
 from collections.abc import Iterator
@@ -31,6 +30,9 @@ from tests.support.sharedforks import DRIVE, borrowing, children_of
 hypothesis.settings.register_profile("rpcmp", deadline=None)  # this machine may be busy
 hypothesis.settings.load_profile("rpcmp")
 
+TIERS = ("long", "system")
+"""What `pytest` alone leaves out: folders, and the markers of what lies in them."""
+
 ALLOWED_SKIPS: dict[str, str] = {}
 """Tests that may be skipped, by node id, and why. Any other skip fails the run."""
 
@@ -43,17 +45,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     What is long in tests/system is that alone: `pytest -m system` leaves it out.
     """
     for item in items:
-        for tier in ("long", "system"):
+        for tier in TIERS:
             if TESTS / tier in item.path.parents and item.get_closest_marker("long") is None:
                 item.add_marker(tier)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """What a run leaves out is not imported either, with all its libraries; None: others decide."""
-    tiers = {"system", "long"} & {*re.findall(r"not (\w+)", config.option.markexpr)}
-    if config.option.markexpr == "system":
-        return (collection_path.parent == TESTS and collection_path.name != "system") or None
-    return collection_path in [TESTS / tier for tier in tiers] or None
+    if collection_path.parent != TESTS:
+        return None
+    asked, name = config.option.markexpr, collection_path.name
+    if asked == "system":  # of the others none is that
+        return name != "system" or None
+    return (name in TIERS and f"not {name}" in asked) or None
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

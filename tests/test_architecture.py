@@ -98,10 +98,10 @@ def attributes(module: str) -> set[str]:
 
 def dotted(node: ast.expr) -> str:
     """What a name or an attribute of one is called; "" of any other expression."""
-    if isinstance(node, ast.Name):
-        return node.id
-    above = dotted(node.value) if isinstance(node, ast.Attribute) else ""
-    return f"{above}.{node.attr}" if isinstance(node, ast.Attribute) and above else ""
+    if not isinstance(node, ast.Attribute):
+        return node.id if isinstance(node, ast.Name) else ""
+    above = dotted(node.value)
+    return above and f"{above}.{node.attr}"
 
 
 @cache

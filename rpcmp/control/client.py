@@ -12,7 +12,7 @@ from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from grpc_health.v1.health_pb2_grpc import HealthStub
 
 from rpcmp.control.options import CHANNEL_OPTIONS
-from rpcmp.control.way import MEASURE_SECONDS
+from rpcmp.control.way import IS_IT_RUNNING, MEASURE_SECONDS
 from rpcmp.errors import RpcmpError, SecurityError, UnreachableError, from_wire
 from rpcmp.v1 import control_pb2 as pb
 from rpcmp.v1 import doctor_pb2
@@ -87,15 +87,13 @@ class StageClient:
                 waits = starting or self._tunnel is not None  # at that somebody always listens
                 described = self._stub.Describe(request, wait_for_ready=waits)
                 return await self._unless_refused(described, starting)
-        except (TimeoutError, grpc.aio.AioRpcError) as error:
-            if (wants_tls := await self._dialer.misunderstanding(self.address)) is not None:
-                raise self._place(wants_tls) from error
-            if isinstance(error, grpc.aio.AioRpcError):
-                raise self._translate(error) from error
-            raise UnreachableError(
-                f"{self._where} does not answer within {seconds:.0f} s; is `rpcmp serve` "
-                "running there?"
-            ) from error
+        except TimeoutError as error:
+            silent = UnreachableError(
+                f"{self._where} does not answer within {seconds:.0f} s; {IS_IT_RUNNING}"
+            )
+            raise await self._understood(silent) from error
+        except grpc.aio.AioRpcError as error:
+            raise await self._understood(self._translate(error)) from error
 
     async def health(self) -> str:
         """What the server's health service says: "SERVING" or "NOT_SERVING"."""
@@ -227,19 +225,18 @@ class StageClient:
         """What the server answers; not waited for where it is not the one, or is not there."""
         if self._tunnel is None:
             return await call
-        answer, refused, absent = (
-            asyncio.ensure_future(call),
-            self._tunnel.refused,
-            self._tunnel.absent,
-        )
-        either: list[asyncio.Future[Any]] = [answer, refused, *(() if starting else (absent,))]
+        answer = asyncio.ensure_future(call)
+        refused, absent = self._tunnel.refused, self._tunnel.absent
+        either: list[asyncio.Future[Any]] = [answer, refused]
+        if not starting:
+            either.append(absent)
         try:
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             if answer.done():
                 return await answer
             if refused.done():
                 raise self._place(refused.result())
-            raise UnreachableError(f"stage {self.name!r}: {absent.result()}")
+            raise UnreachableError(f"{self._placed(absent.result())}; {IS_IT_RUNNING}")
         finally:
             answer.cancel()
 
@@ -247,8 +244,18 @@ class StageClient:
     def _where(self) -> str:
         return f"stage {self.name!r} at {self.address}" if self.name else self.address
 
+    async def _understood(self, error: RpcmpError) -> RpcmpError:
+        """`error`, or, where a server that is spoken to in the open wants TLS, just that."""
+        if not isinstance(error, UnreachableError):
+            return error
+        wants_tls = await self._dialer.misunderstanding(self.address)
+        return error if wants_tls is None else self._place(wants_tls)
+
     def _place(self, error: SecurityError) -> SecurityError:
-        return SecurityError(f"stage {self.name!r}: {error}" if self.name else str(error))
+        return SecurityError(self._placed(error))
+
+    def _placed(self, error: RpcmpError) -> str:
+        return f"stage {self.name!r}: {error}" if self.name else str(error)
 
     async def _stream(self, stream: Any) -> AsyncIterator[Any]:
         try:

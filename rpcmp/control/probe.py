@@ -13,6 +13,7 @@ from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from grpc_health.v1.health_pb2_grpc import HealthStub
 
 from rpcmp.control.options import CHANNEL_OPTIONS
+from rpcmp.control.way import IS_IT_RUNNING
 from rpcmp.errors import RpcmpError, UnreachableError
 from rpcmp.wire.dialer import Dialer
 from rpcmp.wire.tunnel import Tunnel
@@ -44,7 +45,7 @@ async def probe(address: str, dialer: Dialer, seconds: float) -> str:
             answer: HealthCheckResponse = await HealthStub(channel).Check(HealthCheckRequest())
     except TimeoutError as error:
         raise UnreachableError(
-            f"{address} does not answer within {seconds:g} s; is `rpcmp serve` running there?"
+            f"{address} does not answer within {seconds:g} s; {IS_IT_RUNNING}"
         ) from error
     except grpc.aio.AioRpcError as error:
         wants_tls = await dialer.misunderstanding(address)
@@ -56,7 +57,7 @@ async def probe(address: str, dialer: Dialer, seconds: float) -> str:
 
 def _reason(error: grpc.aio.AioRpcError, tunnel: Tunnel, address: str) -> RpcmpError:
     if isinstance(tunnel.failure, UnreachableError):
-        return UnreachableError(f"{tunnel.failure}; is `rpcmp serve` running there?")
+        return UnreachableError(f"{tunnel.failure}; {IS_IT_RUNNING}")
     if tunnel.failure is not None:
         return tunnel.failure
     return UnreachableError(

@@ -11,6 +11,9 @@ from rpcmp.wire.dialer import OPEN_SECONDS, Dialer
 from rpcmp.wire.end import End, refusal
 from rpcmp.wire.measure import Way, measure
 
+IS_IT_RUNNING = "is `rpcmp serve` running there?"
+"""What to do where nobody answers."""
+
 PING_SECONDS = 10.0
 """How long it may take to go there and back some times."""
 
@@ -40,8 +43,7 @@ async def way_to(
     try:
         end = await dialer.open(address, RELAY, stage_index)
     except UnreachableError as error:
-        hint = "is `rpcmp serve` running there?"
-        raise UnreachableError(f"stage {name!r}: {error}; {hint}") from error
+        raise UnreachableError(f"stage {name!r}: {error}; {IS_IT_RUNNING}") from error
     except SecurityError as error:
         raise SecurityError(f"stage {name!r}: {error}") from error
     where = f"stage {name!r} at {address}"

@@ -210,9 +210,8 @@ def _require_own_listener(connection: socket.socket, address: str) -> None:
     found = _ask(there, _anywhere(there))
     if found is None or found.state != LISTEN:
         _require_alive(connection)
-        time.sleep(
-            LAST_WORDS
-        )  # a server that ends closes its listener first, then what it accepted
+        # A server that ends closes its listener first, and then what it has accepted.
+        time.sleep(LAST_WORDS)
         _require_alive(connection)
         raise SecurityError(
             f"{address} is served by no process that this kernel shows, as if the port were "

@@ -15,7 +15,6 @@ SECONDS = 0.2
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Commands of this process do not wait two or six seconds for a server to answer."""
-    _, *others = StageClient.connect.__defaults__ or ()
-    monkeypatch.setattr(StageClient.connect, "__defaults__", (SECONDS, *others))
+    monkeypatch.setattr(StageClient.connect, "__defaults__", (SECONDS,))
     for module in (fleet, job_status):
         monkeypatch.setattr(module, "ANSWER_SECONDS", SECONDS)

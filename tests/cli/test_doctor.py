@@ -85,8 +85,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ways are measured for a moment, and servers that are away given up soon."""
     monkeypatch.setattr(checkup, "SECONDS", 0.01)
-    _, *others = StageClient.connect.__defaults__ or ()
-    monkeypatch.setattr(StageClient.connect, "__defaults__", (2.0, *others))
+    monkeypatch.setattr(StageClient.connect, "__defaults__", (2.0,))
 
 
 def doctor(config: Path, *options: str | Path) -> tuple[Result, list[dict[str, Any]]]:

@@ -5,16 +5,16 @@ from __future__ import annotations
 import importlib
 import re
 import sys
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from pathlib import Path
 
 import pytest
 from torch import nn
 
-from rpcmp import configfile, data, metrics, plan
+from rpcmp import configfile, data, metrics
 from rpcmp.errors import ConfigError
-from rpcmp.reference.training import UnsplitModel
 from rpcmp.starter.create import STARTER, create, examples
+from tests.support.localgroup import unsplit
 from tests.support.processes import rpcmp
 
 
@@ -47,13 +47,12 @@ def test_what_it_writes_learns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert config.data.test is not None
     assert config.model is not None
     batches = data.load(config.data.train, "data.train", config.data, config.seed, training=True)
-    unsplit = UnsplitModel(config, {part.stage_name: part.layers for part in plan.assign(config)})
-    deque(unsplit.train(batches, config.epochs * len(batches)), maxlen=0)
+    whole = unsplit(configfile.load(path, [f"steps={config.epochs * len(batches)}"]))
     written = importlib.import_module("learning")
     del sys.modules["learning"]
     made = {name: make() for name, make in written.layers(**config.model.kwargs)}
     model = nn.Sequential(OrderedDict(made))
-    model.load_state_dict(unsplit.state_dict())
+    model.load_state_dict(whole.state)
     points, spirals = written.dataset(**config.data.test.kwargs).tensors
     assert metrics.accuracy(model.eval()(points), spirals) > 0.9
 

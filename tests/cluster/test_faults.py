@@ -22,6 +22,7 @@ from tests.support.processes import (
     RunningHere,
     connect,
     describe,
+    forked,
     poll_for,
     program,
     rpcmp,
@@ -138,7 +139,7 @@ def test_the_driver_killed_leaves_idle_servers(
     config = job.config('steps = 100000\n[model]\nlayers = "zoo:mlp"\nbalance = [2, 2]')
     with running("drive", config, "--connect", connect(shared_servers), "--json") as run:
         run.wait_for_line('"step"')
-        (driver,) = [p for p in FORKS.children() if runs(p, "rpcmp.driver")]
+        (driver,) = forked("rpcmp.driver")
         run.process.kill()
         run.wait()
 
@@ -246,7 +247,7 @@ def test_output_that_is_read_late_is_complete(job: JobFolder) -> None:
         assert process.stdout is not None
         assert process.stdout.readline().startswith("{")
         (driver,) = poll_for(
-            lambda: [child for child in FORKS.children() if runs(child, "rpcmp.driver")],
+            lambda: forked("rpcmp.driver"),
             "the driver process",
         )
         poll_for(lambda: driver not in FORKS.children(), "the driver process to end")

@@ -18,16 +18,15 @@ from tests.support.hosts import LOSING, SLOW, assert_went_on, slow_config, undis
 from tests.support.lan import cli, issue
 from tests.support.pool import lent, lent_at
 from tests.support.processes import (
-    FORKS,
     JobFolder,
     RunningHere,
     Server,
     connect,
+    forked,
     rpcmp,
     rpcmp_process,
     running,
     running_server,
-    runs,
     with_token,
 )
 from tests.support.runs import checkpoints_in
@@ -66,7 +65,7 @@ def test_snapshots_every_few_steps_cost_no_more_than_these(
 ) -> None:
     def lose(run: RunningHere) -> None:
         run.wait_for_line('"event": "step", "step": 7')
-        next(child for child in FORKS.children() if runs(child, "rpcmp.worker")).kill()
+        forked("rpcmp.worker")[0].kill()
 
     more = ("--set", f"recovery.mirror_every_steps={every}")
     result = rpcmp("drive", slow_config(job), "--json", *more, during=lose)

@@ -18,7 +18,7 @@ from rpcmp.config import Config
 from rpcmp.errors import ConfigError, NonFiniteLossError, StageError, WorkerDiedError
 from tests.support.places import ZOO
 from tests.support.pool import POOL, lent
-from tests.support.processes import FORKS, describe, poll_for, runs
+from tests.support.processes import FORKS, describe, forked, poll_for
 from tests.zoo import zoo
 
 pytestmark = pytest.mark.usefixtures("token")
@@ -318,7 +318,7 @@ def test_a_pipeline_goes_on_whatever_is_lost(batch: tuple[Tensor, Tensor]) -> No
         if (which := next(victims)) == "serve":
             next(server for server in POOL.taken() if server not in others).end()
         else:
-            next(p for p in FORKS.children() if p not in others and runs(p, which)).kill()
+            next(process for process in forked(which) if process not in others).kill()
 
     with rpcmp.launch(config(optimizer=momentum)) as undisturbed:
         expected = use(undisturbed, batch, lambda: None)

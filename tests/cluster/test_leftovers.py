@@ -99,7 +99,7 @@ def test_a_signal_saves_what_a_checkpoint_section_asked_for(
 
 
 def test_a_run_that_is_damaged_is_not_passed_over_for_an_older_one(keeping: Failed) -> None:
-    failed, job = keeping, keeping.job
+    failed, exported_to = keeping, keeping.config.with_name("model.safetensors")
     failed.age(days=1)
     (older,) = runs_in(failed.folder)
     assert drive(failed.config, *MENDED, "--fresh", "--set", "steps=5", "--set", "seed=1").code == 0
@@ -112,7 +112,7 @@ def test_a_run_that_is_damaged_is_not_passed_over_for_an_older_one(keeping: Fail
     assert newer.name in refused.err
     going_on = f"--set checkpoint.dir={older.folder.path}"
     assert f"an earlier run left {older}; --resume {going_on} goes on from it" in refused.err
-    exported = rpcmp("export", failed.folder, job.folder / "model.safetensors")
+    exported = rpcmp("export", failed.folder, exported_to)
     assert exported.code != 0
     assert "can be exported" in exported.err
     assert drive(failed.config, *MENDED, "--resume", *going_on.split()).code == 0
@@ -126,7 +126,7 @@ def test_to_go_on_and_to_begin_anew_at_once_is_refused(failed: Failed) -> None:
 
 
 def test_a_new_run_beside_checkpoints_that_were_asked_for(keeping: Failed) -> None:
-    failed, job = keeping, keeping.job
+    failed, exported_to = keeping, keeping.config.with_name("model.safetensors")
     refused = rpcmp("drive", failed.config, *MENDED)
     assert refused.code == 2
     assert "begin anew beside them with --fresh" in refused.err
@@ -134,7 +134,7 @@ def test_a_new_run_beside_checkpoints_that_were_asked_for(keeping: Failed) -> No
     fresh = drive(failed.config, *MENDED, "--fresh")
     assert fresh.code == 0
     assert left_in(failed.folder) == [6, failed.step]
-    exported = rpcmp("export", failed.folder, job.folder / "model.safetensors")
+    exported = rpcmp("export", failed.folder, exported_to)
     assert exported.out.startswith("step 6")
     resumed = drive(failed.config, *MENDED, "--resume", "--steps", "8")
     assert resumed.event("resumed")["step"] == 6

@@ -15,7 +15,7 @@ from tests.support.faults import Faults, drive
 from tests.support.halfprecision import PIPELINES, SCALED, SPIKED, batch, hopeless, launched, use
 from tests.support.localgroup import local_group
 from tests.support.localpipeline import local_pipeline
-from tests.support.processes import FORKS, JobFolder, Result, runs
+from tests.support.processes import JobFolder, Result, forked
 
 
 def in_this_process(config: Path) -> list[Any]:
@@ -73,7 +73,7 @@ def test_a_step_that_one_replica_cannot_do_is_skipped_by_all_whoever_is_lost_in_
 
 def lose(which: str) -> None:
     """Kill one process of the job that runs."""
-    next(p for p in FORKS.children() if runs(p, which)).kill()
+    forked(which)[0].kill()
 
 
 def test_a_lost_worker_makes_no_scale_useful_again() -> None:

@@ -79,7 +79,7 @@ def test_a_slow_replica_gets_less_and_a_resumed_run_leaves_it_at_that(job: JobFo
         checkpoint = {{ dir = "saved" }}
         [model]
         layers = "zoo:sleepy"
-        kwargs = {{ marker = "{job.folder / "sleeps"}" }}
+        kwargs = {{ member = "stage0:1", marker = "{job.folder / "sleeps"}" }}
         [data]
         train = "zoo:regression"
         batch_size = 25
@@ -89,8 +89,8 @@ def test_a_slow_replica_gets_less_and_a_resumed_run_leaves_it_at_that(job: JobFo
     )
     result = rpcmp("drive", config, "--json")
     assert result.code == 0, result.err
-    shares = result.event("shares")["shares"]["stage0"]
-    assert len(set(shares)) == 2
+    fast, slow = shares = result.event("shares")["shares"]["stage0"]
+    assert fast > slow
     kept: Any = checkpoints_in(job.folder / "saved").valid()[0].config["stages"]
     assert kept[0]["shares"] == shares
     resumed = rpcmp("drive", config, "--json", "--resume", "--set", "steps=4")  # nobody sleeps

@@ -18,8 +18,7 @@ def test_stages_that_load_their_samples_and_die_train_as_if_the_driver_sent_them
 ) -> None:
     with local_group(configfile.load(config(job, "driver"), ["steps=10"])) as local:
         local.train(evaluate=True)
-        steps = [(event["step"], event["loss"].hex()) for event in local.of("step")]
-        sent = steps, local.group.parameters_sha256()
+        sent = local.committed()
     loaded = drive(config(job, "stage", mortal=True), "data.num_workers=2")
     assert committed(loaded) == sent
     assert evaluations(loaded.events) == evaluations(local.events)
@@ -37,6 +36,12 @@ def test_replicas_that_load_their_samples_and_die_train_as_if_the_driver_sent_th
 ) -> None:
     settings = ["num_microbatches=3", "microbatches_per_message=2"]  # one of them has none
     require_same_if_one_dies(job, settings)
+
+
+def test_the_driver_builds_what_it_sends_and_nobody_else_does(job: JobFolder) -> None:
+    result = drive(config(job, "driver"), "steps=1")
+    assert result.code == 0, result.err
+    assert built(job, "driver") == {"rpcmp.driver": 2}
 
 
 def test_data_that_a_host_does_not_have_ends_the_job_before_a_step(job: JobFolder) -> None:

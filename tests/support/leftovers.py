@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import copy as copylib
+import copy
 import shutil
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -41,14 +41,12 @@ class Failed:
     """A job that has failed, and left a checkpoint.
 
     Attributes:
-        job: its files.
         config: of the job.
         folder: where the checkpoint is.
         step: of the checkpoint: samples are loaded ahead, so it may be one or another.
     """
 
     def __init__(self, job: JobFolder, section: str = "") -> None:
-        self.job = job
         self.config = job.config(BODY + section)
         self.folder = job.folder / ("kept" if section else "rpcmp-job")
         result = drive(self.config)
@@ -59,12 +57,10 @@ class Failed:
 
     def copied(self, folder: Path) -> Failed:
         """The same that another test may change."""
-        copy = copylib.copy(self)
-        copy.job = copylib.copy(self.job)
-        copy.job.folder = shutil.copytree(self.job.folder, folder)
-        copy.config = folder / self.config.relative_to(self.job.folder)
-        copy.folder = folder / self.folder.relative_to(self.job.folder)
-        return copy
+        shutil.copytree(self.config.parent, folder)
+        copied = copy.copy(self)
+        copied.config, copied.folder = folder / self.config.name, folder / self.folder.name
+        return copied
 
     def age(self, **by: float) -> None:
         """Make the checkpoint older than it is."""

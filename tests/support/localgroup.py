@@ -50,6 +50,7 @@ from rpcmp.worker import loading, process
 from rpcmp.worker.execution import Execution
 from rpcmp.worker.loaders import Loaders
 from rpcmp.worker.optimizer import StageOptimizer
+from tests.support.faults import Committed
 from tests.support.localtransport import LocalTransport
 from tests.support.places import ZOO
 
@@ -209,6 +210,11 @@ class LocalGroup:
         state = ties.under_all_names(self.group.state_dict(), self.config.tied_to)
         return Run(losses, state, skipped=skipped)
 
+    def committed(self) -> Committed:
+        """As `tests.support.faults.committed` of a run."""
+        steps = [(event["step"], event["loss"].hex()) for event in self.of("step")]
+        return steps, self.group.parameters_sha256()
+
     def kept(self, folder: Path) -> Begin:
         """What the stages keep of the last step, in files, for another group."""
         folder.mkdir(exist_ok=True)
@@ -258,14 +264,9 @@ def local_group(
             services[part.member.name] = workers[-1].stage
         group = Group(config, services[DRIVER], peers)
         stack.callback(group.close)
-        stack.callback(_abort, group, workers)
+        # Nobody may wait in a step that was begun and not ended: threads are joined at the exit.
+        stack.callback(group._rounds.abort, JobError("the group has ended"), 1)
         yield LocalGroup(config, planned, workers, group, begin)
-
-
-def _abort(group: Group, workers: Sequence[LocalWorker]) -> None:
-    """Let nobody wait in a step that was begun and not ended: threads are joined at the exit."""
-    for worker in workers:
-        worker.stage.abort(0, group._rounds._last)
 
 
 def unsplit(config: Config) -> Run:

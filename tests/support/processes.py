@@ -307,6 +307,11 @@ def runs(process: psutil.Process, what: str) -> bool:
     return what in " ".join(process.cmdline()).split()
 
 
+def forked(what: str) -> list[psutil.Process]:
+    """Those of a kind, see `runs`, that were forked by what the tests share."""
+    return [process for process in FORKS.children() if runs(process, what)]
+
+
 def rpcmp(*command: str | Path, during: Callable[[RunningHere], object] | None = None) -> Result:
     """Run `rpcmp COMMAND...` to its end, in this process: an interpreter less, and its imports.
 

@@ -165,8 +165,8 @@ class SharedByAll:
 
     def children(self) -> list[psutil.Process]:
         """What was forked by any of them and has not ended."""
-        forked = [child for each in self._all.values() for child in each.children()]
-        return [child for child in forked if child.pid not in self.pids]
+        own, forked = self.pids, [c for each in self._all.values() for c in each.children()]
+        return [child for child in forked if child.pid not in own]
 
     def said(self) -> dict[str, bytes]:
         """What was written to the standard error of each and of what it has forked."""

@@ -15,14 +15,13 @@ from rpcmp.errors import JobError
 from tests.cluster.test_servers import LONG_JOB
 from tests.support.needs import needs
 from tests.support.processes import (
-    FORKS,
     JobFolder,
     Server,
     connect,
+    forked,
     rpcmp,
     running,
     running_servers,
-    runs,
     status,
 )
 from tests.unit.process.test_forking import end, forks, modules, spawn  # noqa: F401
@@ -51,7 +50,7 @@ def test_only_a_group_itself_reaches_its_workers(job: JobFolder, idle: list[Serv
     config = job.config(LONG_JOB)
     with running("drive", config, "--connect", connect(idle), "--json") as run:
         run.wait_for_line('"step"')
-        (driver,) = [child for child in FORKS.children() if runs(child, "rpcmp.driver")]
+        (driver,) = forked("rpcmp.driver")
         workers = [psutil.Process(stage["worker_pid"]) for stage in status(config, idle)]
         for process in [*workers, driver]:
             assert process.net_connections("inet") == []

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import rpc
 from torch.utils.data import Dataset, TensorDataset
 
 Layers = list[tuple[str, Callable[[], nn.Module]]]
@@ -573,33 +574,26 @@ def leaking(leak: int = 0) -> Layers:
     ]
 
 
-def sleepy(marker: str) -> Layers:
-    """A layer that takes its time in one process: that which is the first to compute it."""
-    return [("sleeper", lambda: Drowsy(marker)), ("head", lambda: nn.Linear(FEATURES, 1))]
+def sleepy(member: str, marker: str) -> Layers:
+    """A layer that takes its time in one member of a group: of the first group, see Drowsy."""
+    return [("sleeper", lambda: Drowsy(member, marker)), ("head", lambda: nn.Linear(FEATURES, 1))]
 
 
 class Drowsy(nn.Module):
-    """Sleeps in every forward where it was the first to make the marker."""
+    """Sleeps in every forward of one member, which makes the marker; not where there is one."""
 
-    def __init__(self, marker: str) -> None:
+    def __init__(self, member: str, marker: str) -> None:
         super().__init__()
-        self.marker = Path(marker)
+        self.member, self.marker = member, Path(marker)
         self.sleeps: bool | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         if self.sleeps is None:
-            self.sleeps = _makes(self.marker)
+            self.sleeps = not self.marker.exists() and rpc.get_worker_info().name == self.member
         if self.sleeps:
+            self.marker.touch()
             time.sleep(0.1)
         return x
-
-
-def _makes(marker: Path) -> bool:
-    try:
-        marker.touch(exist_ok=False)
-    except FileExistsError:
-        return False
-    return True
 
 
 def wide() -> Layers:

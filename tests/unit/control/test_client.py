@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import socket
 from collections.abc import Iterator
 
@@ -42,14 +43,27 @@ DESCRIBING = grpc.method_handlers_generic_handler(
 )
 
 
-@pytest.mark.parametrize("insecure", [False, True])
-def test_nobody_is_waited_for_where_nobody_listens(address: str, insecure: bool) -> None:
+def why_not(name: str, address: str, insecure: bool) -> str:
+    """Why nobody is reached who is not starting either."""
+
     async def connect() -> None:
-        async with StageClient("a", address, Dialer(Security(None, insecure))) as client:
+        async with StageClient(name, address, Dialer(Security(None, insecure))) as client:
             await client.connect(LONG, starting=False)
 
-    with pytest.raises(UnreachableError, match=f"stage 'a'.* {address}.*refused"):
+    with pytest.raises(UnreachableError) as error:
         asyncio.run(connect())
+    return str(error.value)
+
+
+@pytest.mark.parametrize("insecure", [False, True])
+def test_nobody_is_waited_for_where_nobody_listens(address: str, insecure: bool) -> None:
+    assert re.search(f"stage 'a'.* {address}.*refused", why_not("a", address, insecure))
+
+
+def test_a_server_of_no_stage_is_named_by_its_address_alone(address: str) -> None:
+    """As `rpcmp drain` is given it; and what to do is said."""
+    said = why_not("", address, insecure=False)
+    assert said.startswith(f"{address} cannot be reached: Connection refused; is `rpcmp serve`")
 
 
 def test_a_server_that_is_starting_is_waited_for(address: str) -> None:
