@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import queue
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ import torch
 from rpcmp import configfile, data, tree
 from rpcmp.work import Drawn
 from rpcmp.worker.loaders import Loaders
+from tests.support.forkedcall import in_a_fork
 from tests.support.places import ZOO
 from tests.support.processes import JobFolder, rpcmp
 from tests.support.samplekinds import MADE
@@ -43,15 +46,6 @@ def test_stages_that_sample_and_collate_have_the_bits_of_one_process(job: JobFol
     assert "identical: 9 losses" in proved.out, proved.err
 
 
-def made(job: JobFolder, name: str, **more: Any) -> tuple[Any, data.Batches]:
-    """The config of a job, and what its mini-batches are without any process."""
-    config = configfile.load(job.config(MADE[name].replace("[data]", "[data]\nbatch_size = 7")))
-    section = config.require_data("training")
-    several = section.model_copy(update=more)
-    batches = data.load(section.train, "data.train", section, config.seed, training=True)
-    return config.model_copy(update={"data": several}), batches
-
-
 def require_equal(found: Any, expected: Any) -> None:
     """Two trees of tensors are equal to the last bit."""
     assert tree.describe(found) == tree.describe(expected)
@@ -59,21 +53,24 @@ def require_equal(found: Any, expected: Any) -> None:
     assert all(torch.equal(ours, theirs) for ours, theirs in pairs)
 
 
-@pytest.fixture
-def zoo_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let this process import the jobs' modules, and all that it starts or forks."""
-    monkeypatch.syspath_prepend(str(ZOO))
-
-
-@pytest.mark.usefixtures("zoo_here")
 @pytest.mark.parametrize("name", MADE)
 def test_processes_of_a_stage_load_what_this_one_does(job: JobFolder, name: str) -> None:
-    config, alone = made(job, name, num_workers=2, at="stage")
+    text = MADE[name].replace("[data]", '[data]\nbatch_size = 7\nat = "stage"\nnum_workers = 2')
+    in_a_fork(require_that_loaders_load, str(job.config(text)))
+
+
+def require_that_loaders_load(path: str) -> None:
+    """The loaders of a stage load what this process does, which forks them."""
+    sys.path.insert(0, str(ZOO))
+    config = configfile.load(Path(path))
+    section = config.require_data("training")
+    here = section.model_copy(update={"at": "driver", "num_workers": 0})
+    alone = data.load(here.train, "data.train", here, config.seed, training=True)
     loaders = Loaders(config, "stage0")
     answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
     try:
         loaders.holding()
-        if config.data.sampler is not None:
+        if section.sampler is not None:
             loaders.order(1, answers.put)
             alone._order._sampler.set_epoch(1)
             assert answers.get(timeout=30).tolist() == list(alone._order._sampler)

@@ -1,0 +1,53 @@
+"""A function, called in a fork of what the tests share: a process with torch, and with one thread.
+
+A process of tests has had threads, of gRPC among others; what is forked from one may not come far.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import socket
+import sys
+import traceback
+from collections.abc import Callable
+
+from rpcmp.process.forking import MAX_BYTES
+from tests.support.processes import FORKS
+from tests.support.sharedforks import DRIVE
+
+DONE = b"done"
+
+
+def in_a_fork(function: Callable[..., None], *arguments: str) -> None:
+    """Call it there, by its name in its module, and wait until it returns.
+
+    Raises:
+        AssertionError: it raised something, which is told, or its process ended.
+    """
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with FORKS.line_of(DRIVE) as line, ours:
+        with theirs:
+            order = {"op": "fork", "module": __name__, "reach": None, "scratch": ""}
+            socket.send_fds(line, [json.dumps(order).encode()], [theirs.fileno()])
+        ours.send(json.dumps([function.__module__, function.__name__, *arguments]).encode())
+        said = ours.recv(MAX_BYTES)
+    assert said == DONE, said.decode() or "its process ended"
+
+
+def main() -> None:
+    """Be the fork."""
+    channel = socket.socket(fileno=int(sys.argv[1]))
+    module, name, *arguments = json.loads(channel.recv(MAX_BYTES))
+    try:
+        getattr(importlib.import_module(module), name)(*arguments)
+    except BaseException:
+        with contextlib.suppress(OSError):  # nobody waits for it
+            channel.send(traceback.format_exc().encode()[-MAX_BYTES:])
+        raise
+    channel.send(DONE)
+
+
+if __name__ == "__main__":
+    main()
