@@ -66,16 +66,16 @@ def makes_networks() -> bool:
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout == "True\n"
 
 
-def of_any_machine(text: str, warning: str = "") -> str:
+def of_any_machine(text: str, *begins: str) -> str:
     """What a command says, but for the warning of a machine that makes no networks.
 
     Args:
-        warning: how the line of it begins.
+        begins: how the line of it may begin; nothing: anyhow.
     """
     if NO_NETWORKS not in text or makes_networks():
         return text
     lines = text.splitlines(True)
-    return "".join(x for x in lines if not (x.startswith(warning) and NO_NETWORKS in x))
+    return "".join(x for x in lines if not (NO_NETWORKS in x and x.startswith(begins or "")))
 
 
 def with_token(token: str) -> list[psutil.Process]:
@@ -113,7 +113,7 @@ class Result:
 
 def said(code: int, out: str, err: str) -> Result:
     """How a command ended, on any machine."""
-    return Result(code, of_any_machine(out, '{"event": "'), of_any_machine(err))
+    return Result(code, of_any_machine(out, "warning: ", '{"event": "'), of_any_machine(err))
 
 
 def unstamped(event: dict[str, Any]) -> dict[str, Any]:
