@@ -44,9 +44,12 @@ train = "zoo:regression"
 sampler = "samples:weighted"
 """,
     "itself": """
-[model]
-layers = "zoo:mlp"
-balance = [2, 2]
+[[stages]]
+module = "torch.nn:Linear"
+kwargs = { in_features = 8, out_features = 16 }
+[[stages]]
+module = "torch.nn:Linear"
+kwargs = { in_features = 16, out_features = 8 }
 [data]
 train = { callable = "torch:ones", kwargs = { size = [20, 8] } }
 """,
