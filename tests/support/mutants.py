@@ -26,6 +26,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import pytest
+
 from tests.support.places import ROOT
 
 AREAS = {
@@ -189,7 +191,8 @@ def tried(mutant: Mutant, copy: Path, options: Sequence[str], limit: float) -> V
 
 def _failed(copy: Path, options: Sequence[str], limit: float) -> str:
     """The first test that fails; empty if all pass."""
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "--timeout", "60", *options]
+    plugin = ["-p", "tests.support.mutants"]
+    command = [sys.executable, "-m", "pytest", *plugin, "-x", "-q", "--timeout", "60", *options]
     environment = {**os.environ, "PYTHONPATH": str(copy)}
     with subprocess.Popen(
         command,
@@ -202,7 +205,7 @@ def _failed(copy: Path, options: Sequence[str], limit: float) -> str:
     ) as run:
         try:
             said, _ = run.communicate(timeout=limit)
-        except subprocess.TimeoutExpired:  # a thread that waits for ever keeps it from ending
+        except subprocess.TimeoutExpired:
             os.killpg(run.pid, signal.SIGKILL)
             said, _ = run.communicate()
             return _first(said) or f"not ended after {limit:.0f} s"
@@ -213,6 +216,14 @@ def _first(said: str) -> str:
     """The first test that failed, from what pytest says."""
     failed = re.search(r"^(?:FAILED|ERROR) (.*?)(?: - .*)?$", said, re.M)
     return failed[1] if failed else ""
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """End the process once a test has failed: a thread that waits for ever would keep it."""
+    session = config.pluginmanager.get_plugin("session")
+    if session is not None and session.testsfailed and not hasattr(config, "workerinput"):
+        sys.stdout.flush()
+        os._exit(1)
 
 
 def main() -> None:

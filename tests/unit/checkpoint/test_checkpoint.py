@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import hashlib
 import json
 import math
@@ -210,6 +211,27 @@ def test_a_file_that_is_longer_than_a_block_is_hashed_whole(tmp_path: Path) -> N
     data = os.urandom(files.BLOCK * 2 + 5)
     written = write_durably(tmp_path / "file", [data])
     assert written.sha256 == sha256_of(tmp_path / "file") == hashlib.sha256(data).hexdigest()
+
+
+def test_memory_is_copied_without_the_page_cache_but_for_what_is_no_whole_number_of_pages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = os.urandom(files.BLOCK + 5 * files.ALIGNMENT + 7)
+    (tmp_path / "memory").write_bytes(data)
+    asked, control = [], fcntl.fcntl
+
+    def noted_control(fd: int, command: int, flags: int = 0) -> int:
+        if command == fcntl.F_SETFL:  # that a file system may refuse
+            asked.append(bool(flags & os.O_DIRECT))
+        return control(fd, command, flags)
+
+    with (tmp_path / "memory").open("rb") as memory, monkeypatch.context() as patch:
+        patch.setattr(fcntl, "fcntl", noted_control)
+        for length in (len(data), len(data) - 7):
+            found = files.copy_durably(tmp_path / "file", memory.fileno(), length)
+            assert (tmp_path / "file").read_bytes() == data[:length]
+            assert found == Written(hashlib.sha256(data[:length]).hexdigest(), length)
+    assert asked == [True, False, True, True]
 
 
 def fails(*_: Any, **__: Any) -> None:

@@ -265,6 +265,15 @@ def test_times_of_a_diagram_are_from_its_begin() -> None:
     assert all(item[-2] >= 0 for stage in shown["stages"] for item in stage["spans"])
 
 
+def test_a_page_that_is_open_is_told_of_a_diagram_at_once() -> None:
+    state = state_of(*pageevents.run(1))
+    known = state.version
+    state.take(pageevents.timeline(8))
+    message = state.since(known)
+    assert message is not None
+    assert set(message["parts"]) == {"timeline"}
+
+
 def test_a_report_is_one_file_and_nothing_that_a_run_says_gets_out_of_its_data() -> None:
     hostile = "</script><script>alert(1)</script><!--"
     events = [*pageevents.run(20), {"event": "warning", "text": hostile}]
