@@ -21,7 +21,7 @@ import threading
 from collections.abc import Callable, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
-from types import ModuleType
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -43,8 +43,14 @@ class _Deferred(ModuleType):
         if _FINDER.has_imported:
             _FINDER.real().graph_break(msg)
 
-    def disable(self, fn: Callable[..., Any], recursive: bool = True, **options: Any) -> Any:
-        """`fn`, kept out of graphs from the moment that there may be any."""
+    def disable(self, fn: Any = None, recursive: bool = True, **options: Any) -> Any:
+        """`fn`, kept out of graphs from the moment that there may be any.
+
+        Only a function is put off. Classes, modules and what is called with none, to decorate or
+        as a context, are not functions afterwards: of these the real one knows.
+        """
+        if not isinstance(fn, FunctionType | MethodType):
+            return _FINDER.real().disable(fn, recursive, **options)
         kept_out: list[Callable[..., Any]] = []
 
         @functools.wraps(fn)

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import pytest
 
 BEGIN = """
-import json, os, sys, torch
+import inspect, json, os, sys, torch
 from rpcmp import lazydynamo
 def is_there():
     return "torch._dynamo.eval_frame" in sys.modules
@@ -75,6 +75,13 @@ def both(x):
 facts["computed"] = torch.compile(both, backend=backend)(torch.ones(1)).item()
 facts["graphs"] = len(graphs)
 facts["is there"] = is_there()
+facts["calls"] = [
+    [(each.name, each.default) for each in inspect.signature(call).parameters.values()][:most]
+    for call, most in [
+        (torch._dynamo.disable, 2), (lazydynamo._Deferred.disable.__get__(0), 2),
+        (torch._dynamo.graph_break, 1), (lazydynamo._Deferred.graph_break.__get__(0), 1),
+    ]
+]
 facts["is real"] = [torch._dynamo is sys.modules["torch._dynamo"], type(torch._dynamo).__name__]
 facts["optimizers"] = len(without)
 facts["same bits"] = dict(bits()) == without
@@ -106,6 +113,23 @@ print(json.dumps([is_there(), torch._dynamo is real, type(real).__name__,
 REAL = [False, [True, True, "module", True]]
 """What ASK tells of the real one."""
 
+DISABLE = """
+lazydynamo.defer()
+class Doubled(torch.nn.Linear):
+    def twice(self, x):
+        return doubled(x)
+def doubled(x):
+    return 2 * x
+module, disable = Doubled(1, 1), torch.compiler.disable
+calls = [disable(doubled), disable(doubled, recursive=False), disable(module.twice)]
+print(json.dumps([[call(3) for call in calls], [call.__name__ for call in calls], is_there()]))
+others = [((), {}), ((), {"recursive": False}), ((Doubled,), {}), ((module,), {"reason": "none"})]
+told = [disable(*others, **more) == (*(others or [None]), more.get("recursive", True),
+                                     {"reason": more.get("reason")}) for others, more in others]
+print(json.dumps([told, is_there()]))
+"""
+"""What may be kept out: functions, which need no real one, and all else, which that one knows."""
+
 IMPORTED = """
 import torch._dynamo.utils
 lazydynamo.defer()
@@ -116,7 +140,7 @@ STAND_IN = {
     "__init__.py": "import torch._dynamo.eval_frame\nfrom .eval_frame import disable, graph_break",
     "eval_frame.py": """
 from torch._dynamo import utils
-def disable(fn, recursive=True, **options): return fn
+def disable(fn=None, recursive=True, **options): return fn, recursive, options
 def graph_break(msg=""): pass
 """,
     "utils.py": "",
@@ -145,12 +169,14 @@ class Found(NamedTuple):
 
     Attributes:
         asked: by the forks that ask for it, before and after a step.
+        disabled: by one that keeps functions out of graphs, and then all else that may be.
         imported_first: by one that had imported it before it was to be deferred.
         imported_later: by one that wants it deferred when it has been imported.
         facts: by the process, which steps with every optimizer, compiles, and steps again.
     """
 
     asked: list[Any]
+    disabled: list[Any]
     imported_first: list[Any]
     imported_later: list[Any]
     facts: dict[str, Any]
@@ -164,11 +190,11 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
     for name, text in STAND_IN.items():
         (package / name).write_text(text)
     asked = [DEFER + ASK.format(before=before, use=use) for use in IMPORTS for before in BEFORE]
-    codes = [*asked, IMPORTED, DEFER + IMPORTED]
-    *answers, first, later, facts = told(
+    codes = [*asked, DISABLE, IMPORTED, DEFER + IMPORTED]
+    *answers, functions, others, first, later, facts = told(
         FORK_EACH + DEFER + WHOLE, str(package.parent), json.dumps(codes)
     )
-    return Found(answers, first, later, facts)
+    return Found(answers, [functions, others], first, later, facts)
 
 
 def test_every_optimizer_of_torch_steps_without_it_and_to_the_same_bits(found: Found) -> None:
@@ -188,6 +214,18 @@ def test_an_optimizer_that_was_made_before_is_kept_out_of_a_graph_that_is_made_l
     """As with the real one: its zero_grad is no part of what is compiled."""
     assert found.facts["computed"] == 4.0
     assert found.facts["graphs"] == 2
+
+
+def test_a_function_is_kept_out_of_graphs_without_it_and_anything_else_by_it(found: Found) -> None:
+    functions, others = found.disabled
+    assert functions == [[6, 6, 6], ["doubled", "doubled", "twice"], False]
+    assert others == [[True] * 4, True]
+
+
+def test_what_stands_in_its_place_is_called_as_it_is(found: Found) -> None:
+    disable, ours, graph_break, our_graph_break = found.facts["calls"]
+    assert ours == disable == [["fn", None], ["recursive", True]]
+    assert our_graph_break == graph_break == [["msg", ""]]
 
 
 def test_it_takes_its_place_for_whoever_asks_before_and_after_a_step(found: Found) -> None:
