@@ -66,6 +66,12 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
         _unexpected_skips.append(report.nodeid)
 
 
+def pytest_collectreport(report: pytest.CollectReport) -> None:
+    """Note a module that is skipped whole, likewise."""
+    if report.skipped and report.nodeid not in ALLOWED_SKIPS:
+        _unexpected_skips.append(report.nodeid)
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """Fail the run for it: a test that never runs proves nothing."""
@@ -88,7 +94,7 @@ def token(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
     """The token of this test's processes; fails the test where one is left behind.
 
     Thousands of tests start none but children that they wait for. What those leave behind by way of
-    others is found at the end of all.
+    others is found at the end of the module.
     """
     value = f"{RUN}-{uuid.uuid4().hex}"
     monkeypatch.setenv(processes.TOKEN, value)
@@ -113,6 +119,17 @@ def token(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
             process.kill()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _nothing_is_left() -> Iterator[None]:
+    """Fail the last test of a module that has left a process behind."""
+    yield
+    try:
+        poll_for(lambda: not processes.with_token(RUN), "all processes of a module to end")
+    finally:
+        for process in processes.with_token(RUN):
+            process.kill()
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _shared() -> Iterator[None]:
     """Have jobs of this process fork by a line of what the tests share, and share stage servers."""
@@ -125,10 +142,6 @@ def _shared() -> Iterator[None]:
         yield
     pool.POOL.close()
     forks.close()
-    left = processes.with_token(RUN)
-    for process in left:
-        process.kill()
-    assert left == [], "these were left behind by tests of tests/unit or tests/group"
 
 
 @pytest.fixture

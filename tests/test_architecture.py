@@ -1,4 +1,4 @@
-"""Who may import whom, and that what is generated is up to date."""
+"""Who may import whom, tests as well, and that what is generated is up to date."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 
-from tests.support.places import PACKAGE
+from tests.support.places import PACKAGE, TESTS
 
 PROTOS = PACKAGE.parent / "protos"
 
@@ -79,12 +80,17 @@ def nodes(module: str) -> list[ast.AST]:
 @cache
 def imported_names(module: str) -> set[str]:
     """The dotted names that a module imports, at its top or inside of functions."""
+    return names_imported_by(nodes(module), module)
+
+
+def names_imported_by(nodes: Iterable[ast.AST], whose: str) -> set[str]:
+    """The dotted names that nodes import; fails if they do so relatively."""
     names: set[str] = set()
-    for node in nodes(module):
+    for node in nodes:
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{module} imports relatively"
+            assert node.level == 0, f"{whose} imports relatively"
             names |= {f"{node.module}.{alias.name}" for alias in node.names}
     return names
 
@@ -148,6 +154,17 @@ def test_every_module_has_its_place_and_every_place_its_module() -> None:
     assert set(ROWS) == {part(module) for module in modules()}
 
 
+def test_no_module_of_tests_imports_another_test() -> None:
+    """What several share is in tests/support, or in tests/zoo where a job imports it."""
+    tests = re.compile(r"tests\.(\w+\.)*(test_\w|conftest\b)")
+    uses = []
+    for path in sorted(TESTS.rglob("*.py")):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        names = names_imported_by(ast.walk(tree), str(path))
+        uses += [f"{path.relative_to(TESTS)} imports {name}" for name in names if tests.match(name)]
+    assert uses == []
+
+
 def test_only_two_modules_print_on_a_terminal_and_they_make_it_visible() -> None:
     ways = ("click.echo", "click.secho", "rich.print", "rich.console.Console")
     uses = {
@@ -161,7 +178,6 @@ def test_only_two_modules_print_on_a_terminal_and_they_make_it_visible() -> None
 
 PRIVATE = {
     "rpcmp.split uses torch._C._autograd._top_saved_tensors_default_hooks",
-    "rpcmp.lazydynamo uses torch._dynamo",
 }
 """What is private in torch and cannot be had in the transport; see unit/test_torch_contract.py."""
 

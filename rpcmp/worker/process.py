@@ -109,6 +109,7 @@ class WorkerProcess:
         if loaders is not None:
             loaders.close()
         transport.leave(LEAVE_SECONDS)
+        self._log.flush()  # of what other threads have said meanwhile
         self._channel.send({"event": "left"})
         os._exit(0)  # no destructors: RPC threads may still be about
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shlex
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -154,8 +153,8 @@ def test_the_script_of_every_shell_asks_rpcmp(shell: str) -> None:
         timeout=60,
     )
     assert f"_RPCMP_COMPLETE={shell}_complete" in result.stdout
-    if program := shutil.which(shell):  # where there is one it has to understand it
-        checked = subprocess.run([program, "-n"], input=result.stdout, text=True, timeout=60)
+    if shell == "bash":  # of the others see tests/system/test_shells.py
+        checked = subprocess.run(["bash", "-n"], input=result.stdout, text=True, timeout=60)
         assert checked.returncode == 0
 
 

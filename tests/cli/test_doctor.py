@@ -6,7 +6,7 @@ import contextlib
 import json
 import shutil
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -17,6 +17,7 @@ import pytest
 from rpcmp.control.client import StageClient
 from rpcmp.doctor import checkup
 from rpcmp.wire import authority, role
+from tests.support.findings import failed
 from tests.support.lan import cli
 from tests.support.processes import (
     NO_NETWORKS,
@@ -95,10 +96,6 @@ def doctor(config: Path, *options: str | Path) -> tuple[Result, list[dict[str, A
     assert said["exit_code"] == result.code
     found: list[dict[str, Any]] = said["findings"]
     return result, found
-
-
-def failed(found: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
-    return [(one["where"], one["check"]) for one in found if one["status"] == "failed"]
 
 
 def test_a_job_that_starts_its_own_servers_is_in_order(job: JobFolder) -> None:

@@ -19,13 +19,13 @@ from rpcmp.cli.failed import failed
 from rpcmp.cli.remedy import DECISIONS, Command, remedy
 from rpcmp.config import Config
 from tests.support.commandlines import parsed
+from tests.support.everyerror import EXAMPLES as ERRORS
+from tests.support.everyerror import tree
 from tests.support.lan import cli as run_certs
 from tests.support.lan import issue
 from tests.support.places import EXAMPLES
 from tests.support.pool import lent
 from tests.support.processes import Result, rpcmp, running_server
-from tests.unit.test_errors import EXAMPLES as ERRORS
-from tests.unit.test_errors import tree
 
 LONG_AGO = datetime.min.replace(tzinfo=UTC)
 CONFIG = 'steps = 1\nloss = "torch.nn:MSELoss"\n[[stages]]\nmodule = "torch.nn:Identity"\n'

@@ -1,15 +1,13 @@
 """What a job may not do on a host: run what is not allowed there, or reach files of its choice.
 
-Names and paths alone are in tests/unit: test_allowed_names.py and checkpoint/test_inside.py.
+Names and paths alone are in tests/unit: test_allowlist.py and checkpoint/test_inside.py.
 """
 
 from __future__ import annotations
 
 import json
-import uuid
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import grpc
 import pytest
@@ -25,7 +23,8 @@ from rpcmp.v1 import control_pb2 as pb
 from rpcmp.v1 import doctor_pb2
 from rpcmp.v1.control_pb2_grpc import ControlStub, SnapshotsStub
 from rpcmp.v1.doctor_pb2_grpc import DoctorStub
-from tests.support.processes import Addressed, Server, running_servers
+from tests.support.claims import prepared
+from tests.support.processes import Server, running_servers
 
 
 @pytest.mark.parametrize(
@@ -102,20 +101,6 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, 
     (base / "canary").write_text("SECRET")
     with running_servers(1, "--checkpoints", str(base / "saved"), apart=False) as (server,):
         yield server, base
-
-
-def prepared(server: Addressed, folder: str, **more: Any) -> pb.PrepareRequest:
-    return pb.PrepareRequest(
-        job="evil",
-        job_id=uuid.uuid4().hex,
-        generation=1,
-        versions=versions(),
-        threads=1,  # as many as the fork server has been started for
-        heartbeat_timeout=120,
-        group=[pb.GroupStage(name="stage0", replicas=1)],
-        checkpoint_folder=folder,
-        **more,
-    )
 
 
 def _wanted(job: pb.PrepareRequest, path: str) -> pb.FetchRequest:

@@ -68,6 +68,47 @@ def test_a_step_that_one_replica_cannot_do_is_skipped_by_all_whoever_is_lost_in_
     assert [loss is None for loss in disturbed.losses] == [False, False, True] * 2
 
 
+RESIZED = """
+steps = 6
+seed = 3
+loss = "zoo:token_loss"
+num_microbatches = 3
+max_grad_norm = 0.5
+autocast = "float16"
+loss_scaling = { initial = 1e6, growth_interval = 2 }
+scheduler_interval = "step"
+optimizer = { callable = "torch.optim:AdamW", kwargs = { lr = 0.01 } }
+scheduler = { callable = "torch.optim.lr_scheduler:StepLR", kwargs = { step_size = 1 } }
+checkpoint = { dir = "saved", every_steps = 4 }
+[model]
+layers = "zoo:transformer"
+balance = [1, 3]
+[data]
+train = "zoo:tokens"
+batch_size = 11
+[[stages]]
+replicas = 3
+[[stages]]
+"""
+"""Of six steps 1 and 4 are skipped. One replica and three of a stage have the same bits: they add
+up three gradients in the same order, and no layer has statistics, which are the first replica's."""
+
+
+def test_a_run_is_resumed_after_a_skipped_step_with_another_cut_and_other_numbers_of_replicas(
+    job: JobFolder,
+) -> None:
+    config = job.config(RESIZED)
+    expected = in_this_process(config)
+    assert [skipped for _, _, _, skipped, _ in expected[:-1]] == [True, False, False] * 2
+    first = drive(config, "--set", "steps=4")
+    assert committed(first)[:-1] == expected[:4]
+    changes = ("model.balance=[3, 1]", "stages.0.replicas=1", "stages.1.replicas=3")
+    resumed = drive(config, "--resume", *(part for each in changes for part in ("--set", each)))
+    assert committed(resumed) == expected[4:]
+    assert resumed.event("resumed")["step"] == 4
+    assert {*resumed.event("summary")["hosts"]} == {"stage0", "stage1:0", "stage1:1", "stage1:2"}
+
+
 # From Python.
 
 

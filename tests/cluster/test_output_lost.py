@@ -31,6 +31,9 @@ HEARS = ["env", "--default-signal=HUP"]
 INT, TERM, HUP = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
 LONG = "steps = 100000\nnum_microbatches = 1\n[model]\nlayers = 'zoo:mlp'\nbalance = [4]\n"
 SHORT = LONG.replace("100000", "2")
+FAILING = SHORT.replace("zoo:mlp", "zoo:broken_layers").replace("[4]", "[2]")
+"""Its stage cannot be built, which is known once there is one."""
+
 SLOW = """
 steps = 30
 num_microbatches = 1
@@ -93,15 +96,18 @@ def test_a_reader_who_has_had_enough_ends_no_run(job: JobFolder, server: Server)
 
 
 def test_a_runs_exit_code_is_its_own_without_any_output(job: JobFolder, server: Server) -> None:
-    """What all is closed of starts a server and a fork server, which inherit that."""
-    config = job.config(SHORT)
+    """Where all three streams are closed, the run starts its server: that inherits them closed."""
+    config, failing = job.config(SHORT), job.config(FAILING, "failing.toml")
+    told = rpcmp("drive", failing, "--connect", server.address)
+    assert told.code == 2
+    assert "stage 'stage0' failed in build: layer 'bad'" in told.err
     for closed in ("> /dev/full 2> /dev/full", "2>&-", "<&- >&- 2>&-"):
         alone = "<&-" in closed
         command = f"$RPCMP drive $CONFIG {closed}"
         ended = shell(command, config, None if alone else server, shares=not alone)
         assert ended.returncode == 0, closed
-        wrong = shell(f"$RPCMP drive $CONFIG --set num_microbatch=3 {closed}", config)
-        assert wrong.returncode == 2, closed
+        failed = shell(f"$RPCMP drive $CONFIG {closed}", failing, server)
+        assert failed.returncode == 2, closed
 
 
 def test_what_was_wanted_and_is_lost_is_an_error(job: JobFolder) -> None:

@@ -8,8 +8,8 @@ import grpc
 import pytest
 
 from rpcmp.v1.control_pb2_grpc import ControlStub
-from tests.cluster.test_allow import prepared
 from tests.support import pool
+from tests.support.claims import prepared
 from tests.support.pool import POOL, lent
 from tests.support.processes import describe
 

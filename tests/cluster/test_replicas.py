@@ -20,7 +20,7 @@ from tests.support.faults import STEP, Faults, committed, drive
 from tests.support.localgroup import unsplit
 from tests.support.pool import lent
 from tests.support.processes import JobFolder, connect, rpcmp, running, running_server
-from tests.support.replicated import ALONE, MIDDLE, PIPELINES, replicated
+from tests.support.replicated import ALONE, MIDDLE, PIPELINES, replicated, undisturbed_in
 from tests.support.runs import checkpoints_in
 
 # Recovery
@@ -29,8 +29,7 @@ from tests.support.runs import checkpoints_in
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[tuple[int, str]], str]:
     """Losses and parameters of the job without a fault."""
-    job = JobFolder(tmp_path_factory.mktemp("undisturbed") / "job")
-    return committed(drive(replicated(Faults(job))))
+    return undisturbed_in(tmp_path_factory.mktemp("undisturbed"))
 
 
 @pytest.mark.parametrize(("phase", "how"), [("backward", "SIGKILL"), ("saving", "host")])

@@ -17,15 +17,14 @@ from rpcmp.runfolder.compare import compare
 from rpcmp.runfolder.reader import read
 from tests.support.faults import committed
 from tests.support.processes import JobFolder, Result, RunningHere, rpcmp, running, unstamped
-from tests.support.resuming import BODY, STEPS, after, checkpoints, drive
+from tests.support.resuming import BODY, STEPS, after, checkpoints, drive, whole_in
 from tests.support.runs import checkpoints_in
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[JobFolder, Result]:
     """A run from its beginning to its end, and its files; not to be changed."""
-    job = JobFolder(tmp_path_factory.mktemp("whole") / "job")
-    return job, drive(job.config(BODY))
+    return whole_in(tmp_path_factory.mktemp("whole"))
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ from rpcmp.config import Config
 from rpcmp.job.segments import Segments
 from rpcmp.setting import Setting
 from tests.support.processes import JobFolder, rpcmp
+from tests.support.settings import setting
 
 
 def train(config: Config, order: Sequence[tuple[Setting, int]]) -> list[float]:
@@ -33,17 +34,6 @@ def train(config: Config, order: Sequence[tuple[Setting, int]]) -> list[float]:
         return losses
 
     return asyncio.run(run())
-
-
-def setting(num_microbatches: int, schedule: str, max_in_flight: int | None = None) -> Setting:
-    """For brevity."""
-    return Setting.model_validate(
-        {
-            "num_microbatches": num_microbatches,
-            "schedule": schedule,
-            "max_in_flight": max_in_flight,
-        }
-    )
 
 
 def test_each_segment_runs_under_its_own_setting(job: JobFolder) -> None:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import grpc
 import psutil
@@ -14,6 +18,7 @@ from rpcmp.v1 import control_pb2 as pb
 from rpcmp.v1.control_pb2_grpc import ControlStub
 from rpcmp.v1.doctor_pb2 import ExamineRequest
 from rpcmp.v1.doctor_pb2_grpc import DoctorStub
+from tests.support.longjob import LONG_JOB
 from tests.support.pool import lent
 from tests.support.processes import (
     DEADLINE,
@@ -37,16 +42,6 @@ def idle() -> Iterator[list[Server]]:
     """Two servers on hosts of their own, for tests that leave them idle."""
     with running_servers(2) as started:
         yield started
-
-
-LONG_JOB = """
-name = "long-job"
-steps = 100000
-[model]
-layers = "zoo:jittery"
-kwargs = { milliseconds = 5.0 }
-balance = [3, 2]
-"""
 
 
 def test_servers_take_one_job_after_the_other(job: JobFolder, idle: list[Server]) -> None:
@@ -135,15 +130,43 @@ def test_a_message_of_a_generation_that_is_gone_is_refused(idle: list[Server]) -
         assert "generation 3" in (refused.value.details() or "")
 
 
-def test_the_default_ports_are_what_a_bare_connect_uses(job: JobFolder) -> None:
+FREE = """
+import sys
+from rpcmp import addresses, cli
+stage = sys.argv[1]
+addresses.default_port = lambda index, replica=0: {(int(stage), 0): 0}[index, replica]
+sys.argv = sys.argv[4:]
+cli.main()
+"""
+
+
+def test_the_default_ports_are_what_a_bare_connect_uses(
+    job: JobFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With free ports in their place: who has the real ones may be somebody else's server."""
     config = job.config('[model]\nlayers = "zoo:mlp"\nbalance = [2, 2]')
-    with running_server("--stage", "0") as first, running_server("--stage", "1") as second:
-        for stage, server in enumerate((first, second)):
-            assert server.address.endswith(f":{addresses.default_port(stage)}")
+    first, second = ((sys.executable, "-c", FREE, str(stage)) for stage in range(2))
+    with (
+        running_server("--stage", "0", under=first) as one,
+        running_server("--stage", "1", under=second) as two,
+    ):
+        ports = {(i, 0): int(each.address.rpartition(":")[2]) for i, each in enumerate([one, two])}
+        monkeypatch.setattr(addresses, "default_port", lambda i, replica=0: ports[i, replica])
         result = rpcmp("drive", config, "--connect", "--json")
         assert result.code == 0, result.err
-        assert rpcmp("status", config).code == 0
+        assert [each["address"] for each in status_at_defaults(config)] == [
+            one.address,
+            two.address,
+        ]
     assert rpcmp("status", config).code == 75
+
+
+def status_at_defaults(config: Path) -> list[dict[str, Any]]:
+    """What `rpcmp status --json` says that is told no addresses."""
+    result = rpcmp("status", config, "--json")
+    assert result.code == 0, result.err
+    stages: list[dict[str, Any]] = json.loads(result.out)["stages"]
+    return stages
 
 
 def test_a_server_for_another_stage_is_refused(job: JobFolder, idle: list[Server]) -> None:

@@ -7,17 +7,13 @@ import asyncio
 import pytest
 
 from rpcmp.bench import cases, lineup, rounds
-from rpcmp.bench.contestant import Contestant
 from rpcmp.bench.peers import group
 from rpcmp.bench.peers.group import stage_times
 from rpcmp.errors import UnfitError
+from tests.support.contestants import compare
 from tests.support.processes import JobFolder
 
 TINY = ["model.kwargs.times_ms={forward = 1.0, input_gradient = 1.0, weight_gradient = 1.0}"]
-
-
-def compare(*contestants: Contestant, pairs: int = 3) -> rounds.Rounds:
-    return asyncio.run(rounds.compare(contestants, pairs, 2, lambda what, left: None))
 
 
 def test_the_real_peers_train_the_same_from_the_same_start(

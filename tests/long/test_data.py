@@ -7,7 +7,7 @@ from multiprocessing import resource_tracker
 
 import pytest
 
-from tests.unit.test_data import AllAtOnce, Transformed, batches_of, require_tails, values
+from tests.support.minibatches import AllAtOnce, Transformed, batches_of, require_tails, values
 
 
 @pytest.fixture(scope="module", autouse=True)

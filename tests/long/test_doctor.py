@@ -5,10 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
+from tests.support.findings import failed
 from tests.support.processes import (
     JobFolder,
     Server,
@@ -20,10 +19,6 @@ MODEL = '[model]\nlayers = "zoo:mlp"\nbalance = [2, 2]\n'
 
 
 HOST = "127.0.0.1"
-
-
-def failed(found: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
-    return [(one["where"], one["check"]) for one in found if one["status"] == "failed"]
 
 
 def test_code_that_differs_from_host_to_host(job: JobFolder, tmp_path: Path) -> None:

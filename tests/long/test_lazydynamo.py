@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from tests.unit.test_lazydynamo import STEP, USES, require_real
+from tests.support.dynamo import BEFORE, USES, require_real
 
 
 @pytest.mark.parametrize("use", USES)
-@pytest.mark.parametrize("before", ["", STEP])
+@pytest.mark.parametrize("before", BEFORE)
 def test_whoever_asks_for_more_gets_the_real_one(use: str, before: str) -> None:
     require_real(use, before)

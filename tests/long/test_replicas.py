@@ -6,7 +6,7 @@ import pytest
 
 from tests.support.faults import STEP, Faults, committed, drive
 from tests.support.processes import JobFolder, rpcmp
-from tests.support.replicated import MIDDLE, PIPELINES, replicated
+from tests.support.replicated import MIDDLE, PIPELINES, replicated, undisturbed_in
 
 pytestmark = pytest.mark.long
 
@@ -14,8 +14,7 @@ pytestmark = pytest.mark.long
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[tuple[int, str]], str]:
     """Losses and parameters of the job without a fault."""
-    job = JobFolder(tmp_path_factory.mktemp("undisturbed") / "job")
-    return committed(drive(replicated(Faults(job))))
+    return undisturbed_in(tmp_path_factory.mktemp("undisturbed"))
 
 
 @pytest.mark.parametrize("how", ["SIGKILL", "SIGSTOP", "exception", "cut"])

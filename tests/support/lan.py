@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import subprocess
 import uuid
 from collections.abc import Iterator, Sequence
@@ -115,6 +116,13 @@ def issue(folder: Path, *hosts: str) -> Path:
     return folder
 
 
+def issue_to_driver(folder: Path, host: str) -> Path:
+    """Certificates for a stage, and for a driver that answers there; returns that one's folder."""
+    issue(folder, host)
+    cli(folder, "issue", "--driver", "--name", "driver-here", "--host", host)
+    return folder / "driver-here"
+
+
 def cli(folder: Path, command: str, *options: str) -> None:
     """`rpcmp certs COMMAND`, in this process."""
     certs.main([command, str(folder), *options], standalone_mode=False)
@@ -146,3 +154,14 @@ def driving(config: Path, certs: Path, *options: str, on: Host) -> Iterator[Runn
     where = ("--certs", str(certs / "driver"))
     with running("drive", config, "--json", *where, *options, under=on.inside) as run:
         yield run
+
+
+def listening(host: Host) -> set[tuple[str, int]]:
+    """Where anybody listens on a host, for TCP."""
+    rows = host.run("cat", "/proc/net/tcp", "/proc/net/tcp6").stdout.splitlines()
+    found = (row.split()[1].split(":") for row in rows if re.search(r":\w{4} \w+:0000 0A", row))
+    return {(_dotted(address), int(port, 16)) for address, port in found}
+
+
+def _dotted(word: str) -> str:
+    return ".".join(str(int(word[i : i + 2], 16)) for i in (6, 4, 2, 0))

@@ -15,6 +15,7 @@ from them does so one at a time.
 from __future__ import annotations
 
 import contextlib
+import json
 import shutil
 import sys
 import threading
@@ -151,7 +152,6 @@ class LocalWorker:
     def end(self) -> None:
         """End its threads, and free its memory."""
         self.stage._compute.close()
-        self.stage._conductor._threads.shutdown(wait=False)
         if self._loaders is not None:
             self._loaders.close()
         self.slots.close()
@@ -216,7 +216,10 @@ class LocalGroup:
         return steps, self.group.parameters_sha256()
 
     def kept(self, folder: Path) -> Begin:
-        """What the stages keep of the last step, in files, for another group."""
+        """What the stages keep of the last step, in files, for another group.
+
+        What the driver keeps is what it reads in a checkpoint's manifest, JSON.
+        """
         folder.mkdir(exist_ok=True)
         step, files = self.training.progress.step, []
         for worker in self.workers:
@@ -224,7 +227,27 @@ class LocalGroup:
             assert snapshot is not None, f"{worker.part.member.label} keeps nothing of step {step}"
             files.append(str(folder / f"{worker.part.member.name}.safetensors"))
             shutil.copyfile(worker.slots.path(snapshot.slot), files[-1])
-        return Begin(self.training.progress, files)
+        told = json.loads(json.dumps(self.training.progress.message()))
+        return Begin(Progress.from_message(told), files)
+
+
+@contextlib.contextmanager
+def _executors_end() -> Iterator[None]:
+    """End those that members make: in a worker they live as long as its process."""
+    made: list[ThreadPoolExecutor] = []
+    construct = ThreadPoolExecutor.__init__
+
+    def note(self: ThreadPoolExecutor, *args: Any, **kwargs: Any) -> None:
+        construct(self, *args, **kwargs)
+        made.append(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ThreadPoolExecutor, "__init__", note)
+        try:
+            yield
+        finally:
+            for each in made:
+                each.shutdown(wait=False)
 
 
 @contextlib.contextmanager
@@ -239,6 +262,7 @@ def local_group(
     """
     with contextlib.ExitStack() as stack:
         patch = stack.enter_context(pytest.MonkeyPatch.context())
+        stack.enter_context(_executors_end())
         for owner, name in (
             (Execution, "_compute"),
             (Execution, "_infer"),

@@ -76,7 +76,7 @@ class Mutant:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of it: the test that failed first; empty: all passed."""
+    """What became of it: the test that failed first; empty: all passed, or it was not planted."""
 
     mutant: Mutant
     caught_by: str
@@ -170,22 +170,29 @@ def tests_near(module: str, folder: Path) -> list[str]:
 
 
 def tried(mutant: Mutant, copy: Path, options: Sequence[str], limit: float) -> Verdict:
-    """Plant a mutant in `copy`, run the tests, and take it out again."""
+    """Plant a mutant in `copy`, run the tests, and take it out again.
+
+    A test that fails without it as well, in the same place, catches nothing: its name then ends so.
+    """
     path = copy / mutant.path
     whole = path.read_text(encoding="utf-8")
     lines = whole.splitlines(keepends=True)
     alike = [index for index, line in enumerate(lines) if line.strip() == mutant.before]
+    if not alike:
+        return Verdict(mutant, "", 0.0)
     index = min(alike, key=lambda index: abs(index + 1 - mutant.line))  # the tree may have moved on
     lines[index] = lines[index].replace(mutant.before, mutant.after)
     path.write_text("".join(lines), encoding="utf-8")
     started = time.monotonic()
     try:
         near = tests_near(mutant.path.removeprefix("rpcmp/"), copy / "tests")
-        caught = _failed(copy, [*near, "-n", "0"], NEAR_SECONDS) if near else ""
+        caught = _failed(copy, [*options, *near, "-n", "0"], NEAR_SECONDS) if near else ""
         if limit and not caught:
             caught = _failed(copy, options, limit)
     finally:
         path.write_text(whole, encoding="utf-8")
+    if "::" in caught and _failed(copy, [*options, caught, "-n", "0"], NEAR_SECONDS):
+        caught += ", which fails without it"
     return Verdict(mutant, caught, round(time.monotonic() - started, 1))
 
 

@@ -9,14 +9,18 @@ import pytest
 
 PACKAGES = {
     "chromium": "chromium",
+    "fish": "fish",
     "ip": "iproute2",
     "mount": "mount",
     "nsenter": "util-linux",
+    "openssl": "openssl",
+    "prlimit": "util-linux",
     "ss": "iproute2",
     "systemd-analyze": "systemd",
     "tc": "iproute2",
     "umount": "mount",
     "unshare": "util-linux",
+    "zsh": "zsh",
 }
 """Of Debian, by program."""
 

@@ -20,6 +20,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -31,13 +32,13 @@ from rpcmp.members import Member
 from rpcmp.process.forking import Forks
 from rpcmp.v1 import control_pb2 as pb
 from tests.support import processes
-from tests.support.sharedforks import DRIVE
+from tests.support.sharedforks import BEFORE, DRIVE
 
 SECONDS = 30.0
 """In which a server has forgotten a job that has ended."""
 
-OF_ONE_TEST = (processes.TOKEN, "RPCMP_CERTS", "TMPDIR")
-"""Variables that a test may set for itself: a server outlives it, and the folder that it names."""
+NOT_OURS = (processes.TOKEN, "RPCMP_CERTS")
+"""Variables of who runs the tests that would be heeded."""
 
 
 class PooledServer:
@@ -53,23 +54,24 @@ class PooledServer:
     """
 
     def __init__(self, line: int, listen: str = "127.0.0.1:0") -> None:
-        self.process = subprocess.Popen(
-            [
-                *(sys.executable, "-P", "-m", "rpcmp", "serve", "--spare"),
-                *("--listen", listen, "--parent", str(os.getpid())),
-                *("--checkpoints", "/", "--forks", str(line)),
-            ],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            pass_fds=[line],
-            env={name: os.environ[name] for name in os.environ if name not in OF_ONE_TEST},
-            start_new_session=True,
-        )
-        assert self.process.stdout is not None
-        told = self.process.stdout.readline().decode()
-        found = re.search(r"127\.0\.0\.1:\d+", told)
-        assert found is not None, f"a stage server did not start: {told!r}"
+        command = [sys.executable, "-P", "-m", "rpcmp", "serve", "--spare", "--listen", listen]
+        more = ["--parent", str(os.getpid()), "--checkpoints", "/", "--forks", str(line)]
+        with tempfile.TemporaryFile() as err:
+            self.process = subprocess.Popen(
+                [*command, *more],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=err,
+                pass_fds=[line],
+                env={name: value for name, value in BEFORE.items() if name not in NOT_OURS},
+                start_new_session=True,
+            )
+            assert self.process.stdout is not None
+            told = self.process.stdout.readline().decode()
+            if (found := re.search(r"127\.0\.0\.1:\d+", told)) is None:
+                self.end()
+                err.seek(0)
+                raise AssertionError(f"a stage server did not start: {told}{err.read().decode()}")
         self.address = found[0]
 
     @property

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.support.faults import Faults
+from tests.support.faults import Committed, Faults, committed, drive
+from tests.support.processes import JobFolder
 
 MIXED = """
     num_microbatches = 5
@@ -63,3 +64,8 @@ def replicated(faults: Faults) -> Path:
     path = faults.config()
     path.write_text(path.read_text() + REPLICATED)
     return path
+
+
+def undisturbed_in(folder: Path) -> Committed:
+    """What the job commits without a fault."""
+    return committed(drive(replicated(Faults(JobFolder(folder / "job")))))

@@ -40,6 +40,12 @@ def drive(config: Path, *options: str) -> Result:
     return rpcmp("drive", config, "--json", *options)
 
 
+def whole_in(folder: Path) -> tuple[JobFolder, Result]:
+    """A run from its beginning to its end, and its files."""
+    job = JobFolder(folder / "job")
+    return job, drive(job.config(BODY))
+
+
 def checkpoints(job: JobFolder) -> CheckpointFolder:
     return checkpoints_in(job.folder / "saved")
 

@@ -50,3 +50,7 @@ def url_of(run: Running | RunningHere) -> str:
 
     url: str = poll_for(found, "the address of the metrics")
     return url
+
+
+def port_of(url: str) -> int:
+    return int(re.findall(r":(\d+)/", url)[0])

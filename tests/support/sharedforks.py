@@ -29,6 +29,9 @@ import psutil
 from rpcmp.process.environment import compute_environment
 from rpcmp.process.forking import DRIVERS, MAX_BYTES, WORKERS, Forks
 
+BEFORE = dict(os.environ)
+"""The environment before any test: what all share must not have that of the test which is first."""
+
 DRIVE = "drive"
 """The fork server of drivers, and of the servers that they start."""
 
@@ -118,8 +121,7 @@ class SharedForks:
         return psutil.Process(json.loads(self._birth.recv(MAX_BYTES))["pid"])
 
     def _new(self, theirs: socket.socket) -> psutil.Process:
-        left_out = (self._without, "TMPDIR")  # which may be a folder of the test that is the first
-        environment = {key: value for key, value in os.environ.items() if key not in left_out}
+        environment = {key: value for key, value in BEFORE.items() if key != self._without}
         arguments = [str(theirs.fileno()), str(os.getpid()), "", WORKERS, DRIVERS]
         return psutil.Popen(
             [sys.executable, "-P", "-m", "rpcmp.process", *arguments],

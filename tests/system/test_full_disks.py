@@ -10,14 +10,13 @@ from rpcmp.checkpoint.folder import remove
 from tests.support.faults import committed
 from tests.support.leftovers import MENDED, Failed, left_in, warned
 from tests.support.processes import JobFolder, Result, small_disk
-from tests.support.resuming import BODY, STEPS, after, checkpoints, drive
+from tests.support.resuming import BODY, STEPS, after, checkpoints, drive, whole_in
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[JobFolder, Result]:
     """A run from its beginning to its end, and its files; not to be changed."""
-    job = JobFolder(tmp_path_factory.mktemp("whole") / "job")
-    return job, drive(job.config(BODY))
+    return whole_in(tmp_path_factory.mktemp("whole"))
 
 
 @pytest.mark.parametrize("on_error", ["fail", "warn"])

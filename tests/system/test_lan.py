@@ -13,7 +13,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from rpcmp.examples import digits
-from tests.support.lan import Host, driving, issue, lan, serving
+from tests.support.lan import Host, driving, issue, lan, listening, serving
 from tests.support.processes import JobFolder, Result, Server, poll_for, rpcmp, running
 from tests.support.scraping import url_of
 
@@ -148,17 +148,6 @@ def carried(host: Host, url: str) -> set[tuple[str, str]]:
         return {(sample.labels["source"], sample.labels["target"]) for sample in of_name}
 
     return positive("rpcmp_link_bytes_total") & positive("rpcmp_link_round_trip_seconds")
-
-
-def listening(host: Host) -> set[tuple[str, int]]:
-    """Where anybody listens on a host, for TCP."""
-    rows = host.run("cat", "/proc/net/tcp", "/proc/net/tcp6").stdout.splitlines()
-    found = (row.split()[1].split(":") for row in rows if re.search(r":\w{4} \w+:0000 0A", row))
-    return {(_dotted(address), int(port, 16)) for address, port in found}
-
-
-def _dotted(word: str) -> str:
-    return ".".join(str(int(word[i : i + 2], 16)) for i in (6, 4, 2, 0))
 
 
 PROBE = """

@@ -7,8 +7,8 @@ import json
 from pathlib import Path
 
 from rpcmp.trace import chrome
-from tests.cli.test_hostile_files import MOST_MIB, measured
-from tests.unit.trace.test_chrome import GOOD_SPAN
+from tests.support.memory import MOST_MIB, measured
+from tests.support.tracefiles import GOOD_SPAN
 
 
 def test_one_span_more_than_is_read_does_not_fill_the_memory(tmp_path: Path) -> None:

@@ -13,16 +13,24 @@ import pytest
 
 from rpcmp import scratch
 from rpcmp.server import codefolder
-from tests.cluster.test_tunnel import require_alone
+from tests.support.codefolders import LEAVES
 from tests.support.lan import issue, serving
+from tests.support.needs import needs, needs_root
 from tests.support.processes import JobFolder, connect, rpcmp, running, running_servers
 from tests.support.spying import sha256, spying
-from tests.unit.server.test_codefolder import LEAVES
+from tests.support.tunnels import require_alone
 
 HERE = "127.0.0.1"
 NONE = "0" * 16
-APART = ("unshare", "--user", "--map-root-user", "--pid", "--fork")
-"""A container of its own: its processes have ids that nobody has here."""
+
+
+def apart(*options: str) -> tuple[str, ...]:
+    """What runs a program in a container of its own: its processes have ids that nobody has here.
+
+    Args:
+        options: more of unshare's.
+    """
+    return (needs("unshare"), "--user", "--map-root-user", "--pid", "--fork", *options)
 
 
 ORDINARY = """
@@ -67,6 +75,7 @@ os.waitpid(pid, 0)
 
 def test_an_ordinary_users_process_is_confined_as_well(tmp_path: Path) -> None:
     """In a user namespace of its own, where it has had all capabilities."""
+    needs_root("become another user")
     with tempfile.TemporaryDirectory() as folder:
         os.chmod(folder, 0o755)
         scratch = Path(folder) / "scratch"
@@ -90,13 +99,16 @@ def test_an_ordinary_users_process_is_confined_as_well(tmp_path: Path) -> None:
 def test_a_host_without_the_checkpoints_gets_them_and_its_confined_worker_reads_them(
     job: JobFolder, tmp_path: Path
 ) -> None:
+    needs_root("mount a disk")
+    needs("mount")
     disk = tmp_path / "disk"
     disk.mkdir()
     config = spying(job, [], data=f'[checkpoint]\ndir = "{disk}/saved"\nevery_steps = 2')
     with running_servers(2) as servers:
         at = ("--connect", connect(servers))
         assert rpcmp("drive", config, "--json", *at, "--set", "steps=4").code == 0
-    empty = ("unshare", "--mount", "sh", "-c", f'mount -t tmpfs none {disk} && exec "$@"', "sh")
+    script = f'mount -t tmpfs none {disk} && exec "$@"'
+    empty = (needs("unshare"), "--mount", "sh", "-c", script, "sh")
     with (
         running_servers(1) as (first,),
         running("serve", "--stage", "1", "--listen", f"{HERE}:0", under=empty) as second,
@@ -116,8 +128,10 @@ def test_stages_that_cannot_read_each_others_memory_use_their_sockets(
     """As two containers on one host; stages of one user there copy from memory to memory."""
     config = job.config('[model]\nlayers = "zoo:mlp"\nbalance = [2, 2]')
     certs = issue(tmp_path / "certs", HERE, HERE)
-    apart = (*APART, "--kill-child")
-    with serving(0, f"{HERE}:0", certs) as first, serving(1, f"{HERE}:0", certs, apart) as second:
+    with (
+        serving(0, f"{HERE}:0", certs) as first,
+        serving(1, f"{HERE}:0", certs, apart("--kill-child")) as second,
+    ):
         where = ("--connect", connect([first, second]), "--certs", certs / "driver")
         result = rpcmp("verify", config, *where, "--steps", "2")
         second.run.process.kill()
@@ -135,7 +149,7 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_what_another_server_uses_stays(temporary: Path) -> None:
     """Even where it is in a container, and has a process id that nobody has here."""
-    command = [*APART, "--kill-child", sys.executable, "-c", f"{LEAVES}sys.stdin.read()"]
+    command = [*apart("--kill-child"), sys.executable, "-c", f"{LEAVES}sys.stdin.read()"]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as server:
         assert server.stdout is not None
@@ -150,4 +164,4 @@ def test_what_another_server_uses_stays(temporary: Path) -> None:
 def test_a_process_in_a_container_does_not_get_to_use_our_certificate(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    require_alone(tmp_path, caplog, APART)
+    require_alone(tmp_path, caplog, apart())

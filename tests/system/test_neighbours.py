@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.lan import Host, issue, lan, serving
+from tests.support.lan import Host, issue, lan, listening, serving
+from tests.support.needs import needs
 from tests.support.processes import JobFolder, Running, connect, poll_for, running
-from tests.system.test_lan import listening
 
 LONG = """
 steps = 100000
@@ -175,7 +175,7 @@ def test_a_pickle_for_a_worker_in_reach_of_others_executes_nothing(
 ) -> None:
     """Where the kernel makes no networks: a real agent of another user, at each port there is."""
     marker = tmp_path / "was-here"
-    refusing = ("unshare", "--user", "--map-root-user", "sh", "-c", NO_NAMESPACES, "sh")
+    refusing = (needs("unshare"), "--user", "--map-root-user", "sh", "-c", NO_NAMESPACES, "sh")
     with running("drive", job.config(LONG), "--json", under=(*host.inside, *refusing)) as run:
         run.wait_for_line('"step": 2,')
         tmp_path.chmod(0o777)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import socket
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
 from rpcmp.errors import JobError
-from tests.cluster.test_servers import LONG_JOB
+from tests.support.forkedchildren import end, forks, spawn, write_modules
+from tests.support.longjob import LONG_JOB
 from tests.support.needs import needs
 from tests.support.processes import (
     JobFolder,
@@ -21,16 +21,8 @@ from tests.support.processes import (
     forked,
     rpcmp,
     running,
-    running_servers,
     status,
 )
-from tests.unit.process.test_forking import end, forks, modules, spawn  # noqa: F401
-
-
-@pytest.fixture
-def idle() -> Iterator[list[Server]]:
-    with running_servers(2) as started:
-        yield started
 
 
 def private_listeners(process: psutil.Process) -> set[str]:
@@ -46,16 +38,16 @@ def private_listeners(process: psutil.Process) -> set[str]:
     }
 
 
-def test_only_a_group_itself_reaches_its_workers(job: JobFolder, idle: list[Server]) -> None:
+def test_only_a_group_itself_reaches_its_workers(job: JobFolder, servers: list[Server]) -> None:
     config = job.config(LONG_JOB)
-    with running("drive", config, "--connect", connect(idle), "--json") as run:
+    with running("drive", config, "--connect", connect(servers), "--json") as run:
         run.wait_for_line('"step"')
         (driver,) = forked("rpcmp.driver")
-        workers = [psutil.Process(stage["worker_pid"]) for stage in status(config, idle)]
+        workers = [psutil.Process(stage["worker_pid"]) for stage in status(config, servers)]
         for process in [*workers, driver]:
             assert process.net_connections("inet") == []
             assert private_listeners(process) == {"127.77.0.1", "127.77.0.2", "127.77.0.3"}
-        for server in idle:
+        for server in servers:
             sockets = psutil.Process(server.pid).net_connections("inet")
             listening = [s for s in sockets if s.status == psutil.CONN_LISTEN]
             assert [s.laddr.ip for s in listening] == ["127.0.0.1"]
@@ -75,7 +67,11 @@ def test_where_the_kernel_makes_no_networks_a_job_runs_and_says_so(job: JobFolde
     assert result.event("summary")["parameters_sha256"] == expected
 
 
-def test_a_port_that_a_generation_before_has_left_may_be_listened_on_again() -> None:
+def test_a_port_that_a_generation_before_has_left_may_be_listened_on_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_modules(tmp_path, monkeypatch)
+
     async def run() -> None:
         async with forks() as by:
             child, _ = await spawn(by)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import re
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +13,8 @@ import pytest
 from rpcmp.page.place import Place
 from rpcmp.page.server import Page
 from rpcmp.wire.budget import Budget
-from tests.support.lan import cli, issue
+from tests.support.lan import issue, issue_to_driver
+from tests.support.needs import needs
 from tests.support.processes import (
     JobFolder,
     connect,
@@ -22,7 +22,7 @@ from tests.support.processes import (
     running,
     running_server,
 )
-from tests.support.scraping import HERE, scrape, url_of, value
+from tests.support.scraping import HERE, port_of, scrape, url_of, value
 from tests.support.users import MALLORY, TRENT, acting_as
 
 JOB = """
@@ -35,7 +35,7 @@ balance = [2, 2]
 
 def limited(count: int) -> tuple[str, ...]:
     """What runs a program that may have so many descriptors."""
-    return ("prlimit", f"--nofile={count}:{count}")
+    return (needs("prlimit"), f"--nofile={count}:{count}")
 
 
 @contextlib.contextmanager
@@ -52,19 +52,13 @@ def silent(port: int, count: int) -> Iterator[list[socket.socket]]:
         yield found
 
 
-def port_of(url: str) -> int:
-    return int(re.findall(r":(\d+)/", url)[0])
-
-
 def descriptors(pid: int) -> int:
     return psutil.Process(pid).num_fds()
 
 
 @pytest.fixture
 def certs(tmp_path: Path) -> Path:
-    folder = issue(tmp_path / "certs", HERE)
-    cli(folder, "issue", "--driver", "--name", "driver-here", "--host", HERE)
-    return folder / "driver-here"
+    return issue_to_driver(tmp_path / "certs", HERE)
 
 
 def test_a_run_outlives_strangers_at_its_page_and_its_metrics(job: JobFolder, certs: Path) -> None:

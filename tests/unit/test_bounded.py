@@ -16,8 +16,8 @@ from rpcmp.errors import ConfigError
 from rpcmp.runfolder import layout, reader
 from rpcmp.trace import chrome, window
 from rpcmp.trace.shares import measure
+from tests.support.tracefiles import GOOD_SPAN, HEADER
 from tests.support.traces import drawn
-from tests.unit.trace.test_chrome import GOOD_SPAN, HEADER
 
 
 def test_a_file_without_an_end_is_refused_by_what_it_decompresses_to(

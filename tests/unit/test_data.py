@@ -13,12 +13,13 @@ import numpy
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import BatchSampler, Dataset, DistributedSampler, IterableDataset
+from torch.utils.data import BatchSampler, DistributedSampler, IterableDataset, RandomSampler
 
 from rpcmp import data, seeds
 from rpcmp.errors import ConfigError
 from rpcmp.kinds import Factory
 from rpcmp.sections import DataConfig
+from tests.support.minibatches import AllAtOnce, Transformed, batches_of, require_tails, values
 from tests.zoo import models
 
 
@@ -106,17 +107,6 @@ def test_a_random_transform_does_not_depend_on_what_happens_between_mini_batches
     assert torch.equal(torch.cat(undisturbed), torch.cat(disturbed))
 
 
-class Transformed(Dataset[tuple[Tensor, int]]):
-    """Ten samples; a random transform draws from every generator there is."""
-
-    def __len__(self) -> int:
-        return 10
-
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        drawn = [torch.rand(()).item(), random.random(), numpy.random.rand()]
-        return torch.tensor(drawn, dtype=torch.float64), index
-
-
 class Counted(Transformed):
     """Tells which samples were loaded."""
 
@@ -128,42 +118,9 @@ class Counted(Transformed):
         return super().__getitem__(index)
 
 
-class AllAtOnce(Transformed):
-    """Loads all samples of a mini-batch in one go."""
-
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        raise AssertionError("one by one")
-
-    def __getitems__(self, indices: list[int]) -> list[tuple[Tensor, int]]:
-        return [super(AllAtOnce, self).__getitem__(index) for index in indices]
-
-
-def batches_of(dataset: Dataset[Any], **options: Any) -> data.Batches:
-    """The mini-batches of a dataset, for training."""
-    unused = Factory(callable="tests.zoo.models:numbers")
-    section = DataConfig(train=unused, **{"batch_size": 3, **options})
-    return data.Batches(dataset, section, seed=0, training=True)
-
-
-def values(batches: data.Batches, epoch: int, first: int = 0) -> list[tuple[Any, Any]]:
-    """The mini-batches in a form that compares by bits."""
-    return [(inputs.tolist(), targets.tolist()) for inputs, targets in batches.epoch(epoch, first)]
-
-
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_an_epoch_taken_up_in_its_middle_is_the_tail_of_the_whole(shuffle: bool) -> None:
     require_tails(0, shuffle)
-
-
-def require_tails(num_workers: int, shuffle: bool) -> None:
-    """Compare what is left of an epoch with the whole."""
-    options = {"num_workers": num_workers, "shuffle": shuffle}
-    with closing(batches_of(Transformed(), **options)) as batches:
-        whole = values(batches, 2)
-    with closing(batches_of(Transformed(), **options)) as batches:
-        next(batches.epoch(1))  # left after its start, with other mini-batches on their way
-        for first in (3, 1, 4, 0):
-            assert values(batches, 2, first) == whole[first:]
 
 
 @pytest.mark.usefixtures("tracker")
@@ -267,3 +224,42 @@ def test_mappings_of_every_kind_become_dicts(monkeypatch: pytest.MonkeyPatch) ->
     assert (type(inputs), type(inputs["tokens"])) == (dict, dict)
     assert inputs["tokens"]["ids"].shape == (3, 2)
     assert inputs["label"].tolist() == [0, 1, 2]
+
+
+# The config's own sampler and collate function
+
+
+def sampled(sampler: Any, samples: int = 10) -> list[list[int]]:
+    """The first three epochs."""
+    own, found = data.OwnSampler(sampler, samples, seed=0), []
+    for epoch in range(3):
+        own.set_epoch(epoch)
+        found.append(list(own))
+    return found
+
+
+def test_a_samplers_own_generator_is_seeded_for_each_epoch() -> None:
+    generator = torch.Generator().manual_seed(5)
+    first = sampled(RandomSampler(range(10), generator=generator))
+    torch.rand(3, generator=generator)
+    assert sampled(RandomSampler(range(10), generator=generator)) == first
+    assert first[0] != first[1] != first[2]
+    assert all(sorted(epoch) == list(range(10)) for epoch in first)
+
+
+@pytest.mark.parametrize("wrong", [[0, 10], [-1, 0], [0, 1.0], ["a", 0], [torch.ones(2), 0]])
+def test_a_sampler_yields_indices(wrong: list[Any]) -> None:
+    with pytest.raises(ConfigError, match="has to yield indices of samples, here from 0 to 9"):
+        sampled(wrong)
+    assert sampled([torch.tensor(3), 4])[0] == [3, 4]
+
+
+def test_a_mini_batch_that_is_no_pair_is_named() -> None:
+    section = DataConfig(train="a:b", collate="tests.unit.test_data:_triple")  # type: ignore[arg-type]
+    batches = data.Batches([(1, 2)] * 4, section, 0, training=True)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"a mini-batch is \(int64\[4\], .*data.collate"):
+        next(batches.epoch(1))
+
+
+def _triple(samples: list[Any]) -> tuple[Any, ...]:
+    return (torch.arange(len(samples)),) * 3

@@ -5,62 +5,12 @@ from __future__ import annotations
 import json
 import math
 import re
-import signal
 
 import pytest
 
 from rpcmp import errors
 from rpcmp.errors import RpcmpError
-
-TEXT = "Zürich → 東京 \N{SNOWMAN}\nsecond line\t\x00"
-
-EXAMPLES: list[RpcmpError] = [
-    errors.StageError(
-        stage="stage1",
-        phase="forward",
-        cause=f"ValueError: {TEXT}",
-        traceback=f'File "mödel.py", line 3\n{TEXT}',
-        step=3,
-        microbatch=0,
-        received="from 'stage0': float32[8, 10]",
-    ),
-    errors.StageError("stage0", "build", "OSError"),
-    errors.StageConfigError("stage0", "build", TEXT, TEXT),
-    errors.NonFiniteLossError(math.inf, step=4, microbatch=2),
-    errors.LossScaleError(2**-20, step=90),
-    errors.WorkerHungError("stage1", "host-b", 4711, "forward", 3, 0, 6.5, f"State: T\n{TEXT}"),
-    errors.InterruptedJobError(signal.SIGTERM, step=9),
-    *(
-        kind(TEXT)
-        for kind in (
-            errors.RpcmpError,
-            errors.ConfigError,
-            errors.KeyConfigError,
-            errors.ListenError,
-            errors.OtherRunError,
-            errors.FactoryError,
-            errors.VersionError,
-            errors.CheckpointError,
-            errors.UnavailableError,
-            errors.UnreachableError,
-            errors.BusyError,
-            errors.DrainingError,
-            errors.ExhaustedError,
-            errors.RelayError,
-            errors.SecurityError,
-            errors.JobError,
-            errors.WorkerDiedError,
-            errors.MismatchError,
-            errors.SavingError,
-            errors.UnfitError,
-        )
-    ),
-]
-
-
-def tree(kind: type[RpcmpError]) -> set[type[RpcmpError]]:
-    """`kind` and all that derive from it."""
-    return {kind}.union(*(tree(child) for child in kind.__subclasses__()))
+from tests.support.everyerror import EXAMPLES, TEXT, tree
 
 
 def test_there_is_an_example_of_every_error() -> None:

@@ -9,38 +9,11 @@ package in its stead; with the real one, by tests/long/test_lazydynamo.py.
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from typing import Any, NamedTuple
 
 import pytest
 
-BEGIN = """
-import inspect, json, os, sys, torch
-from rpcmp import lazydynamo
-def is_there():
-    return "torch._dynamo.eval_frame" in sys.modules
-def optimizer(kind=torch.optim.AdamW):
-    torch.manual_seed(0)
-    layer = torch.nn.Linear(3, 3)
-    found = kind(layer.parameters(), lr=0.1)
-    def closure():
-        found.zero_grad()
-        loss = layer(torch.ones(2, 3)).square().sum()
-        loss.backward()
-        return loss
-    return layer, found, closure
-"""
-DEFER = "lazydynamo.defer()\n"
-
-
-def told(code: str, *arguments: str) -> list[Any]:
-    """What a process prints, a line of JSON each."""
-    command = [sys.executable, "-c", BEGIN + code, *arguments]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert ran.returncode == 0, ran.stderr
-    return [json.loads(line) for line in ran.stdout.splitlines()]
-
+from tests.support.dynamo import ASK, BEFORE, DEFER, IMPORTS, REAL, told
 
 # With the real one
 
@@ -91,28 +64,6 @@ print(json.dumps(facts))
 
 # Whoever asks for it
 
-IMPORTS = [
-    "import torch._dynamo as first; found = first.utils",
-    "from torch._dynamo import utils as found",
-    "import torch; found = torch._dynamo.utils",
-    "import torch._dynamo.utils; import torch._dynamo.utils as found",
-]
-USES = [*IMPORTS, "torch.compile(lambda: 1, backend='eager')(); found = torch._dynamo.utils"]
-STEP = "layer, made, step = optimizer(); made.step(step)"
-BEFORE = ["", STEP]
-
-ASK = """
-{before}
-print(json.dumps(is_there()))
-{use}
-real = sys.modules["torch._dynamo"]
-print(json.dumps([is_there(), torch._dynamo is real, type(real).__name__,
-                  found is sys.modules["torch._dynamo.utils"]]))
-"""
-
-REAL = [False, [True, True, "module", True]]
-"""What ASK tells of the real one."""
-
 DISABLE = """
 lazydynamo.defer()
 class Doubled(torch.nn.Linear):
@@ -157,11 +108,6 @@ for code in json.loads(codes):
         os._exit(0)
     assert os.waitpid(pid, 0)[1] == 0, code
 """
-
-
-def require_real(use: str, before: str) -> None:
-    """Have `found` be real in a process that does one thing after the other."""
-    assert told(DEFER + ASK.format(before=before, use=use)) == REAL
 
 
 class Found(NamedTuple):

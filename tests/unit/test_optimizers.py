@@ -11,7 +11,7 @@ import torch
 from rpcmp import plan
 from rpcmp.configfile import parse
 from rpcmp.errors import ConfigError
-from tests.unit.worker.test_optimizer import made, state
+from tests.support.stageoptimizers import made, state
 
 BIASES = {"match": ["*.bias"], "weight_decay": 0.0}
 LAST = {"match": ["last.*"], "lr": 0.25}

@@ -13,8 +13,8 @@ from rpcmp.errors import ConfigError
 from rpcmp.members import DRIVER, member, members
 from rpcmp.plan import Assignment
 from rpcmp.schedule import Limits
-from rpcmp.setting import Setting
 from tests.support.graphs import workers
+from tests.support.settings import setting
 
 
 def chain(width: int = 6, **model: Any) -> Config:
@@ -173,17 +173,6 @@ def test_ranks_follow_the_config_and_the_driver_comes_last() -> None:
     assert members(workers("a", "driver")) == [member("a"), member("driver"), DRIVER]
     everybody = members(workers("a", "driver", replicas=2))
     assert everybody == ["a:0", "a:1", "driver:0", "driver:1", DRIVER]
-
-
-def setting(num_microbatches: int, schedule: str, max_in_flight: int | None = None) -> Setting:
-    """For brevity."""
-    return Setting.model_validate(
-        {
-            "num_microbatches": num_microbatches,
-            "schedule": schedule,
-            "max_in_flight": max_in_flight,
-        }
-    )
 
 
 def test_a_worker_knows_the_limits_of_all_settings_that_may_come() -> None:

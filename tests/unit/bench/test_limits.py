@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import selectors
-from collections.abc import Coroutine
-from typing import Any, TypeVar
 
 import pytest
 
@@ -16,37 +13,8 @@ from rpcmp.bench.bound import fill_then_no_bubble
 from rpcmp.bench.contestant import Segment
 from rpcmp.bench.limits import Limits, OverBudgetError, StoppedError
 from rpcmp.cli import measuring
-from tests.unit.bench.test_rounds import Pretender
-
-Item = TypeVar("Item")
-
-
-class _Jumping(selectors.DefaultSelector):
-    """Has the time pass that it should wait."""
-
-    now = 0.0
-
-    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        assert timeout is not None, "nothing is left that could happen"
-        self.now += max(0.0, timeout)
-        return super().select(0)
-
-
-class PretendedTime(asyncio.SelectorEventLoop):
-    """Runs `asyncio.sleep(3600)` at once, after which its clock says an hour more."""
-
-    def __init__(self) -> None:
-        self._jumping = _Jumping()
-        super().__init__(self._jumping)
-
-    def time(self) -> float:
-        return self._jumping.now
-
-
-def in_pretended_time(work: Coroutine[Any, Any, Item]) -> tuple[Item, float]:
-    """What it returns, and the seconds that it took."""
-    with asyncio.Runner(loop_factory=PretendedTime) as runner:
-        return runner.run(work), runner.get_loop().time()
+from tests.support.contestants import Pretender
+from tests.support.pretendedtime import in_pretended_time
 
 
 class Working(Pretender):

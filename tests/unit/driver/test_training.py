@@ -13,7 +13,6 @@ from typing import Any, cast
 import pytest
 
 from rpcmp.config import Config
-from rpcmp.configfile import parse
 from rpcmp.data import Loaded
 from rpcmp.driver.best import Best
 from rpcmp.driver.datasets import Datasets
@@ -30,8 +29,7 @@ from rpcmp.process.channel import Message
 from rpcmp.trace import chrome
 from rpcmp.trace.spans import Kind, Span
 from rpcmp.work import End, Mode, StepReport, Trained, Work
-
-STAGES = ("stage0", "stage1")
+from tests.support.twostages import STAGES, job
 
 
 class Stages:
@@ -103,13 +101,6 @@ class Stages:
     @staticmethod
     def _reports(step: int) -> dict[str, StepReport]:
         return {name: StepReport(step, {"F": 0.0}, [step / 10]) for name in STAGES} if step else {}
-
-
-def job(**more: Any) -> Config:
-    """Two steps an epoch."""
-    data = {"train": "tests.zoo.models:dataset", "batch_size": 5}
-    model = {"layers": "tests.zoo.models:layers", "num_stages": 2}
-    return parse({"loss": "torch.nn:MSELoss", "model": model, "data": data, **more})
 
 
 def train(

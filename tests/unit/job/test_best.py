@@ -13,7 +13,7 @@ from rpcmp.checkpoint.manifest import BestMark, Manifest
 from rpcmp.configfile import parse
 from rpcmp.job.best import BestCheckpoint, mark_of
 from rpcmp.process.channel import Message
-from tests.unit.checkpoint.test_checkpoint import manifest
+from tests.support.manifests import manifest
 
 LOSS = BestMark(metric="loss", value=0.5)
 

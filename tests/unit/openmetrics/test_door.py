@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import http.client
-import re
 import shutil
 import socket
 import ssl
@@ -19,17 +18,15 @@ from rpcmp.errors import ConfigError
 from rpcmp.openmetrics.door import MOST, serving
 from rpcmp.openmetrics.run import RunMetrics
 from rpcmp.wire.security import Security
-from tests.support.lan import cli, issue
-from tests.support.scraping import HERE, scrape, value
+from tests.support.lan import issue, issue_to_driver
+from tests.support.scraping import HERE, port_of, scrape, value
 
 ELSEWHERE = "0.0.0.0"
 
 
 @pytest.fixture(scope="module")
 def certs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = issue(tmp_path_factory.mktemp("certs"), HERE)
-    cli(folder, "issue", "--driver", "--name", "driver-here", "--host", HERE)
-    return folder
+    return issue_to_driver(tmp_path_factory.mktemp("certs"), HERE).parent
 
 
 def trusting(authority: Path, holder: Path | None) -> ssl.SSLContext:
@@ -38,10 +35,6 @@ def trusting(authority: Path, holder: Path | None) -> ssl.SSLContext:
     if holder is not None:
         context.load_cert_chain(holder / "tls.crt", holder / "tls.key")
     return context
-
-
-def port_of(url: str) -> int:
-    return int(re.findall(r":(\d+)/", url)[0])
 
 
 @contextlib.contextmanager

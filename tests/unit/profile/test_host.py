@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from rpcmp import handoff, split
+from rpcmp import handoff
 from rpcmp.balance.profile import HostProfile, Order
+from rpcmp.bench import models
 from rpcmp.configfile import parse
 from rpcmp.errors import JobError
+from rpcmp.profile import layer
 from rpcmp.profile.host import measure
-from tests.zoo.zoo import Sleeper
+from tests.support import splitlayers
+from tests.zoo import zoo
 
 FLOAT = 4
 SAMPLES, FEATURES = 5, 64
+SLEEPS = models.Times(forward=0.25, input_gradient=0.5, weight_gradient=1.0)
 
 Chain = list[tuple[str, Callable[[], nn.Module]]]
 
@@ -25,17 +30,15 @@ Chain = list[tuple[str, Callable[[], nn.Module]]]
 def chain(kind: str) -> Chain:
     """The layers of the configs below."""
     linear = ("linear", lambda: nn.Linear(FEATURES, FEATURES, bias=False))
+    head = ("head", lambda: nn.Linear(FEATURES, 1))
     chains: dict[str, Chain] = {
         "linear": [
             linear,
             ("relu", lambda: nn.ReLU(inplace=True)),
-            ("head", lambda: nn.Linear(FEATURES, 1)),
+            head,
         ],
-        "sleeper": [
-            linear,
-            ("sleeper", lambda: Sleeper(10.0)),
-            ("again", lambda: nn.Linear(FEATURES, 1)),
-        ],
+        "sleep": [linear, ("sleep", lambda: models.Sleep(SLEEPS, 1, FEATURES)), head],
+        "sleeper": [linear, ("sleeper", lambda: zoo.Sleeper(500.0)), head],
         "failing": [linear, ("failing", lambda: nn.Linear(3, 3))],
     }
     return chains[kind]
@@ -44,9 +47,7 @@ def chain(kind: str) -> Chain:
 @pytest.fixture(autouse=True)
 def _restored(monkeypatch: pytest.MonkeyPatch) -> None:
     """The functions that the profile process replaces for good are put back."""
-    for name in ("linear", *split.CONVOLUTIONS):
-        monkeypatch.setattr(torch.nn.functional, name, getattr(torch.nn.functional, name))
-    split.install()
+    splitlayers.install(monkeypatch)
 
 
 def measured(kind: str, differentiates: bool = False, **stage: Any) -> HostProfile:
@@ -86,18 +87,33 @@ def test_a_host_says_what_it_has_and_what_a_worker_takes_up_by_itself() -> None:
     assert 10 * 2**20 < found.base_bytes < found.available_bytes
 
 
+@pytest.fixture
+def pretended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Time passes only where a layer sleeps, and there at once."""
+    slept: list[float] = []
+    monkeypatch.setattr(models, "sleep", slept.append)
+    monkeypatch.setattr(zoo, "time", SimpleNamespace(sleep=slept.append))
+    monkeypatch.setattr(layer, "time", SimpleNamespace(perf_counter=lambda: sum(slept)))
+
+
+@pytest.mark.usefixtures("pretended")
 def test_times_go_to_the_forward_the_input_gradient_and_the_weight_gradient() -> None:
-    linear, sleeper, _ = measured("sleeper").layers
-    assert sleeper.forward_s >= 0.01
-    assert sleeper.backward_s >= 0.01 > sleeper.weight_s
-    assert linear.weight_s > 0
+    linear, sleep, _ = measured("sleep").layers
+    assert (sleep.forward_s, sleep.backward_s, sleep.weight_s) == (0.25, 0.5, 1.0)
+    assert (linear.forward_s, linear.backward_s, linear.weight_s) == (0.0, 0.0, 0.0)
 
 
+def test_every_time_of_a_layer_is_measured() -> None:
+    linear, _, _ = measured("linear").layers
+    assert min(linear.forward_s, linear.backward_s, linear.weight_s, linear.update_s) > 0
+
+
+@pytest.mark.usefixtures("pretended")
 @pytest.mark.parametrize("differentiates", [True, False])
 def test_a_frozen_stage_passes_gradients_on_only_where_somebody_waits(differentiates: bool) -> None:
     linear, sleeper, _ = measured("sleeper", differentiates, frozen=True).layers
     assert linear.state_bytes == FEATURES * FEATURES * FLOAT
-    assert (sleeper.backward_s >= 0.01) == differentiates
+    assert sleeper.backward_s == (0.5 if differentiates else 0.0)
 
 
 def test_a_layer_that_fails_is_named_with_what_it_had_received() -> None:

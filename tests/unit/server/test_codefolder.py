@@ -16,13 +16,7 @@ from rpcmp.errors import ConfigError
 from rpcmp.job import code
 from rpcmp.server import codefolder
 from rpcmp.v1 import control_pb2 as pb
-
-LEAVES = """
-import sys
-from rpcmp.server import codefolder
-from rpcmp.v1.control_pb2 import CodeFile
-print(codefolder.unpack([CodeFile(path="model.py")]), flush=True)
-"""
+from tests.support.codefolders import LEAVES
 
 
 @pytest.fixture

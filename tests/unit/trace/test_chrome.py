@@ -20,6 +20,7 @@ from rpcmp.trace import chrome
 from rpcmp.trace.clock import Clock
 from rpcmp.trace.events import Events, microseconds
 from rpcmp.trace.spans import Kind, Span, Trace, Track
+from tests.support.tracefiles import GOOD_SPAN, HEADER
 from tests.support.traces import DIAMOND, DIAMOND_PRODUCERS, SLOW_LINKS, drawn
 from tests.support.tracestrategies import traces
 
@@ -169,17 +170,6 @@ def test_a_file_may_hold_no_spans_and_other_events(tmp_path: Path) -> None:
     path = tmp_path / "run.json"
     path.write_text(document({"ph": "C", "name": "memory"}, None, {"no": "event"}))
     assert chrome.read(path).tracks == (Track("a", "h", ()),)
-
-
-GOOD_SPAN = {
-    "ph": "X",
-    "cat": "forward",
-    "pid": 1,
-    "ts": 1,
-    "dur": 1,
-    "args": {"step": 1, "microbatch": 0, "waited_us": 0},
-}
-HEADER = {"version": "1", "begin_ns": 0, "stages": [{"name": "a", "host": "h", "producers": []}]}
 
 
 def document(*events: Any) -> str:

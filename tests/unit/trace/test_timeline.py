@@ -18,7 +18,7 @@ from rpcmp.trace.spans import Kind, Span
 from rpcmp.trace.timeline import timeline
 from rpcmp.worker.recorder import STEPS_KEPT, Recorder
 from tests.support.traces import SLOW_LINKS, ZERO_BUBBLE, drawn
-from tests.unit.driver.test_training import STAGES, job
+from tests.support.twostages import STAGES, job
 
 MS = 1e-3
 

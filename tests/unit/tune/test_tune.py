@@ -24,7 +24,7 @@ from rpcmp.tune.grid import Axes, Grid, grid
 from rpcmp.tune.runner import SETTLE_STEPS, Measured, plain
 from rpcmp.tune.series import Tuned
 from rpcmp.tune.sweep import tune
-from tests.unit.bench.test_limits import in_pretended_time
+from tests.support.pretendedtime import in_pretended_time
 
 CHAIN = {
     "model": {"layers": "zoo:mlp", "num_stages": 2},

@@ -21,6 +21,7 @@ from rpcmp.worker.compute import ComputeThread
 from rpcmp.worker.failure import Failures
 from rpcmp.worker.missing import Missing
 from rpcmp.worker.rounds import Round, Task
+from tests.support.gradients import lists
 
 SECONDS = 30.0  # after which a test that hangs fails
 CPU = torch.device("cpu")
@@ -82,10 +83,6 @@ def memory_of(
 def plain() -> WeightGradients:
     """For micro-batches that are not split."""
     return WeightGradients(frozenset())
-
-
-def lists(gradients: Sequence[Tensor | None]) -> list[Any]:
-    return [None if gradient is None else gradient.tolist() for gradient in gradients]
 
 
 def test_a_backward_gives_the_gradients_of_what_was_received() -> None:

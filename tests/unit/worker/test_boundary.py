@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from rpcmp import tree
 from rpcmp.work import Outputs
 from rpcmp.worker.boundary import LocalTape, connect, sum_gradients, tensors_of
+from tests.support.gradients import lists
 
 CPU = torch.device("cpu")
 
@@ -34,10 +35,6 @@ def run_stage(function: Callable[..., Any], received: Sequence[Outputs]) -> tupl
     return connect(
         lambda gradients: tape.backward(gradients)[0], copies, tensors_of(received), constants
     )
-
-
-def lists(gradients: Sequence[Tensor | None]) -> list[Any]:
-    return [None if gradient is None else gradient.tolist() for gradient in gradients]
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:

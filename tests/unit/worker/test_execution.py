@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
-from rpcmp import split
 from rpcmp.configfile import parse
 from rpcmp.graph import Port
 from rpcmp.members import DRIVER
@@ -28,6 +27,7 @@ from rpcmp.worker.failure import Failures
 from rpcmp.worker.missing import Missing
 from rpcmp.worker.model import StageModel
 from rpcmp.worker.rounds import Round, Task
+from tests.support import splitlayers
 
 FEATURES = 4
 SECONDS = 30.0  # after which a test that hangs fails
@@ -74,9 +74,7 @@ def chain() -> list[tuple[str, Callable[[], nn.Module]]]:
 @pytest.fixture(autouse=True)
 def _restored(monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers that split, for the time of a test."""
-    for name in ("linear", *split.CONVOLUTIONS):
-        monkeypatch.setattr(torch.nn.functional, name, getattr(torch.nn.functional, name))
-    split.install()
+    splitlayers.install(monkeypatch)
 
 
 class Stage:

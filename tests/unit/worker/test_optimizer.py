@@ -9,34 +9,16 @@ from typing import Any
 import pytest
 import torch
 
-from rpcmp import plan
-from rpcmp.configfile import parse
 from rpcmp.errors import CheckpointError, ConfigError
-from rpcmp.schedule import policy
 from rpcmp.snapshot.state import StageState
-from rpcmp.worker.compute import ComputeThread
 from rpcmp.worker.model import StageModel
 from rpcmp.worker.optimizer import StageOptimizer
+from tests.support.stageoptimizers import made, state
 
 OWN = {
     "optimizer": {"callable": "torch.optim:AdamW", "kwargs": {"lr": 0.5}},
     "scheduler": {"callable": "torch.optim.lr_scheduler:StepLR", "kwargs": {"step_size": 1}},
 }
-
-
-def made(*stages: dict[str, Any], of: int = 0, **job: Any) -> tuple[StageModel, StageOptimizer]:
-    """The optimizer of one of these stages, and the model that it trains."""
-    data = {"loss": "torch.nn:MSELoss", "model": {"layers": "tests.zoo.models:layers"}, **job}
-    config = parse({**data, "stages": list(stages), "scheduler_interval": "step"})
-    assignment = plan.assign(config)[of]
-    model = StageModel(assignment)
-    compute = ComputeThread(policy(config.schedule))
-    return model, StageOptimizer(model, assignment, compute)
-
-
-def state(model: StageModel, optimizer: StageOptimizer) -> StageState:
-    """What the stage is now."""
-    return StageState(optimizer.steps, optimizer.stage, model.state_dict(), *optimizer.parts())
 
 
 def train(model: StageModel, optimizer: StageOptimizer) -> None:

@@ -15,7 +15,7 @@ from rpcmp.worker import hiddenstate
 from rpcmp.worker.model import StageModel
 from rpcmp.worker.optimizer import StageOptimizer
 from rpcmp.worker.rehearsal import LARGEST
-from tests.unit.worker.test_optimizer import made, state
+from tests.support.stageoptimizers import made, state
 from tests.zoo import ownoptimizers as optimizers
 
 STEPS, BEFORE = 12, 4

@@ -12,11 +12,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rpcmp import seeds, split
+from rpcmp import seeds
 from rpcmp.split import Splitter, WeightGradients
 from rpcmp.work import Outputs
 from rpcmp.worker.boundary import LocalTape
 from rpcmp.worker.recompute import Buffers, Replay
+from tests.support import splitlayers
 
 CPU = torch.device("cpu")
 SAMPLES, FEATURES, NUM_MICROBATCHES = 6, 4, 3
@@ -27,9 +28,7 @@ Forward = Callable[[list[Any]], Any]
 @pytest.fixture(autouse=True)
 def _restored(monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers that split, for the time of a test."""
-    for name in ("linear", *split.CONVOLUTIONS):
-        monkeypatch.setattr(torch.nn.functional, name, getattr(torch.nn.functional, name))
-    split.install()
+    splitlayers.install(monkeypatch)
 
 
 class Running(nn.Module):

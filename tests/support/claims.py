@@ -1,0 +1,24 @@
+"""What asks a stage server for a worker, without a job."""
+
+from __future__ import annotations
+
+import uuid
+from typing import Any
+
+from rpcmp.control.options import versions
+from rpcmp.v1 import control_pb2 as pb
+from tests.support.processes import Addressed
+
+
+def prepared(server: Addressed, folder: str, **more: Any) -> pb.PrepareRequest:
+    return pb.PrepareRequest(
+        job="evil",
+        job_id=uuid.uuid4().hex,
+        generation=1,
+        versions=versions(),
+        threads=1,  # as many as the fork server has been started for
+        heartbeat_timeout=120,
+        group=[pb.GroupStage(name="stage0", replicas=1)],
+        checkpoint_folder=folder,
+        **more,
+    )

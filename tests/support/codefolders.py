@@ -1,0 +1,10 @@
+"""A process that leaves behind the folder that it has unpacked a job's Python files to."""
+
+from __future__ import annotations
+
+LEAVES = """
+import sys
+from rpcmp.server import codefolder
+from rpcmp.v1.control_pb2 import CodeFile
+print(codefolder.unpack([CodeFile(path="model.py")]), flush=True)
+"""

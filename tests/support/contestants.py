@@ -1,0 +1,42 @@
+"""Contestants of a benchmark that only pretend, and how they and others are compared."""
+
+from __future__ import annotations
+
+import asyncio
+
+from rpcmp.bench import rounds
+from rpcmp.bench.contestant import Contestant, Segment
+from rpcmp.errors import UnfitError
+
+
+class Pretender:
+    """Writes down what it is asked for; its n-th segment takes `seconds` x n a step, where both
+    segments of the warm-up are the first."""
+
+    def __init__(
+        self, name: str, log: list[str], seconds: float = 1.0, drift: float = 0.0, why: str = ""
+    ) -> None:
+        self.name = name
+        self.settings: dict[str, str | int] = {}
+        self._log, self._seconds, self._drift, self._why = log, seconds, drift, why
+        self._segments = self._steps = 0
+
+    async def start(self) -> None:
+        self._log.append(f"start {self.name}")
+        if self._why:
+            raise UnfitError(self._why)
+        self.settings["max_in_flight"] = 5
+
+    async def run(self, steps: int) -> Segment:
+        self._log.append(f"run {self.name}")
+        self._segments += self._segments != 1 or self._steps > 1
+        first, self._steps = self._steps + 1, self._steps + steps
+        losses = [1 / step + self._drift for step in range(first, self._steps + 1)]
+        return Segment(self._seconds * self._segments, losses)
+
+    async def close(self) -> None:
+        self._log.append(f"close {self.name}")
+
+
+def compare(*contestants: Contestant, pairs: int = 3) -> rounds.Rounds:
+    return asyncio.run(rounds.compare(contestants, pairs, 2, lambda what, left: None))

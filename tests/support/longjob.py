@@ -1,0 +1,12 @@
+"""A job that lasts until it is ended."""
+
+from __future__ import annotations
+
+LONG_JOB = """
+name = "long-job"
+steps = 100000
+[model]
+layers = "zoo:jittery"
+kwargs = { milliseconds = 5.0 }
+balance = [3, 2]
+"""

@@ -1,0 +1,24 @@
+"""How much memory a command takes at most, and how much it may."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+MOST_MIB = 600
+"""Of memory that `rpcmp trace` may take; it was 5,900 for 2.9 MB of a file."""
+
+MEASURED = """
+import resource, subprocess, sys
+code = subprocess.run(sys.argv[1:]).returncode
+print("MiB", resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss // 1024)
+sys.exit(code)
+"""
+
+
+def measured(*arguments: str | Path) -> tuple[int, str, int]:
+    """Exit code and standard error of a command, and the MiB that it took at most."""
+    words = [sys.executable, "-c", MEASURED, sys.executable, "-m", "rpcmp", *map(str, arguments)]
+    found = subprocess.run(words, capture_output=True, text=True, timeout=300, check=False)
+    return found.returncode, found.stderr, int(found.stdout.rpartition("MiB")[2])

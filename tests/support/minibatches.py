@@ -1,0 +1,60 @@
+"""Mini-batches of samples that draw random numbers, in a form that compares by bits."""
+
+from __future__ import annotations
+
+import random
+from contextlib import closing
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from rpcmp import data
+from rpcmp.kinds import Factory
+from rpcmp.sections import DataConfig
+
+
+class Transformed(Dataset[tuple[Tensor, int]]):
+    """Ten samples; a random transform draws from every generator there is."""
+
+    def __len__(self) -> int:
+        return 10
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        drawn = [torch.rand(()).item(), random.random(), numpy.random.rand()]
+        return torch.tensor(drawn, dtype=torch.float64), index
+
+
+class AllAtOnce(Transformed):
+    """Loads all samples of a mini-batch in one go."""
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        raise AssertionError("one by one")
+
+    def __getitems__(self, indices: list[int]) -> list[tuple[Tensor, int]]:
+        return [super(AllAtOnce, self).__getitem__(index) for index in indices]
+
+
+def batches_of(dataset: Dataset[Any], **options: Any) -> data.Batches:
+    """The mini-batches of a dataset, for training."""
+    unused = Factory(callable="tests.zoo.models:numbers")
+    section = DataConfig(train=unused, **{"batch_size": 3, **options})
+    return data.Batches(dataset, section, seed=0, training=True)
+
+
+def values(batches: data.Batches, epoch: int, first: int = 0) -> list[tuple[Any, Any]]:
+    """The mini-batches in a form that compares by bits."""
+    return [(inputs.tolist(), targets.tolist()) for inputs, targets in batches.epoch(epoch, first)]
+
+
+def require_tails(num_workers: int, shuffle: bool) -> None:
+    """Compare what is left of an epoch with the whole."""
+    options = {"num_workers": num_workers, "shuffle": shuffle}
+    with closing(batches_of(Transformed(), **options)) as batches:
+        whole = values(batches, 2)
+    with closing(batches_of(Transformed(), **options)) as batches:
+        next(batches.epoch(1))  # left after its start, with other mini-batches on their way
+        for first in (3, 1, 4, 0):
+            assert values(batches, 2, first) == whole[first:]

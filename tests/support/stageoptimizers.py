@@ -1,0 +1,28 @@
+"""The optimizer of one stage, made as a worker makes it, and what it is at a moment."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rpcmp import plan
+from rpcmp.configfile import parse
+from rpcmp.schedule import policy
+from rpcmp.snapshot.state import StageState
+from rpcmp.worker.compute import ComputeThread
+from rpcmp.worker.model import StageModel
+from rpcmp.worker.optimizer import StageOptimizer
+
+
+def made(*stages: dict[str, Any], of: int = 0, **job: Any) -> tuple[StageModel, StageOptimizer]:
+    """The optimizer of one of these stages, and the model that it trains."""
+    data = {"loss": "torch.nn:MSELoss", "model": {"layers": "tests.zoo.models:layers"}, **job}
+    config = parse({**data, "stages": list(stages), "scheduler_interval": "step"})
+    assignment = plan.assign(config)[of]
+    model = StageModel(assignment)
+    compute = ComputeThread(policy(config.schedule))
+    return model, StageOptimizer(model, assignment, compute)
+
+
+def state(model: StageModel, optimizer: StageOptimizer) -> StageState:
+    """What the stage is now."""
+    return StageState(optimizer.steps, optimizer.stage, model.state_dict(), *optimizer.parts())

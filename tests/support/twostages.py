@@ -1,0 +1,17 @@
+"""A small job of two stages, whose group is one that only pretends."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rpcmp.config import Config
+from rpcmp.configfile import parse
+
+STAGES = ("stage0", "stage1")
+
+
+def job(**more: Any) -> Config:
+    """Two steps an epoch."""
+    data = {"train": "tests.zoo.models:dataset", "batch_size": 5}
+    model = {"layers": "tests.zoo.models:layers", "num_stages": 2}
+    return parse({"loss": "torch.nn:MSELoss", "model": model, "data": data, **more})

@@ -1,0 +1,48 @@
+"""A certificate that its authority may not sign: OpenSSL's own program says so as well."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from rpcmp.wire import authority, role
+from rpcmp.wire.credentials import CA, CERTIFICATE
+from tests.support.lan import issue
+from tests.support.needs import needs
+
+HERE = "127.0.0.1"
+
+
+def verified(certs: Path, name: str) -> subprocess.CompletedProcess[str]:
+    """What it says of the certificate of that name."""
+    files = (certs / CA, certs / name / CERTIFICATE)
+    command = [needs("openssl"), "verify", "-CAfile", *map(str, files)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("uri", "host"),
+    [
+        ("rpcmp://stage/0", "www.example.org"),
+        ("rpcmp://stage/0", "8.8.8.8"),
+        ("https://example.org/", HERE),
+    ],
+)
+def test_a_name_that_is_not_permitted_is_not_believed(tmp_path: Path, uri: str, host: str) -> None:
+    """See the test of that name in tests/unit/wire/test_revocation.py."""
+    certs = issue(tmp_path / "certs", HERE)
+    ca = (certs / CA).read_bytes()
+
+    class Any(role.Role):
+        @property
+        def uri(self) -> str:
+            return uri
+
+    assert verified(certs, "stage0").returncode == 0
+    authority.issue(certs, "liar", Any("stage"), [host], 1)
+    (certs / CA).write_bytes(ca)
+    said = verified(certs, "liar")
+    assert said.returncode != 0
+    assert "permitted subtree violation" in said.stderr
