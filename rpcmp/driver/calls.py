@@ -120,7 +120,7 @@ class Calls:
     def optimizer_step(self) -> bool:
         """Update the parameters and clear the gradients; whether the step was not skipped."""
         skipped = self.scaler_state()["skipped"]
-        self._group.optimizer.step()
+        self._group.step()
         self.step += 1
         self._has_gradients = False
         self._keep()
@@ -133,7 +133,7 @@ class Calls:
 
     def zero_grad(self) -> None:
         """Clear the gradients."""
-        self._group.optimizer.zero_grad()
+        self._group.zero_grad()
         self._has_gradients = False
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float) -> float:

@@ -182,6 +182,21 @@ class Group:
             self.optimizer.scaler.require_useful(step)
         return reports
 
+    def step(self) -> None:
+        """Update the parameters with the gradients that have been accumulated, and clear these.
+
+        Raises:
+            StageError: an optimizer raised.
+        """
+        self.optimizer.step()
+        self._rounds.discard()
+
+    def zero_grad(self) -> None:
+        """Clear the gradients that have been accumulated."""
+        self._rounds.discard()
+        self._unsummed = 0
+        self.optimizer.zero_grad()
+
     def settle(self) -> dict[str, StepReport]:
         """Wait until all stages have done all that they were asked for; what they report.
 
@@ -347,10 +362,8 @@ class Group:
         self._workers.release()
 
     def _let_go_of_gradients(self) -> None:
-        self._rounds.discard()
-        self._unsummed = 0
         with contextlib.suppress(RpcmpError):  # a worker that is gone has no gradients
-            self.optimizer.zero_grad()
+            self.zero_grad()
 
     def _unite(self) -> None:
         """Make equal what has to be, where several workers have the same parameters."""

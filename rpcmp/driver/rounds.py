@@ -89,7 +89,8 @@ class Rounds:
         if step != self._step:
             self._step, self._accumulated = step, 0
         works = self._works(Mode.TRAIN, step, batch, end, version, save)
-        self._accumulated += len(works)
+        # The same step may come again once it is done: a state from before it may be loaded.
+        self._accumulated = self._accumulated + len(works) if end is End.NOTHING else 0
         parts, standing_by = self._begin(works)
         asked = {owner: self._conduct(owner, part) for owner, part in parts.items()}
 

@@ -124,6 +124,32 @@ def test_state_dicts_bring_model_and_optimizer_back(
     assert [pipeline.train_step(*batch) for _ in range(3)] == first
 
 
+def test_what_has_been_undone_leaves_no_trace_in_what_dropout_draws(
+    pipeline: rpcmp.Pipeline, batch: tuple[Tensor, Tensor]
+) -> None:
+    model, optimizer = pipeline.state_dict(), pipeline.optimizer.state_dict()
+    expected = [pipeline.train_step(*batch) for _ in range(2)]
+
+    def clear() -> None:
+        pipeline.forward_backward(*batch)
+        pipeline.optimizer.zero_grad()
+
+    def step() -> None:
+        pipeline.forward_backward(*batch)
+        pipeline.optimizer.step()
+        pipeline.optimizer.load_state_dict(optimizer)
+
+    def step_at_once() -> None:
+        pipeline.train_step(*batch)
+        pipeline.optimizer.load_state_dict(optimizer)
+
+    for undone in (clear, step, step_at_once):
+        pipeline.optimizer.load_state_dict(optimizer)
+        undone()
+        pipeline.load_state_dict(model)
+        assert [pipeline.train_step(*batch) for _ in range(2)] == expected, undone.__name__
+
+
 def test_a_state_that_is_none_of_an_optimizer_changes_nothing(
     pipeline: rpcmp.Pipeline, batch: tuple[Tensor, Tensor]
 ) -> None:

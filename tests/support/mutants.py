@@ -5,7 +5,7 @@
 Draws mutants over what matters most, the same for the same seed and tree. Each is planted in a copy
 of the repository. First run those tests that import the module, or are named after it, then all
 others, up to the first that fails. A mutant that all of them let pass is either no fault, or a test
-is missing.
+is missing. What was found so is in mutants.md.
 """
 
 from __future__ import annotations
