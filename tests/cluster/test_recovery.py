@@ -75,7 +75,7 @@ def test_what_stops_is_named_with_its_state(job: JobFolder) -> None:
     assert result.code == 75
     assert "stage 'stage2' on" in result.err
     assert f"in optimizer at step {STEP}" in result.err
-    assert "State: T (stopped)" in result.err
+    assert "State: T (stopped)" in result.err, result.err
     assert "most recent call first" in result.err
 
 
