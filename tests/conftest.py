@@ -24,7 +24,7 @@ from rpcmp.process.forking import Forks
 from tests.support import pool, processes
 from tests.support.needs import needs, needs_root
 from tests.support.places import TESTS
-from tests.support.processes import Server, poll_for
+from tests.support.processes import Server
 from tests.support.sharedforks import DRIVE, borrowing, children_of
 
 hypothesis.settings.register_profile("rpcmp", deadline=None)  # this machine may be busy
@@ -112,22 +112,14 @@ def token(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
         return [*(processes.with_token(value) if starts_more else ()), *forked]
 
     yield value
-    try:
-        poll_for(lambda: not left(), "all processes of the test to end")
-    finally:
-        for process in left():
-            process.kill()
+    processes.require_ended(left, "all processes of the test")
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _nothing_is_left() -> Iterator[None]:
     """Fail the last test of a module that has left a process behind."""
     yield
-    try:
-        poll_for(lambda: not processes.with_token(RUN), "all processes of a module to end")
-    finally:
-        for process in processes.with_token(RUN):
-            process.kill()
+    processes.require_ended(lambda: processes.with_token(RUN), "all processes of a module")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from rpcmp.checkpoint.runs import runs_in
-from tests.support.faults import committed
-from tests.support.leftovers import BODY, MENDED, Failed, drive, left_in, warned
+from tests.support.faults import committed, drive
+from tests.support.leftovers import BODY, MENDED, Failed, left_in, warned
 from tests.support.processes import JobFolder, RunningHere, rpcmp
 
 EVERY_STEP = '[checkpoint]\ndir = "kept"\nevery_steps = 1\n'

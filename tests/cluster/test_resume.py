@@ -15,9 +15,9 @@ import rpcmp as library
 from rpcmp.checkpoint.folder import remove
 from rpcmp.runfolder.compare import compare
 from rpcmp.runfolder.reader import read
-from tests.support.faults import committed
+from tests.support.faults import committed, drive
 from tests.support.processes import JobFolder, Result, RunningHere, rpcmp, running, unstamped
-from tests.support.resuming import BODY, STEPS, after, checkpoints, drive, whole_in
+from tests.support.resuming import BODY, STEPS, after, checkpoints, whole_in
 from tests.support.runs import checkpoints_in
 
 

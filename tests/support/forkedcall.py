@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 from rpcmp.process.forking import MAX_BYTES
 from tests.support.processes import FORKS
-from tests.support.sharedforks import DRIVE
+from tests.support.sharedforks import DRIVE, ask_for_fork
 
 DONE = b"done"
 
@@ -29,8 +29,7 @@ def in_a_fork(function: Callable[..., None], *arguments: str) -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with FORKS.line_of(DRIVE) as line, ours:
         with theirs:
-            order = {"op": "fork", "module": __name__, "reach": None, "scratch": ""}
-            socket.send_fds(line, [json.dumps(order).encode()], [theirs.fileno()])
+            ask_for_fork(line, __name__, theirs.fileno())
         ours.send(json.dumps([function.__module__, function.__name__, *arguments]).encode())
         said = ours.recv(MAX_BYTES)
     assert said == DONE, said.decode() or "its process ended"

@@ -9,7 +9,8 @@ from pathlib import Path
 
 from rpcmp.checkpoint.folder import CheckpointFolder
 from rpcmp.checkpoint.runs import runs_in
-from tests.support.processes import JobFolder, Result, rpcmp
+from tests.support.faults import drive
+from tests.support.processes import JobFolder, Result
 
 BODY = """
 steps = 6
@@ -26,10 +27,6 @@ batch_size = 10
 shuffle = false
 """
 MENDED = ("--set", "data.train.kwargs.at=-1")
-
-
-def drive(config: Path, *options: str) -> Result:
-    return rpcmp("drive", config, "--json", *options)
 
 
 def left_in(folder: Path) -> list[int]:

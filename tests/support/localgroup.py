@@ -52,6 +52,7 @@ from rpcmp.worker.execution import Execution
 from rpcmp.worker.loaders import Loaders
 from rpcmp.worker.optimizer import StageOptimizer
 from tests.support.faults import Committed
+from tests.support.instances import noted
 from tests.support.localtransport import LocalTransport
 from tests.support.places import ZOO
 
@@ -231,23 +232,10 @@ class LocalGroup:
         return Begin(Progress.from_message(told), files)
 
 
-@contextlib.contextmanager
-def _executors_end() -> Iterator[None]:
-    """End those that members make: in a worker they live as long as its process."""
-    made: list[ThreadPoolExecutor] = []
-    construct = ThreadPoolExecutor.__init__
-
-    def note(self: ThreadPoolExecutor, *args: Any, **kwargs: Any) -> None:
-        construct(self, *args, **kwargs)
-        made.append(self)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ThreadPoolExecutor, "__init__", note)
-        try:
-            yield
-        finally:
-            for each in made:
-                each.shutdown(wait=False)
+def _end(executors: Sequence[ThreadPoolExecutor]) -> None:
+    """Those that members have made: in a worker they live as long as its process."""
+    for each in executors:
+        each.shutdown(wait=False)
 
 
 @contextlib.contextmanager
@@ -262,7 +250,7 @@ def local_group(
     """
     with contextlib.ExitStack() as stack:
         patch = stack.enter_context(pytest.MonkeyPatch.context())
-        stack.enter_context(_executors_end())
+        stack.callback(_end, noted(patch, ThreadPoolExecutor))
         for owner, name in (
             (Execution, "_compute"),
             (Execution, "_infer"),

@@ -72,9 +72,8 @@ raise SystemExit(not made)
 @functools.cache
 def makes_networks() -> bool:
     """Whether the kernel lets this user make a network of his own; asked without code of rpcmp."""
-    return (
-        subprocess.run([sys.executable, "-c", MAKES_A_NETWORK], capture_output=True).returncode == 0
-    )
+    command = [sys.executable, "-c", MAKES_A_NETWORK]
+    return subprocess.run(command, capture_output=True).returncode == 0
 
 
 def of_any_machine(text: str, *begins: str) -> str:
@@ -98,6 +97,15 @@ def with_token(token: str) -> list[psutil.Process]:
             if carries and process.pid != os.getpid() and process.status() != "zombie":
                 found.append(process)
     return found
+
+
+def require_ended(left: Callable[[], list[psutil.Process]], what: str) -> None:
+    """Wait until nothing of it is left; kills what is left all the same, and fails."""
+    try:
+        poll_for(lambda: not left(), f"{what} to end")
+    finally:
+        for process in left():
+            process.kill()
 
 
 @dataclass

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from rpcmp.checkpoint.folder import CheckpointFolder
-from tests.support.faults import Committed, committed
-from tests.support.processes import JobFolder, Result, rpcmp
+from tests.support.faults import Committed, committed, drive
+from tests.support.processes import JobFolder, Result
 from tests.support.runs import checkpoints_in
 
 STEPS = 14
@@ -34,10 +34,6 @@ train = "zoo:regression"
 test = "zoo:regression"
 batch_size = 10
 """
-
-
-def drive(config: Path, *options: str) -> Result:
-    return rpcmp("drive", config, "--json", *options)
 
 
 def whole_in(folder: Path) -> tuple[JobFolder, Result]:

@@ -44,6 +44,12 @@ def adopted(line: socket.socket) -> socket.socket:
     return ours
 
 
+def ask_for_fork(line: socket.socket, module: str, *fds: int) -> None:
+    """Have the fork server at the other end of `line` fork a process that runs a module."""
+    order = {"op": "fork", "module": module, "reach": None, "scratch": ""}
+    socket.send_fds(line, [json.dumps(order).encode()], fds)
+
+
 def children_of(pid: int) -> list[psutil.Process]:
     """Those of one process, from the kernel's list: psutil would read every process for it."""
     found = []
@@ -115,9 +121,7 @@ class SharedForks:
     def _fork(self, theirs: socket.socket) -> psutil.Process:
         assert self._first is not None
         self._birth = self._first.line()
-        order = {"op": "fork", "module": "tests.support.moreforks", "reach": None, "scratch": ""}
-        fds = [theirs.fileno(), self._err.fileno()]
-        socket.send_fds(self._birth, [json.dumps(order).encode()], fds)
+        ask_for_fork(self._birth, "tests.support.moreforks", theirs.fileno(), self._err.fileno())
         return psutil.Process(json.loads(self._birth.recv(MAX_BYTES))["pid"])
 
     def _new(self, theirs: socket.socket) -> psutil.Process:

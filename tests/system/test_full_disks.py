@@ -7,10 +7,10 @@ import shutil
 import pytest
 
 from rpcmp.checkpoint.folder import remove
-from tests.support.faults import committed
+from tests.support.faults import committed, drive
 from tests.support.leftovers import MENDED, Failed, left_in, warned
 from tests.support.processes import JobFolder, Result, small_disk
-from tests.support.resuming import BODY, STEPS, after, checkpoints, drive, whole_in
+from tests.support.resuming import BODY, STEPS, after, checkpoints, whole_in
 
 
 @pytest.fixture(scope="module")

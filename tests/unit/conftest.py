@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
+
+from tests.support.instances import noted
 
 
 def pytest_collection_finish() -> None:
@@ -25,14 +26,7 @@ def _threads_end(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
         return
     from rpcmp.worker.compute import ComputeThread
 
-    started: list[ComputeThread] = []
-    construct = ComputeThread.__init__
-
-    def note(self: ComputeThread, *args: Any, **kwargs: Any) -> None:
-        construct(self, *args, **kwargs)
-        started.append(self)
-
-    monkeypatch.setattr(ComputeThread, "__init__", note)
+    started = noted(monkeypatch, ComputeThread)
     yield
     for each in started:
         each.close()

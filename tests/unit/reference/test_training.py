@@ -17,6 +17,7 @@ from rpcmp.config import Config
 from rpcmp.configfile import parse
 from rpcmp.reference.training import UnsplitModel
 from rpcmp.verify import Run, first_difference
+from tests.support.nearness import assert_near
 
 STEPS = 5  # more than one epoch of 3 mini-batches, the last of which is smaller
 
@@ -123,11 +124,9 @@ class ForgetsToClear(UnsplitModel):
 
 
 def require_near(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    """As torch.testing.assert_close, which imports half of torch.distributed for it."""
     assert found.keys() == expected.keys()
     for name, value in expected.items():
-        assert found[name].dtype == value.dtype
-        assert torch.allclose(found[name], value, rtol=1.3e-6, atol=1e-5), name
+        assert_near(found[name], value)
 
 
 def test_a_dropped_micro_batch_is_found_in_the_loss(right: Run) -> None:
