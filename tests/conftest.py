@@ -25,6 +25,7 @@ from tests.support import pool, processes
 from tests.support.needs import needs, needs_root
 from tests.support.places import TESTS
 from tests.support.processes import Server
+from tests.support.reaper import TOKEN, reaping
 from tests.support.sharedforks import DRIVE, borrowing, children_of
 
 hypothesis.settings.register_profile("rpcmp", deadline=None)  # this machine may be busy
@@ -97,7 +98,7 @@ def token(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
     others is found at the end of the module.
     """
     value = f"{RUN}-{uuid.uuid4().hex}"
-    monkeypatch.setenv(processes.TOKEN, value)
+    monkeypatch.setenv(TOKEN, value)
     starts_more = not {"unit", "group"} & set(request.path.relative_to(TESTS).parts)
 
     def children() -> list[psutil.Process]:
@@ -125,7 +126,7 @@ def _nothing_is_left() -> Iterator[None]:
 @pytest.fixture(scope="session", autouse=True)
 def _shared() -> Iterator[None]:
     """Have jobs of this process fork by a line of what the tests share, and share stage servers."""
-    with pytest.MonkeyPatch.context() as patch:
+    with reaping(RUN), pytest.MonkeyPatch.context() as patch:
         forks = processes.FORKS
         borrow = borrowing(lambda: forks.line(DRIVE))
         patch.setattr(Forks, "__init__", borrow)

@@ -32,12 +32,13 @@ from rpcmp.members import Member
 from rpcmp.process.forking import Forks
 from rpcmp.v1 import control_pb2 as pb
 from tests.support import processes
+from tests.support.reaper import TOKEN
 from tests.support.sharedforks import BEFORE, DRIVE
 
 SECONDS = 30.0
 """In which a server has forgotten a job that has ended."""
 
-NOT_OURS = (processes.TOKEN, "RPCMP_CERTS")
+NOT_OURS = (TOKEN, "RPCMP_CERTS")
 """Variables of who runs the tests that would be heeded."""
 
 

@@ -32,9 +32,9 @@ from rpcmp.v1.control_pb2_grpc import ControlStub
 from tests.support import sharedforks
 from tests.support.needs import needs, needs_root
 from tests.support.places import EXAMPLES, ZOO
+from tests.support.reaper import TOKEN, carrying
 from tests.support.sharedforks import DRIVE, SharedByAll
 
-TOKEN = "RPCMP_TEST_TOKEN"
 DEADLINE = 60.0
 FORKS = SharedByAll(without=TOKEN)
 
@@ -91,11 +91,10 @@ def of_any_machine(text: str, *begins: str) -> str:
 def with_token(token: str) -> list[psutil.Process]:
     """The living processes in whose environment the token is, or begins so, but for this one."""
     found = []
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            carries = process.environ().get(TOKEN, "").startswith(token)
-            if carries and process.pid != os.getpid() and process.status() != "zombie":
-                found.append(process)
+    for pid in carrying(token):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if pid != os.getpid():
+                found.append(psutil.Process(pid))
     return found
 
 

@@ -1,0 +1,62 @@
+"""Kills what tests have started when the process that ran them is gone, however it went.
+
+    pytest ──starts──> python -I -S tests/support/reaper.py TOKEN   its standard input: our pipe
+
+A test that fails ends its processes itself. Of one that is interrupted, or killed, nobody does: the
+kernel closes the pipe, and whatever has the token in its environment is killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+TOKEN = "RPCMP_TEST_TOKEN"
+
+ROUNDS = 50
+"""How often it looks, a tenth of a second apart: what is killed may just have started another."""
+
+
+@contextlib.contextmanager
+def reaping(token: str) -> Iterator[None]:
+    """Have all killed in whose environment TOKEN begins with `token`, once this process is gone."""
+    reading, writing = os.pipe()  # children that are executed do not inherit it
+    command = [sys.executable, "-I", "-S", __file__, token]
+    with subprocess.Popen(command, stdin=reading, env={}, start_new_session=True):
+        os.close(reading)
+        try:
+            yield
+        finally:
+            os.close(writing)
+
+
+def carrying(token: str) -> list[int]:
+    """The processes of this user in whose environment it is."""
+    found, mark = [], f"{TOKEN}={token}".encode()
+    for entry in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            if any(each.startswith(mark) for each in entry.read_bytes().split(b"\0")):
+                found.append(int(entry.parent.name))
+    return found
+
+
+def main() -> None:
+    """Wait for the end, and kill until nothing is left."""
+    sys.stdin.buffer.read()
+    for _ in range(ROUNDS):
+        if not (left := carrying(sys.argv[1])):
+            return
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.1)
+
+
+if __name__ == "__main__":
+    main()
