@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -78,6 +79,15 @@ def test_what_is_old_is_removed_and_not_offered(failed: Failed) -> None:
     assert left_in(failed.folder) == []
 
 
+@pytest.fixture
+def _hears_hangups() -> Iterator[None]:
+    """Also where these tests were started under nohup themselves."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.usefixtures("_hears_hangups")
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_saves_what_a_checkpoint_section_asked_for(
     job: JobFolder, signum: signal.Signals
