@@ -347,6 +347,7 @@ def rpcmp(*command: str | Path, during: Callable[[RunningHere], object] | None =
         contextlib.redirect_stderr(run.err),
         warnings.catch_warnings(),
         pytest.MonkeyPatch.context() as patch,
+        _own_modules(),
         _beside(run, during),
     ):
         patch.setattr(sys, "argv", ["rpcmp", *map(str, _in_a_test(*command))])
@@ -356,6 +357,20 @@ def rpcmp(*command: str | Path, during: Callable[[RunningHere], object] | None =
             for name, level in levels.items():
                 logging.getLogger(name).setLevel(level)
     return run.result()
+
+
+@contextlib.contextmanager
+def _own_modules() -> Iterator[None]:
+    """Forget the modules of the job's folder: the next job may have others of the same names."""
+    path = [*sys.path]
+    try:
+        yield
+    finally:
+        folders = tuple(f"{folder}{os.sep}" for folder in sys.path if folder not in path)
+        sys.path[:] = path
+        for name, module in [*sys.modules.items()]:
+            if folders and (getattr(module, "__file__", None) or "").startswith(folders):
+                del sys.modules[name]
 
 
 @contextlib.contextmanager
