@@ -290,7 +290,7 @@ class Session:
         died = f"the driver process (pid {driver.pid}) {exitcode.told(code)}"
         error = WorkerDiedError("\n".join(filter(None, [died, driver.stacks.read()])))
         error.stage = DRIVER
-        raise error
+        raise await driver.was_hung() or error
 
     async def _heard(self, driver: Child, message: Message) -> None:
         self._pulse.beat()

@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from rpcmp.job.stages import Stages
 
 
+WITH_OTHERS = ("join", "sum")
+"""Phases that end once all have come to them: in one of these, a stage may wait for who hangs."""
+
+
 class Watchdog:
     """Watches the driver's progress, and asks the stages when there is none.
 
@@ -56,11 +60,14 @@ class Watchdog:
 
 
 def _named(driver: Doing | None, found: dict[str, pb.InspectResponse]) -> WorkerHungError:
-    """The stage that has been in the middle of something for the longest time; else the driver."""
+    """The stage that has been in the middle of something for the longest time; else the driver.
+
+    One that does something of its own comes before those that may wait for it.
+    """
     busy = {stage: answer for stage, answer in found.items() if answer.doing.phase}
     stage, answer = max(
         busy.items(),
-        key=lambda item: item[1].doing.seconds,
+        key=lambda item: (item[1].doing.phase not in WITH_OTHERS, item[1].doing.seconds),
         default=("driver", pb.InspectResponse(doing=driver and pb.Doing(**driver._asdict()))),
     )
     doing = answer.doing

@@ -27,8 +27,8 @@ class Doing(NamedTuple):
     """One thing that takes time.
 
     Attributes:
-        phase: "build", "join", "forward", "backward", "weight", "optimizer", "saving"; of the
-            driver "plan", "join", "data", "step", "evaluation", "report"; empty: it waits.
+        phase: "build", "join", "forward", "backward", "weight", "sum", "optimizer", "saving"; of
+            the driver "plan", "join", "data", "step", "evaluation", "report"; empty: it waits.
         step, microbatch: of which; NO_MICROBATCH: of none.
         seconds: so far.
     """

@@ -6,7 +6,6 @@ The end of the line is a message as well: the supervisor is gone, and the child 
 from __future__ import annotations
 
 import ctypes
-import faulthandler
 import json
 import os
 import signal
@@ -19,11 +18,9 @@ from rpcmp.logs import capture
 from rpcmp.logs.sender import Sender
 from rpcmp.process.activity import Activity
 from rpcmp.process.signals import ENDING
+from rpcmp.process.stacks import write_when_asked
 
 Message = dict[str, Any]
-
-STACKS_SIGNAL = signal.SIGUSR1
-"""Makes a child write down where its threads are, even one that holds the interpreter's lock."""
 
 _PR_SET_PDEATHSIG = 1
 
@@ -102,8 +99,7 @@ def begin_child() -> Bond:
     for signum in ENDING:
         signal.signal(signum, signal.SIG_IGN)
     die_with_parent(parent_pid, signal.SIGKILL)
-    faulthandler.enable(stacks)  # where it was when it crashed
-    faulthandler.register(STACKS_SIGNAL, stacks)
+    write_when_asked(stacks)
     activity = Activity(memory)
     log = Sender(line, held, lambda: activity.read().step)
     capture.begin(log)

@@ -27,10 +27,10 @@ from rpcmp.logs.output import Output
 from rpcmp.logs.receiver import Hear, Receiver
 from rpcmp.process import exitcode, interpreter
 from rpcmp.process.activity import Activity
-from rpcmp.process.channel import STACKS_SIGNAL, Message, parse
+from rpcmp.process.channel import Message, parse
 from rpcmp.process.confinement import SCRATCH, Reach
 from rpcmp.process.forking import Forked, Forks
-from rpcmp.process.stacks import Stacks
+from rpcmp.process.stacks import ASKING, INSISTING, Stacks
 
 MAX_MESSAGE = 64 * 2**20
 """Bytes of the longest message that a child may send, if nothing else is said."""
@@ -38,8 +38,8 @@ MAX_MESSAGE = 64 * 2**20
 LAST_WORDS_SECONDS = 0.2
 """How long after its end a child's last message may still be under way."""
 
-STACKS_SECONDS = 1.0
-"""How long a child may take to write down where it is."""
+STACKS_SECONDS = 0.5
+"""How long a child may take to write down where it is before it is made to, and then again."""
 
 
 class Child:
@@ -71,6 +71,7 @@ class Child:
         self.log = log
         self.scratch = scratch
         self._output = output
+        self._silence: asyncio.Task[WorkerHungError] | None = None
 
     @classmethod
     async def spawn(
@@ -231,6 +232,14 @@ class Child:
 
     async def hung(self, stage: str, seconds: float) -> WorkerHungError:
         """The error that says what this child was doing when it was not heard of any more."""
+        self._silence = asyncio.create_task(self._tell_hung(stage, seconds))
+        return await asyncio.shield(self._silence)
+
+    async def was_hung(self) -> WorkerHungError | None:
+        """Why it was to be ended before it did, if it was: to be asked for that may crash it."""
+        return None if self._silence is None else await asyncio.shield(self._silence)
+
+    async def _tell_hung(self, stage: str, seconds: float) -> WorkerHungError:
         doing = self.activity.read()  # before it is woken up
         return WorkerHungError(
             stage=stage,
@@ -246,19 +255,28 @@ class Child:
     async def where(self) -> str:
         """Where in the code its threads are, with what the kernel says of it; it goes on.
 
-        A child that is stopped has to be woken up for it.
+        A child that is stopped has to be woken up for it; one that does not answer may crash by it.
         """
         state = _state(self.pid)
         size = self.stacks.size
-        for signum in (STACKS_SIGNAL, signal.SIGCONT):
+        for signum in (ASKING, INSISTING):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signum)
+                os.kill(self.pid, signal.SIGCONT)
+            if await self._writes_more_than(size):
+                break
+        return f"{state}\n{self.stacks.read(size)}"
+
+    async def _writes_more_than(self, size: int) -> bool:
+        """Whether it soon has, or has ended."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(STACKS_SECONDS):
                 while self.stacks.size == size and self.exit_code is None:
                     await asyncio.sleep(0.05)
-                await asyncio.sleep(0.05)  # it is written line by line
-        return f"{state}\n{self.stacks.read(size)}"
+        if self.stacks.size == size:
+            return self.exit_code is not None
+        await asyncio.sleep(0.05)  # it is written line by line
+        return True
 
 
 def _heard_from(module: str) -> Hear:

@@ -6,10 +6,37 @@ ever, cannot say anything any more.
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import re
+import signal
+from types import FrameType
+
+ASKING = signal.SIGUSR1
+"""Makes a child write down where its threads are, by its main thread, while no other one moves."""
+
+INSISTING = signal.SIGRTMIN
+"""Makes it do so at once, even if some thread holds the interpreter's lock for ever. The others go
+on meanwhile, so that faulthandler may read a frame that is gone: such a child crashes by it."""
 
 MAX_BYTES = 64 * 1024
+
+_ITSELF = re.compile(r'  File "[^"]*/process/stacks\.py", line \d+ in _write\n')
+
+
+def write_when_asked(fd: int) -> None:
+    """Have this process write to `fd` when it gets one of these signals, or crashes.
+
+    Args:
+        fd: of its supervisor's `Stacks`; open as long as the process lives.
+    """
+
+    def _write(signum: int, frame: FrameType | None) -> None:
+        faulthandler.dump_traceback(fd)
+
+    signal.signal(ASKING, _write)
+    faulthandler.register(INSISTING, fd)
+    faulthandler.enable(fd)
 
 
 class Stacks:
@@ -27,7 +54,7 @@ class Stacks:
         """What was written after the first `start` bytes, busy threads first; the last of it."""
         start = max(start, self.size - MAX_BYTES)
         text = os.pread(self.fd, MAX_BYTES, start).decode(errors="replace")
-        threads = re.split(r"\n(?=(?:Current thread|Thread) 0x)", text)
+        threads = re.split(r"\n(?=(?:Current thread|Thread) 0x)", _ITSELF.sub("", text))
         return "\n".join(sorted(threads, key=_waits)).strip()
 
     def __del__(self) -> None:

@@ -319,7 +319,8 @@ class Claim:
         await child.kill()  # what the user's code has forked
         left = self.state == State.SERVER_STATE_ENDED
         if not left and not self.error:
-            self.error = to_wire(WorkerDiedError(self._obituary(child)))
+            died = WorkerDiedError(self._obituary(child))
+            self.error = to_wire(await child.was_hung() or died)
         await self._become(State.SERVER_STATE_ENDED)
 
     async def _heard(self, message: Message) -> None:

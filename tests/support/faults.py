@@ -128,7 +128,8 @@ def assert_recovered(faults: Faults, result: Result) -> None:
     (recovered,) = [event for event in result.events if event["event"] == "recovered"]
     assert fault["generation"] == 1
     if struck["how"] != "cut":  # who is cut off and who cuts off is a matter of view
-        assert (fault["stage"], fault["host"]) == (f"stage{struck['stage']}", platform.node())
+        where = (f"stage{struck['stage']}", platform.node())
+        assert (fault["stage"], fault["host"]) == where, fault["error"]
     groups = [event for event in result.events if event["event"] == "generation"]
     assert [(group["generation"], group["step"]) for group in groups] == [
         (1, 0),

@@ -1,0 +1,52 @@
+"""What a supervisor says of a child that it does not hear of any more."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+import sys
+
+from rpcmp.logs.receiver import Receiver
+from rpcmp.process.activity import Activity
+from rpcmp.process.child import Child
+from rpcmp.process.stacks import Stacks
+
+
+async def child_that(code: str) -> Child:
+    """One that runs this code, and hears nothing."""
+    ours, theirs = socket.socketpair()
+    theirs.close()
+    reader, writer = await asyncio.open_connection(sock=ours)
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", code)
+    return Child(process, reader, writer, Stacks(), Activity(), Receiver(lambda line: None))
+
+
+def test_why_it_was_to_be_ended_is_told_also_if_asking_it_where_it_is_ends_it() -> None:
+    async def ask() -> None:
+        child = await child_that("import time; time.sleep(600)")
+        child.activity.begin("backward", 3, 1)
+        try:
+            asking = asyncio.create_task(child.hung("a", 6.0))
+            assert await child.wait(60) == -signal.SIGUSR1  # nothing there hears it
+            error = await child.was_hung()
+            assert error is await asking
+            assert error is not None
+            assert "stage 'a'" in str(error)
+            assert "in backward of micro-batch 1 at step 3" in str(error)
+        finally:
+            await child.kill()
+
+    asyncio.run(ask())
+
+
+def test_one_that_ends_by_itself_was_not_hung() -> None:
+    async def end() -> None:
+        child = await child_that("raise SystemExit(3)")
+        try:
+            assert await child.wait(60) == 3
+            assert await child.was_hung() is None
+        finally:
+            await child.kill()
+
+    asyncio.run(end())
