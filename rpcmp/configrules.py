@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rpcmp import addresses, graph, schedule
+from rpcmp import addresses, graph
 from rpcmp.errors import ConfigError
 from rpcmp.evaluated import OTHER_KEYS
 from rpcmp.kinds import Factory
 from rpcmp.members import DRIVER
 from rpcmp.suggestion import did_you_mean, nearest
+from rpcmp.turns import num_bundles
 
 if TYPE_CHECKING:
     from rpcmp.config import Config
@@ -45,7 +46,7 @@ def warnings(config: Config) -> list[str]:
 
 
 def _num_bundles(config: Config) -> int:
-    return schedule.num_bundles(config.num_full_microbatches, config.microbatches_per_message)
+    return num_bundles(config.num_full_microbatches, config.microbatches_per_message)
 
 
 def _idle(config: Config, stage: str) -> list[int]:

@@ -6,7 +6,7 @@ rpcmp.work. Pure: no torch, so that supervisors can predict what workers will ke
 
 from __future__ import annotations
 
-from rpcmp import schedule, simulation
+from rpcmp import simulation, turns
 from rpcmp.config import Config
 from rpcmp.errors import ConfigError
 from rpcmp.schedule import Limits, policy
@@ -21,7 +21,7 @@ STEPS_AHEAD = 2
 
 def num_bundles(config: Config) -> int:
     """Bundles of a step."""
-    return schedule.num_bundles(config.num_microbatches, config.microbatches_per_message)
+    return turns.num_bundles(config.num_microbatches, config.microbatches_per_message)
 
 
 def limits(config: Config) -> dict[str, Limits]:

@@ -189,11 +189,6 @@ class ZeroBubble:
         return progress.backwards < progress.num_microbatches
 
 
-def num_bundles(num_microbatches: int, per_message: int) -> int:
-    """What a policy counts, where at most `per_message` micro-batches share a message."""
-    return -(-num_microbatches // per_message)
-
-
 POLICIES: dict[str, Policy] = {
     "gpipe": GPipe(),
     "1f1b": OneForwardOneBackward(),

@@ -16,6 +16,11 @@ from functools import cached_property
 from typing import NamedTuple
 
 
+def num_bundles(num_microbatches: int, per_message: int) -> int:
+    """Bundles of a mini-batch, if at most `per_message` micro-batches share a message."""
+    return -(-num_microbatches // per_message)
+
+
 class Turns:
     """The turns of the replicas of one stage.
 

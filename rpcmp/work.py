@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from rpcmp import microbatch
-from rpcmp.schedule import num_bundles
+from rpcmp.turns import num_bundles
 
 
 class Mode(Enum):

@@ -13,8 +13,9 @@ from pydantic import ValidationError
 from rpcmp import inflight, simulation
 from rpcmp.config import Config
 from rpcmp.errors import ConfigError
-from rpcmp.schedule import num_bundles, policy
+from rpcmp.schedule import policy
 from rpcmp.setting import Setting
+from rpcmp.turns import num_bundles
 
 MOST_MICROBATCHES = 128
 """Of the default sweep."""
