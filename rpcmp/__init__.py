@@ -16,13 +16,13 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rpcmp.config import Config
-    from rpcmp.configfile import load as load_config
-    from rpcmp.digest import parameters_sha256
+    from rpcmp.config.loader import load_config as load_config
+    from rpcmp.config.schema import Config
     from rpcmp.driver.evaluation import Evaluation
     from rpcmp.errors import RpcmpError
-    from rpcmp.pipeline import Pipeline, launch
-    from rpcmp.split import splittable
+    from rpcmp.job.pipeline import Pipeline, launch
+    from rpcmp.rpc.tensors import parameters_sha256
+    from rpcmp.worker.weight_grad import splittable
 
 __version__ = "0.1.0"
 
@@ -38,14 +38,14 @@ __all__ = [
 ]
 
 _HOME = {
-    "Config": ("rpcmp.config", "Config"),
+    "Config": ("rpcmp.config.schema", "Config"),
     "Evaluation": ("rpcmp.driver.evaluation", "Evaluation"),
-    "Pipeline": ("rpcmp.pipeline", "Pipeline"),
+    "Pipeline": ("rpcmp.job.pipeline", "Pipeline"),
     "RpcmpError": ("rpcmp.errors", "RpcmpError"),
-    "launch": ("rpcmp.pipeline", "launch"),
-    "load_config": ("rpcmp.configfile", "load"),
-    "parameters_sha256": ("rpcmp.digest", "parameters_sha256"),
-    "splittable": ("rpcmp.split", "splittable"),
+    "launch": ("rpcmp.job.pipeline", "launch"),
+    "load_config": ("rpcmp.config.loader", "load_config"),
+    "parameters_sha256": ("rpcmp.rpc.tensors", "parameters_sha256"),
+    "splittable": ("rpcmp.worker.weight_grad", "splittable"),
 }
 
 

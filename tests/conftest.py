@@ -19,8 +19,8 @@ import hypothesis
 import psutil
 import pytest
 
-from rpcmp.job import fleet, visit
-from rpcmp.process.forking import Forks
+from rpcmp.job import server_pool, status
+from rpcmp.process.fork_client import Forks
 from tests.support import pool, processes
 from tests.support.needs import needs, needs_root
 from tests.support.places import TESTS
@@ -130,7 +130,7 @@ def _shared() -> Iterator[None]:
         forks = processes.FORKS
         borrow = borrowing(lambda: forks.line(DRIVE))
         patch.setattr(Forks, "__init__", borrow)
-        for module in (fleet, visit):
+        for module in (server_pool, status):
             patch.setattr(module, "LocalServers", pool.PooledServers)
         yield
     pool.POOL.close()

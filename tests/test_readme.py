@@ -11,8 +11,8 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from rpcmp import configdoc
 from rpcmp.cli import COMMANDS, cli
+from rpcmp.config import reference
 from tests.support.commandlines import parsed
 from tests.support.lan import cli as certs
 from tests.support.places import ROOT, TESTS
@@ -47,7 +47,7 @@ RUN_BY = {
     "system/test_lan.py::test_a_doctor_measures_every_way_and_finds_the_one_that_is_missing": [
         "rpcmp doctor config.toml --connect host-a,host-b --certs certs/driver",
     ],
-    "unit/wire/test_revocation.py::"
+    "unit/net/test_revocation.py::"
     "test_renewal_keeps_role_hosts_and_the_authority_until_half_of_its_life": [
         "rpcmp certs renew certs",
     ],
@@ -112,14 +112,14 @@ RUN_BY = {
     "system/test_benchmarks.py::test_bench_compares_ones_own_job": [
         "rpcmp bench config.toml --peers torch-best --json",
     ],
-    "unit/bench/test_rounds.py::test_several_cases_are_a_table_each": [
+    "unit/tools/bench/test_comparison.py::test_several_cases_are_a_table_each": [
         "rpcmp bench overhead transformer activations",
     ],
 }
 """Other commands: the test that runs each, with files and addresses of its own."""
 
 CHECKED_BY = {
-    "unit/wire/test_revocation.py::test_a_crl_that_appears_is_taken_up_and_one_that_goes_stays": [
+    "unit/net/test_revocation.py::test_a_crl_that_appears_is_taken_up_and_one_that_goes_stays": [
         "scp certs/stage1/* host-b:stage1/",
         "scp certs/ca.crl host-b:stage1/",
     ],
@@ -209,7 +209,7 @@ def test_the_table_of_commands_has_each_with_its_one_line() -> None:
 
 
 def test_the_table_of_keys_is_that_of_the_models() -> None:
-    assert configdoc.table() in README, "run `python -m rpcmp.configdoc` and paste its table"
+    assert reference.table() in README, "run `python -m rpcmp.config.reference` and paste its table"
 
 
 def test_the_links_within_the_readme_lead_somewhere() -> None:

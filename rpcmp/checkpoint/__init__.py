@@ -1,1 +1,5 @@
-"""Checkpoints on disk: a file a stage, and a manifest that binds them. Pure: no torch, no RPC."""
+"""A stage's state after a step: in memory that outlives its worker, and in files.
+
+Start at `slots.py`, which says why two snapshots are enough, and `manifest.py`. No torch but in
+`stage_state.py`. May import what is below: rpc, net, process, pipelining, config.
+"""

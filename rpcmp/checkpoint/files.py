@@ -22,7 +22,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Literal
 
-from rpcmp.checkpoint.inside import FOLDER, Inside, make_folder
+from rpcmp.checkpoint.paths import FOLDER, Inside, make_folder
 from rpcmp.errors import ConfigError
 
 Where = Path | Inside

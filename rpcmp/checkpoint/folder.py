@@ -14,10 +14,10 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from rpcmp.bounded import MIB, read_bytes
 from rpcmp.checkpoint.files import Where, folder_of, sync, write_durably
-from rpcmp.checkpoint.inside import FOLDER
 from rpcmp.checkpoint.manifest import Manifest, dumps, loads
+from rpcmp.checkpoint.paths import FOLDER
+from rpcmp.config.bounded_file import MIB, read_bytes
 from rpcmp.errors import CheckpointError
 
 MANIFEST = "manifest.json"

@@ -17,8 +17,8 @@ from typing import Annotated, Any, Final, Literal, Self
 from pydantic import Field, JsonValue, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
+from rpcmp.config.types import Strict
 from rpcmp.errors import CheckpointError
-from rpcmp.kinds import Strict
 
 FORMAT: Final = 1
 """The only format that there has been."""
@@ -80,9 +80,9 @@ class Manifest(Strict):
         best: marks the best checkpoint up to this step; the newest that is marked is the best.
         is_asked_for: whether the config asked for it; else the run made it because it had to end.
         rng: how random numbers are drawn, for no generator has a state: the run's seed, and which
-            version of the rules of rpcmp.seeds.
+            version of the rules of rpcmp.pipelining.layers.
         versions: of rpcmp, torch and Python.
-        config: the job's, see rpcmp.checkpoint.redaction.
+        config: the job's, see rpcmp.config.redaction.
         written: when.
         stages: in the order of the pipeline.
     """

@@ -20,10 +20,9 @@ import click
 import rpcmp
 from rpcmp.cli.terminal import echo, forgive
 from rpcmp.errors import RpcmpError, StageError, exit_code, with_notes
-from rpcmp.logs.display import Display
-from rpcmp.logs.entry import as_json, entry_of
-from rpcmp.logs.line import Line
-from rpcmp.visible import visible
+from rpcmp.process.logging.display import Display
+from rpcmp.process.logging.printable import visible
+from rpcmp.process.logging.records import Line, as_json, entry_of
 
 COMMANDS = (
     "bench",
@@ -129,8 +128,7 @@ def _say(line: Line, display: Display) -> None:
 
 def _remedy(error: RpcmpError, began: datetime) -> str:
     """The command that helps next; empty where none does."""
-    from rpcmp.cli.failed import failed
-    from rpcmp.cli.remedy import remedy
+    from rpcmp.cli.hints import failed, remedy
 
     name, *arguments = sys.argv[1:]
     command = cli.get_command(click.Context(cli), name)

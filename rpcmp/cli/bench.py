@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 
 import click
 
-from rpcmp.cli import completing
+from rpcmp.cli import completion
 from rpcmp.cli.options import budget_option
 from rpcmp.cli.terminal import echo
 
 if TYPE_CHECKING:
-    from rpcmp.bench.benchmark import Result
-    from rpcmp.bench.cases import Case
-    from rpcmp.bench.contestant import Contestant
+    from rpcmp.tools.bench.benchmark import Result
+    from rpcmp.tools.bench.cases import Case
+    from rpcmp.tools.bench.contestant import Contestant
 
 WIDTH = 140
 """Characters that a row of the table may take."""
@@ -24,7 +24,7 @@ WIDTH = 140
 
 @click.command()
 @click.argument(
-    "names", metavar="CASE...", nargs=-1, required=True, shell_complete=completing.cases
+    "names", metavar="CASE...", nargs=-1, required=True, shell_complete=completion.cases
 )
 @click.option("--stages", type=click.IntRange(min=1), help="Number of stages.")
 @click.option("--microbatches", type=click.IntRange(min=1), help="Micro-batches a step.")
@@ -42,7 +42,7 @@ WIDTH = 140
     "overrides",
     metavar="KEY=VALUE",
     multiple=True,
-    shell_complete=completing.keys,
+    shell_complete=completion.keys,
     help="Override a key of the case's job, such as schedule=1f1b. Repeatable.",
 )
 @click.option("--json", "as_json", is_flag=True, help="One JSON object a case.")
@@ -71,12 +71,12 @@ def bench(
     Example:
       rpcmp bench sleep --stages 8 --microbatches 16 --json
     """
-    from rpcmp.bench import cases, lineup, report
     from rpcmp.cli.console import Console
+    from rpcmp.tools.bench import benchmark, cases, report
 
     chosen = None if peers is None else [name.strip() for name in peers.split(",") if name.strip()]
     loaded = [cases.load(name, stages, microbatches, overrides) for name in names]
-    prepared = [(case, lineup.contestants(case, chosen)) for case in loaded]
+    prepared = [(case, benchmark.contestants(case, chosen)) for case in loaded]
     console = Console()
     for case, contestants in prepared:
         result, code = asyncio.run(_measure(case, contestants, pairs, steps, budget))
@@ -98,10 +98,10 @@ async def _measure(
     case: Case, contestants: Sequence[Contestant], pairs: int, steps: int | None, budget: float
 ) -> tuple[Result | None, int]:
     """What was found, if anything, and the exit code."""
-    from rpcmp.bench.benchmark import benchmark
-    from rpcmp.bench.bound import fill_then_no_bubble
-    from rpcmp.bench.limits import Limits, StoppedError
     from rpcmp.cli.measuring import measuring
+    from rpcmp.tools.bench.benchmark import benchmark
+    from rpcmp.tools.bench.contestant import Limits, StoppedError
+    from rpcmp.tools.bench.statistics import fill_then_no_bubble
 
     with measuring(case.name) as now:
         try:

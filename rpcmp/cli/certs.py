@@ -11,7 +11,7 @@ import click
 
 from rpcmp.cli.terminal import echo
 from rpcmp.errors import SecurityError
-from rpcmp.wire.credentials import CA, CRL
+from rpcmp.net.identity import CA, CRL
 
 DAYS = 30
 CA_DAYS = 730
@@ -63,14 +63,14 @@ def init(
       rpcmp certs init certs --host host-a --host host-b
       rpcmp certs init certs --host gpu1.lab.example --permit 192.0.2.0/24
     """
-    from rpcmp.wire import authority, role
+    from rpcmp.net import authority, identity
 
     if days > ca_days:
         raise click.UsageError("--days is more than --ca-days")
     authority.create(folder, hosts, permitted, ca_days)
-    made = [authority.issue(folder, "driver", role.DRIVER, [], days)]
+    made = [authority.issue(folder, "driver", identity.DRIVER, [], days)]
     made += [
-        authority.issue(folder, f"stage{index}", role.stage(index), [host], days)
+        authority.issue(folder, f"stage{index}", identity.stage(index), [host], days)
         for index, host in enumerate(hosts)
     ]
     echo(f"{folder} has a certificate authority, {', '.join(path.name for path in made)}")
@@ -104,7 +104,7 @@ def issue(
       rpcmp certs issue certs --name stage1 --host host-b --host 192.0.2.7
       rpcmp certs issue certs --driver
     """
-    from rpcmp.wire import authority, role
+    from rpcmp.net import authority, identity
 
     named = re.fullmatch(r"stage(\d+)", name or "")
     if stage is None and named and not (spare or driver):
@@ -112,12 +112,12 @@ def issue(
     if [stage is not None, spare, driver].count(True) != 1:
         raise click.UsageError("give --name stageN, or one of --stage N, --spare and --driver")
     if driver:
-        kind = role.DRIVER
+        kind = identity.DRIVER
     elif spare:
-        kind = role.SPARE
+        kind = identity.SPARE
     else:
         assert stage is not None
-        kind = role.stage(stage)
+        kind = identity.stage(stage)
     if not driver and not hosts:
         raise click.UsageError("a server is reached at a --host, which its certificate has to name")
     name = name or (f"stage{stage}" if stage is not None else kind.kind)
@@ -149,8 +149,8 @@ def renew(folder: Path, names: tuple[str, ...], days: int) -> None:
       rpcmp certs renew certs
       rpcmp certs renew certs stage1 driver
     """
-    from rpcmp.wire import authority
-    from rpcmp.wire.certificate import Certificate
+    from rpcmp.net import authority
+    from rpcmp.net.certificates import Certificate
 
     known = [path.name for path in authority.Authority.load(folder).issued]
     if missing := [name for name in names if name not in known]:
@@ -184,7 +184,7 @@ def revoke(folder: Path, name: str) -> None:
     Example:
       rpcmp certs revoke certs stage1
     """
-    from rpcmp.wire import authority
+    from rpcmp.net import authority
 
     number = authority.revoke(folder, name)
     which = "1 certificate" if number == 1 else f"{number} certificates"
@@ -208,8 +208,8 @@ def show(folder: Path) -> None:
     Example:
       rpcmp certs show certs/stage1
     """
-    from rpcmp.wire.certificate import Certificate, authority_text
-    from rpcmp.wire.credentials import Credentials
+    from rpcmp.net.certificates import Certificate, authority_text
+    from rpcmp.net.identity import Credentials
 
     found = Certificate.load(folder)
     revocations = Credentials(folder).revocations

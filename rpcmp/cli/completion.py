@@ -1,8 +1,18 @@
-"""`rpcmp completion`: what a shell needs to complete command lines of rpcmp."""
+"""`rpcmp completion`: what a shell needs to complete command lines of rpcmp.
+
+What a shell may put in the place of a word that is begun: configs, their keys, names.
+
+Run at each press of the tab key, so nothing here needs torch or gRPC.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+import tomllib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import NoneType
+from typing import TYPE_CHECKING, Any, Literal, TypeGuard, get_args, get_origin
 
 import click
 from click.shell_completion import (
@@ -11,9 +21,159 @@ from click.shell_completion import (
     ZshComplete,
     add_completion_class,
     get_completion_class,
+    split_arg_string,
 )
 
 from rpcmp.cli.terminal import echo
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+    from pydantic.fields import FieldInfo
+
+
+Items = list["CompletionItem[str]"]
+
+
+def configs(ctx: click.Context, param: click.Parameter, incomplete: str) -> Items:
+    """TOML files, and folders with some; where there are none, whatever files there are."""
+    begun = Path(incomplete)
+    is_whole = incomplete.endswith("/") or not incomplete
+    folder, name = (begun, "") if is_whole else (begun.parent, begun.name)
+    prefix = incomplete[: len(incomplete) - len(name)]
+    files = [path.name for path in folder.glob("*.toml")]
+    folders = {f"{path.parent.name}/" for path in folder.glob("*/*.toml")}
+    names = (each for each in (*files, *folders) if each.isprintable())  # else it is several lines
+    found = sorted(each for each in names if each.startswith(name))
+    if not found:
+        return [CompletionItem(incomplete, type="file")]
+    return [CompletionItem(prefix + each) for each in found]
+
+
+def keys(ctx: click.Context, param: click.Parameter, incomplete: str) -> Items:
+    """Keys of a config, down to its values where these are few: "data.batch_size="."""
+    from rpcmp.config.schema import Config
+
+    key, separator, _ = incomplete.partition("=")
+    *parents, _ = key.split(".")
+    found: Any = Config
+    given = _given()
+    for part in parents:
+        found = _within(found, part)
+        given = _part(given, part)
+    prefix = "".join(f"{part}." for part in parents)
+    if separator:
+        items = _values(_field(found, key.rpartition(".")[2]), key)
+    else:
+        items = [*_names(found, given, prefix)]
+    return [item for item in items if item.value.startswith(incomplete)]
+
+
+def examples(ctx: click.Context, param: click.Parameter, incomplete: str) -> Items:
+    """What a new job may begin as."""
+    from rpcmp.tools.new.create import examples as names
+
+    return [CompletionItem(name) for name in names() if name.startswith(incomplete)]
+
+
+def cases(ctx: click.Context, param: click.Parameter, incomplete: str) -> Items:
+    """What `rpcmp bench` has cases for, and configs."""
+    from rpcmp.tools.bench.cases import frozen
+
+    names = [CompletionItem(name) for name in frozen() if name.startswith(incomplete)]
+    own = configs(ctx, param, incomplete)
+    return names + [item for item in own if item.type == "plain" or not names]
+
+
+def _given() -> Any:
+    """What the config on the command line says; nothing where it cannot be read.
+
+    By the words themselves: click does not parse a line that ends with an option without a value.
+    """
+    words = split_arg_string(os.environ.get("COMP_WORDS", ""))
+    config = next((word for word in words if word.endswith(".toml")), None)
+    try:
+        return tomllib.loads(Path(config).read_text(encoding="utf-8")) if config else {}
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError):
+        return {}
+
+
+def _part(given: Any, part: str) -> Any:
+    if isinstance(given, list) and part.isdecimal() and int(part) < len(given):
+        return given[int(part)]
+    return given.get(part, {}) if isinstance(given, dict) else {}
+
+
+def _is_section(model: Any) -> TypeGuard[type[BaseModel]]:
+    """Whether it has keys that are known; what is below a table has none."""
+    return isinstance(model, type) and hasattr(model, "model_fields")
+
+
+def _field(model: Any, name: str) -> FieldInfo | None:
+    return model.model_fields.get(name) if _is_section(model) else None
+
+
+def _within(model: Any, part: str) -> Any:
+    """What is below a key: a section's model, a list of one, or a type of which nothing is known.
+
+    An element of a list is what the list is of.
+    """
+    if get_origin(model) is list and part.isdecimal():
+        return _section(model)
+    field = _field(model, part)
+    if field is None:
+        return None
+    is_list = any(get_origin(kind) is list for kind in _kinds(field.annotation))
+    section = _section(field.annotation)
+    return list[section] if is_list and section else section  # type: ignore[valid-type]
+
+
+def _section(annotation: Any) -> type[BaseModel] | None:
+    from rpcmp.config.loader import section_of
+
+    return section_of(annotation)
+
+
+def _kinds(annotation: Any) -> tuple[Any, ...]:
+    """The members of a union; or the one type."""
+    parts = get_args(annotation)
+    return parts if NoneType in parts else (annotation, *parts)
+
+
+def _names(model: Any, given: Any, prefix: str) -> Iterator[CompletionItem[str]]:
+    """What may follow `prefix`: keys of the model, or what the file has there."""
+    if get_origin(model) is list:
+        number = len(given) if isinstance(given, list) else 1
+        yield from (CompletionItem(f"{prefix}{index}.") for index in range(max(1, number)))
+    elif _is_section(model):
+        for name, field in model.model_fields.items():
+            yield from _ends(name, field, prefix)
+    elif isinstance(given, dict):
+        for name, value in given.items():
+            end = "." if isinstance(value, dict | list) else "="
+            yield CompletionItem(f"{prefix}{name}{end}")
+
+
+def _ends(name: str, field: FieldInfo, prefix: str) -> Iterator[CompletionItem[str]]:
+    """A key that has a value, or others below it; a factory has both forms."""
+    from rpcmp.config.types import Factory
+
+    section = _section(field.annotation)
+    is_table = get_origin(field.annotation) is dict or "dict" in str(field.annotation)
+    help_text = field.description
+    if section is None or issubclass(section, Factory):
+        yield CompletionItem(f"{prefix}{name}=", help=help_text)
+    if section is not None or is_table:
+        yield CompletionItem(f"{prefix}{name}.", help=help_text)
+
+
+def _values(field: FieldInfo | None, key: str) -> Items:
+    kinds = _kinds(field.annotation) if field is not None else ()
+    values = ["true", "false"] if bool in kinds else []
+    for kind in kinds:
+        if get_origin(kind) is Literal:
+            values += [str(value) for value in get_args(kind)]
+    return [CompletionItem(f"{key}={value}") for value in values]
+
 
 SHELLS = ("bash", "zsh", "fish")
 

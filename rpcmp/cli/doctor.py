@@ -9,9 +9,9 @@ from pathlib import Path
 
 import click
 
-from rpcmp import configfile
 from rpcmp.cli.options import addresses_of, config_argument, connect_option
 from rpcmp.cli.terminal import echo
+from rpcmp.config import loader
 
 
 @click.command()
@@ -30,10 +30,10 @@ def doctor(config: Path, overrides: tuple[str, ...], connect: str | None, as_jso
       rpcmp doctor config.toml --connect host-a,host-b --certs certs/driver
     """
     from rpcmp.cli.findingtable import finding_table
-    from rpcmp.doctor.checkup import check_up
-    from rpcmp.doctor.finding import exit_code
+    from rpcmp.tools.doctor.checkup import check_up
+    from rpcmp.tools.doctor.findings import exit_code
 
-    job = configfile.load(config, overrides)
+    job = loader.load_config(config, overrides)
     findings = asyncio.run(check_up(job, addresses_of(connect, job)))
     code = exit_code(findings)
     if as_json:

@@ -24,8 +24,8 @@ def drain(address: str, certs: Path | None, insecure: bool, wait: bool) -> None:
     Example:
       rpcmp drain 127.0.0.1:50051
     """
-    from rpcmp.job.drain import drain as run
-    from rpcmp.wire.security import Security
+    from rpcmp.job.status import drain as run
+    from rpcmp.net.security import Security
 
     job = asyncio.run(run(address, wait, Security(certs, insecure)))
     echo(f"{address} is draining job {job!r}" if job and not wait else f"{address} has ended")

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 import click
 
-from rpcmp import configfile
 from rpcmp.cli.options import (
     addresses_of,
     config_argument,
@@ -21,12 +20,13 @@ from rpcmp.cli.options import (
 )
 from rpcmp.cli.terminal import echo
 from rpcmp.cli.ui import page_of, ui_option
-from rpcmp.logs.display import Display
+from rpcmp.config import loader
+from rpcmp.process.logging.display import Display
 
 if TYPE_CHECKING:
-    from rpcmp.config import Config
-    from rpcmp.job.beginning import Start
-    from rpcmp.observers.observer import Observer
+    from rpcmp.config.schema import Config
+    from rpcmp.job.restore_planner import Start
+    from rpcmp.observability.observers import Observer
 
 
 @click.command()
@@ -71,19 +71,12 @@ def drive(
     Example:
       rpcmp drive config.toml --steps 100 --set data.batch_size=64
     """
-    from rpcmp.cli.aside import aside
-    from rpcmp.cli.log import logged
-    from rpcmp.cli.observing import (
-        observers,
-        path_of,
-        saying_where,
-        seconds_between_timelines,
-    )
-    from rpcmp.cli.output import printer
+    from rpcmp.cli.observing import observers, path_of, saying_where, seconds_between_timelines
+    from rpcmp.cli.output import logged, printer
     from rpcmp.job.drive import drive as run
-    from rpcmp.observers.watch import watching
+    from rpcmp.observability.observers import aside, watching
+    from rpcmp.observability.run_folder.writer import TRACE
     from rpcmp.process.descriptors import raise_limit
-    from rpcmp.runfolder.layout import TRACE
 
     if resume and fresh:
         raise click.UsageError("--resume goes on with a run, --fresh begins one: give one of them")
@@ -92,7 +85,7 @@ def drive(
         overrides = (*overrides, f"steps={steps}")
     if trace is not None:
         require_writable(trace)
-    job = configfile.load(config, overrides)
+    job = loader.load_config(config, overrides)
     servers = addresses_of(connect, job)
     raise_limit()
     found: list[Observer] = []
@@ -122,9 +115,9 @@ def metrics_of(job: Config, address: str | None, observers: list[Observer]) -> I
     if address is None:
         yield
         return
-    from rpcmp.openmetrics.door import serving
-    from rpcmp.openmetrics.run import RunMetrics
-    from rpcmp.wire.security import Security
+    from rpcmp.net.security import Security
+    from rpcmp.observability.prometheus.endpoint import serving
+    from rpcmp.observability.prometheus.run import RunMetrics
 
     found = RunMetrics()
     security = Security(job.certs_folder, job.security.insecure)

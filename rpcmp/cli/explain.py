@@ -8,9 +8,9 @@ from pathlib import Path
 
 import click
 
-from rpcmp import configfile
 from rpcmp.cli.options import addresses_of, config_argument, connect_option
 from rpcmp.cli.terminal import echo
+from rpcmp.config import loader
 
 
 @click.command()
@@ -41,9 +41,9 @@ def explain(
       rpcmp explain config.toml --set schedule=zero-bubble
     """
     from rpcmp.cli.explanation import show
-    from rpcmp.explain.gather import explain as find_out
+    from rpcmp.tools.explain.gather import explain as find_out
 
-    job = configfile.load(config, overrides)
+    job = loader.load_config(config, overrides)
     found = asyncio.run(find_out(job, addresses_of(connect, job), measures=not no_measure))
     if as_json:
         echo(json.dumps(found.as_json()))

@@ -7,12 +7,11 @@ from collections.abc import Iterator
 from rich.table import Table
 from rich.text import Text
 
-from rpcmp import sizes
 from rpcmp.cli.console import Console
-from rpcmp.explain.explanation import Explanation
-from rpcmp.explain.picture import picture
-from rpcmp.explain.stage import Stage
-from rpcmp.explain.ways import FREE_PORT, Way
+from rpcmp.config.types import format_size
+from rpcmp.tools.explain.gather import Explanation
+from rpcmp.tools.explain.picture import FREE_PORT, Way, picture
+from rpcmp.tools.explain.stage import Stage
 
 WIDTH = 140
 """Characters of a line where nobody looks at a terminal."""
@@ -131,7 +130,7 @@ def _memory(stages: list[Stage]) -> Table:
     )
     for stage in stages:
         memory = stage.memory
-        together = Text(f"{'' if memory.is_whole else 'over '}{sizes.show(memory.total)}")
+        together = Text(f"{'' if memory.is_whole else 'over '}{format_size(memory.total)}")
         table.add_row(
             stage.name,
             _size(memory.process),
@@ -160,7 +159,7 @@ def _memory_notes(stages: list[Stage]) -> Iterator[str]:
 
 
 def _size(size: int | None) -> str:
-    return "?" if size is None else sizes.show(size)
+    return "?" if size is None else format_size(size)
 
 
 def _step(found: Explanation, width: int) -> Iterator[str]:

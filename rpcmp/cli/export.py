@@ -30,12 +30,12 @@ def export(folder: Path, file: Path, best: bool, tied_once: bool) -> None:
       rpcmp export checkpoints model.safetensors
       rpcmp export --best checkpoints model.safetensors
     """
-    from rpcmp import sizes
     from rpcmp.checkpoint.export import export as run
+    from rpcmp.config.types import format_size
 
     result = run(folder, file, best, tied_once)
     for problem in result.skipped:
         echo(f"skipped: {problem}", err=True)
     mark = result.manifest.best if best else None
     what = f"step {result.step}" + (f", {mark.metric} {mark.value:.4f}" if mark else "")
-    echo(f"{what}: {result.num_tensors} tensors, {sizes.show(result.size)} written to {file}")
+    echo(f"{what}: {result.num_tensors} tensors, {format_size(result.size)} written to {file}")

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import click
 
-from rpcmp import addresses
 from rpcmp.cli.options import certs_options
 from rpcmp.cli.terminal import echo
+from rpcmp.config import addresses
 
 NOT_SERVING = 1
 """Exit code for a server that answers, and drains."""
@@ -47,9 +47,9 @@ def health(
       rpcmp health
       rpcmp health 50052 --certs stage1 --server-name host-b
     """
-    from rpcmp.control.probe import SERVING, probe
-    from rpcmp.wire.dialer import Dialer
-    from rpcmp.wire.security import Security
+    from rpcmp.net.dialer import Dialer
+    from rpcmp.net.security import Security
+    from rpcmp.server.probe import SERVING, probe
 
     if server_name is not None and certs is None:
         raise click.UsageError("--server-name is checked against a certificate: give --certs DIR")

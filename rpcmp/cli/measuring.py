@@ -12,10 +12,10 @@ import click
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
 from rich.text import Text
 
-from rpcmp.bench.rounds import Progress as Tell
 from rpcmp.cli.console import Console
 from rpcmp.cli.terminal import echo
 from rpcmp.process.signals import handled_by, wishes
+from rpcmp.tools.bench.comparison import Progress as Tell
 
 PLAIN_SECONDS = 2.0
 """Between two lines of one kind where there is no terminal."""
@@ -90,7 +90,7 @@ class _Lines:
         self._again: asyncio.TimerHandle | None = None
 
     def tell(self, what: str, left: float) -> None:
-        """See Progress of rpcmp.bench.rounds."""
+        """See Progress of rpcmp.tools.bench.comparison."""
         is_other = what.partition(" ")[0] != self._what.partition(" ")[0]
         self._what, self._until = what, self._loop.time() + left
         if is_other or self._loop.time() - self._shown >= PLAIN_SECONDS:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from rpcmp.cli import completing
+from rpcmp.cli import completion
 from rpcmp.cli.terminal import echo
 
 
@@ -15,7 +15,7 @@ from rpcmp.cli.terminal import echo
 @click.option(
     "--like",
     metavar="EXAMPLE",
-    shell_complete=completing.examples,
+    shell_complete=completion.examples,
     help="Begin as one of the examples, such as resnet50.",
 )
 def new(name: str, like: str | None) -> None:
@@ -29,7 +29,7 @@ def new(name: str, like: str | None) -> None:
       rpcmp new my_model
       rpcmp new my_model --like llama
     """
-    from rpcmp.starter.create import create
+    from rpcmp.tools.new.create import create
 
     model, config = create(name, Path.cwd(), like)
     echo(f"{model.name}: the model")

@@ -7,16 +7,13 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from rpcmp.cli.aside import Report
-from rpcmp.cli.log import with_log
-from rpcmp.cli.output import plain
-from rpcmp.config import Config
+from rpcmp.cli.output import plain, with_log
+from rpcmp.config.schema import Config
 from rpcmp.errors import ConfigError
-from rpcmp.observers.loggers import loggers
-from rpcmp.observers.observer import Observer
-from rpcmp.observers.tensorboard import TensorBoard
+from rpcmp.observability.observers import Observer, Report, loggers
+from rpcmp.observability.run_folder.writer import BEGINNINGS, RunFolder
+from rpcmp.observability.tensorboard import TensorBoard
 from rpcmp.process.channel import Message
-from rpcmp.runfolder.writer import BEGINNINGS, RunFolder
 
 SHOWN_SECONDS = 2.0
 """Between two timelines that somebody looks at."""

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from rpcmp import addresses
-from rpcmp.cli import completing
+from rpcmp.cli import completion
+from rpcmp.config import addresses
 from rpcmp.errors import ConfigError
-from rpcmp.logs.display import Display
-from rpcmp.logs.entry import LEVELS
+from rpcmp.process.logging.display import Display
+from rpcmp.process.logging.records import LEVELS
 
 if TYPE_CHECKING:
-    from rpcmp.config import Config
+    from rpcmp.config.schema import Config
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -48,13 +48,13 @@ def _config_options(command: Command) -> Command:
         "overrides",
         metavar="KEY=VALUE",
         multiple=True,
-        shell_complete=completing.keys,
+        shell_complete=completion.keys,
         help="Override a key of the config, such as data.batch_size=64. Repeatable.",
     )(command)
     return click.argument(
         "config",
         type=click.Path(path_type=Path, dir_okay=False),
-        shell_complete=completing.configs,
+        shell_complete=completion.configs,
     )(command)
 
 

@@ -1,4 +1,11 @@
-"""What `rpcmp drive` shows: a progress bar on a terminal, plain lines elsewhere, or JSON."""
+"""What `rpcmp drive` shows: a progress bar on a terminal, plain lines elsewhere, or JSON.
+
+What `rpcmp drive` says of evaluations that were the best, or not better any more.
+
+What `rpcmp drive` says of faults, recoveries and checkpoints: one line each.
+
+The log of `rpcmp drive`: what the stages say and what its own process does, as it comes.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +18,72 @@ from typing import Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from rpcmp import evaluated, jsonlines, sizes
-from rpcmp.cli import bestlines, faultlines
-from rpcmp.cli.aside import Report
 from rpcmp.cli.console import Console
 from rpcmp.cli.terminal import echo
-from rpcmp.config import Config
+from rpcmp.config import validation
+from rpcmp.config.schema import Config
+from rpcmp.config.types import format_size
+from rpcmp.observability import json_lines
+from rpcmp.observability.observers import Report
 from rpcmp.process.channel import Message
-from rpcmp.visible import visible
+from rpcmp.process.logging.display import Display, Place
+from rpcmp.process.logging.printable import visible
+from rpcmp.process.logging.records import as_text
+
+
+def best_line(event: Message) -> str:
+    """One line for one event."""
+    if event["event"] == "best":
+        return f"the best so far is kept: step {event['step']}, {_value(event)}"
+    waited = f"{event['waited']} evaluation" + ("s" if event["waited"] > 1 else "")
+    if event["best"] is None:
+        return f"stopped early after step {event['step']}: {event['metric']} was NaN in {waited}"
+    found = f"{event['metric']} {event['best']:.4f} after step {event['best_step']}"
+    return (
+        f"stopped early after step {event['step']}: {waited} in a row brought nothing better "
+        f"than {found}"
+    )
+
+
+def kept(best: dict[str, Any]) -> str:
+    """Where the best checkpoint is."""
+    return f"best step {best['step']}, {_value(best)}, in {best['path']}"
+
+
+def _value(best: dict[str, Any]) -> str:
+    return f"{best['metric']} {best['value']:.4f}"
+
+
+def fault_line(event: Message) -> str:
+    """One line for one event."""
+    match event["event"]:
+        case "fault":
+            return f"lost after step {event['step']}: {event['error']}"
+        case "recovered":
+            return (
+                f"going on from step {event['step']} as generation {event['generation']}, "
+                f"after {event['seconds']:.1f} s"
+            )
+        case "waiting":
+            return f"waiting for the server of stage {event['stage']!r} at {event['address']}"
+        case "replaced":
+            return (
+                f"the spare at {event['address']} takes stage {event['stage']!r}, whose server at "
+                f"{event['lost']} is gone"
+            )
+        case "resumed":
+            return _resumed(event)
+        case "checkpoint":
+            return f"checkpoint of step {event['step']} in {event['path']}"
+    return f"warning: {event['text']}"
+
+
+def _resumed(event: Message) -> str:
+    if not event["step"]:
+        return "no checkpoint to resume from: starting from the beginning"
+    changed = f" (changed since: {', '.join(event['changed'])})" if event["changed"] else ""
+    return f"resuming after step {event['step']}{changed}"
+
 
 PLAIN_SECONDS = 2.0
 """Between step lines where there is no terminal."""
@@ -39,7 +104,7 @@ def printer(config: Config, as_json: bool, verbose: bool, quiet: bool) -> Iterat
 
 
 def _show_json(event: Message) -> None:
-    echo(jsonlines.dumps(event))
+    echo(json_lines.dumps(event))
 
 
 def plain(config: Config, write: Callable[[str], None]) -> Report:
@@ -154,14 +219,14 @@ def _lines(event: Message, run: _Run) -> Iterator[str]:
                 f"{_busy(event)}  data {event['data_share']:.0%}{_scale(event)}"
             )
         case "eval":
-            found = _numbers(evaluated.values(event))
+            found = _numbers(validation.evaluation_values(event))
             yield f"evaluation after step {event['step']}: {found}"
         case "early_stop" | "best":
-            yield bestlines.line(event)
+            yield best_line(event)
         case "report":
             yield event["text"]
         case "fault" | "recovered" | "waiting" | "replaced" | "resumed" | "checkpoint" | "warning":
-            yield faultlines.line(event)
+            yield fault_line(event)
         case "kept":
             yield f"kept in {_near(event['path'])}"
         case "summary":
@@ -171,7 +236,7 @@ def _lines(event: Message, run: _Run) -> Iterator[str]:
                 + (f", {_numbers(event['metrics'], 'test ')}" if event["metrics"] else "")
             )
             if "best" in event:
-                yield bestlines.kept(event["best"])
+                yield kept(event["best"])
             yield f"peak memory {_memory(event['memory'])}"
             if "plan" in event:
                 yield _compared(event["plan"])
@@ -207,10 +272,10 @@ def _plan(event: Message) -> Iterator[str]:
     width = max(map(len, event["stages"]))
     for name, stage in event["stages"].items():
         limit = stage["limit_bytes"]
-        of = "" if limit is None else f" of {sizes.show(limit)}"
+        of = "" if limit is None else f" of {format_size(limit)}"
         yield (
             f"  {name:{width}}  {stage['num_layers']} layers  computes {_ms(stage['busy_s'])}  "
-            f"bubble {stage['bubble']:.0%}  memory {sizes.show(stage['memory_bytes'])}{of}"
+            f"bubble {stage['bubble']:.0%}  memory {format_size(stage['memory_bytes'])}{of}"
         )
 
 
@@ -245,3 +310,35 @@ def _busy(event: Message) -> str:
     """Of a step whose stages were lost before they could tell nobody knows it."""
     shares = " ".join(f"{share:.0%}" for share in event["busy"].values())
     return f"  busy {shares}" if shares else ""
+
+
+Show = Callable[[Message], None]
+
+
+def with_log(show: Show, write: Callable[[str], None]) -> Show:
+    """Have `show` write events, and the lines of the log between them, as in a terminal."""
+
+    def show_both(event: Message) -> None:
+        if event["event"] == "log":
+            write(as_text(event))
+        else:
+            show(event)
+
+    return show_both
+
+
+def logged(show: Show, display: Display) -> Show:
+    """Show the lines of the log among a run's events on `display`, and all events by `show`."""
+    place = Place("driver")
+    display.place = lambda: place
+
+    def show_logged(event: Message) -> None:
+        nonlocal place
+        generation = event.get("generation", place.generation)
+        step = event["step"] if event["event"] == "step" else place.step
+        place = Place("driver", generation, step)
+        if event["event"] == "log":
+            display.show(event)
+        show(event)
+
+    return show_logged

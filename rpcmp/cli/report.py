@@ -41,18 +41,18 @@ def report(folders: tuple[Path, ...], output: Path | None, text: bool) -> None:
       rpcmp report runs/digits-20261122-101500
       rpcmp report runs/digits-20261122-101500 runs/digits-20261122-113000 --text
     """
-    from rpcmp.runfolder.reader import read
+    from rpcmp.observability.run_folder.reader import read
 
     if text and output is not None:
         raise click.UsageError("--text prints to the terminal; give it or --output, not both")
     runs = [read(folder) for folder in folders]
     if text:
         from rpcmp.cli.runtable import run_tables
-        from rpcmp.runfolder.compare import compare
+        from rpcmp.observability.run_folder.compare import compare
 
         run_tables(compare(runs))
         return
-    from rpcmp.page.report import html
+    from rpcmp.observability.dashboard.html import html
 
     path = output or folders[0] / (REPORT if len(runs) == 1 else COMPARISON)
     require_writable(path)

@@ -8,8 +8,7 @@ from rich.table import Table
 
 from rpcmp.cli.console import Console
 from rpcmp.cli.terminal import echo
-from rpcmp.runfolder.compare import Comparison
-from rpcmp.runfolder.tables import tables
+from rpcmp.observability.run_folder.compare import Comparison, tables
 
 WIDTH = 10_000
 """Characters, more than a row has."""

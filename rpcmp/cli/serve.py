@@ -16,17 +16,17 @@ from urllib.parse import urlsplit
 
 import click
 
-from rpcmp import addresses
 from rpcmp.cli.options import certs_options, log_options, metrics_option
 from rpcmp.cli.terminal import echo
-from rpcmp.logs.display import Display
-from rpcmp.logs.entry import pass_on
+from rpcmp.config import addresses
 from rpcmp.process.channel import die_with_parent
+from rpcmp.process.logging.display import Display
+from rpcmp.process.logging.records import pass_on
 
 if TYPE_CHECKING:
+    from rpcmp.net.security import Security
     from rpcmp.process.confinement import Reach
     from rpcmp.server.server import StageServer
-    from rpcmp.wire.security import Security
 
 log = logging.getLogger(__name__)
 
@@ -128,7 +128,7 @@ def serve(
         raise click.UsageError("a spare has no port of its own: give --listen HOST:PORT")
     if spare and replica:
         raise click.UsageError("a spare takes the place of any replica: leave --replica out")
-    from rpcmp.wire.security import Security
+    from rpcmp.net.security import Security
 
     if parent is not None:
         die_with_parent(parent, signal.SIGTERM)
@@ -148,7 +148,7 @@ def serve(
         os.environ.setdefault("GRPC_VERBOSITY", "NONE")
         # Imported late: `rpcmp --help` needs no gRPC.
         from rpcmp.process.descriptors import raise_limit
-        from rpcmp.process.forking import WORKERS, Forks
+        from rpcmp.process.fork_client import WORKERS, Forks
         from rpcmp.server.serve import serve as run_server
         from rpcmp.server.server import StageServer
 
@@ -196,8 +196,8 @@ def served(server: StageServer, metrics: str | None, security: Security) -> Iter
     if metrics is None:
         yield
         return
-    from rpcmp.openmetrics.door import serving
-    from rpcmp.openmetrics.server import ServerMetrics
+    from rpcmp.observability.prometheus.endpoint import serving
+    from rpcmp.observability.prometheus.server import ServerMetrics
 
     found = ServerMetrics(server)
     with serving(found.store, metrics, security) as url:

@@ -10,11 +10,10 @@ from rich.table import Table
 
 from rpcmp.cli.console import Console
 from rpcmp.cli.table import WIDTH
-from rpcmp.trace.bottleneck import Bottleneck
-from rpcmp.trace.idle import Loss
-from rpcmp.trace.shares import Shares
-from rpcmp.trace.spans import Kind
-from rpcmp.trace.window import Window
+from rpcmp.observability.trace.analysis import Bottleneck, Shares
+from rpcmp.observability.trace.critical_path import Loss
+from rpcmp.observability.trace.spans import Kind
+from rpcmp.observability.trace.window import Window
 
 HEADS = {kind: f"{kind} %" for kind in Kind} | {Kind.OPTIMIZER: "optimizer %"}
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import click
 
-from rpcmp import configfile
 from rpcmp.cli.options import addresses_of, config_argument, connect_option
 from rpcmp.cli.terminal import echo
+from rpcmp.config import loader
 
 
 @click.command()
@@ -30,7 +30,7 @@ def status(config: Path, overrides: tuple[str, ...], connect: str | None, as_jso
     from rpcmp.cli.table import stage_table
     from rpcmp.job.status import ask_all
 
-    job = configfile.load(config, overrides)
+    job = loader.load_config(config, overrides)
     found = addresses_of(connect, job) or job.addresses or addresses_of("default", job) or []
     stages = asyncio.run(ask_all(job, found))
     if as_json:

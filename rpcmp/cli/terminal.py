@@ -17,7 +17,7 @@ from typing import Any, TextIO
 
 import click
 
-from rpcmp.visible import visible
+from rpcmp.process.logging.printable import visible
 
 log = logging.getLogger(__name__)
 

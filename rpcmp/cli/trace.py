@@ -14,9 +14,8 @@ from rpcmp.cli.terminal import echo
 from rpcmp.errors import ConfigError
 
 if TYPE_CHECKING:
-    from rpcmp.trace.bottleneck import Bottleneck
-    from rpcmp.trace.shares import Shares
-    from rpcmp.trace.window import Window
+    from rpcmp.observability.trace.analysis import Bottleneck, Shares
+    from rpcmp.observability.trace.window import Window
 
 
 @click.command()
@@ -46,20 +45,19 @@ def trace(file: Path, png: Path | None, steps: str | None, as_json: bool) -> Non
     Example:
       rpcmp trace run.json.gz --steps 10:12 --png pipeline.png
     """
-    from rpcmp.trace import chrome, diagram, window
-    from rpcmp.trace.bottleneck import bottleneck
-    from rpcmp.trace.shares import measure
+    from rpcmp.observability.trace import chrome, plot, window
+    from rpcmp.observability.trace.analysis import bottleneck, measure
 
     first, last = _parse(steps)
     if png is not None:
-        diagram.require_matplotlib()
+        plot.require_matplotlib()
         require_writable(png)
     found = chrome.read(file, first, last)
-    seen = window.window(found, first, last)
+    seen = window.choose_window(found, first, last)
     shares = measure(found, seen)
     _show(seen, shares, bottleneck(found, seen, shares), as_json)
     if png is not None:
-        diagram.write_png(found, seen if steps else window.last_complete(found), png)
+        plot.write_png(found, seen if steps else window.last_complete(found), png)
 
 
 def _parse(steps: str | None) -> tuple[int | None, int | None]:

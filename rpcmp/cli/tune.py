@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 import click
 
-from rpcmp import configfile
 from rpcmp.cli.options import (
     addresses_of,
     budget_option,
@@ -18,12 +17,13 @@ from rpcmp.cli.options import (
     require_writable,
 )
 from rpcmp.cli.terminal import echo
+from rpcmp.config import loader
 from rpcmp.errors import ConfigError
 
 if TYPE_CHECKING:
-    from rpcmp.config import Config
-    from rpcmp.tune.grid import Grid
-    from rpcmp.tune.series import Tuned
+    from rpcmp.config.schema import Config
+    from rpcmp.tools.tune.grid import Grid
+    from rpcmp.tools.tune.measuring import Tuned
 
 WIDTH = 160
 """Characters that a row of the table may take."""
@@ -94,10 +94,10 @@ def tune(
     Example:
       rpcmp tune config.toml --microbatches 4,8,16 --png curve.png
     """
-    from rpcmp.trace.diagram import require_matplotlib
-    from rpcmp.tune.grid import Axes, grid
+    from rpcmp.observability.trace.plot import require_matplotlib
+    from rpcmp.tools.tune.grid import Axes, grid
 
-    job = configfile.load(config, overrides)
+    job = loader.load_config(config, overrides)
     swept = grid(
         job,
         Axes(
@@ -117,7 +117,7 @@ def tune(
         raise click.exceptions.Exit(code)
     _show(tuned, as_json)
     if png is not None:
-        from rpcmp.tune.curve import write_png
+        from rpcmp.tools.tune.report import write_png
 
         write_png(tuned, png)
     if code:
@@ -133,10 +133,10 @@ async def _tune(
     budget: float,
 ) -> tuple[Tuned | None, int]:
     """What was found, if anything, and the exit code."""
-    from rpcmp.bench.limits import Limits, StoppedError
     from rpcmp.cli.measuring import measuring
-    from rpcmp.tune.runner import GroupRunner
-    from rpcmp.tune.sweep import tune as run
+    from rpcmp.tools.bench.contestant import Limits, StoppedError
+    from rpcmp.tools.tune.measuring import GroupRunner
+    from rpcmp.tools.tune.sweep import tune as run
 
     runner, tuned = GroupRunner(config, swept.settings, connect), None
     with measuring(config.name) as now:
@@ -155,7 +155,7 @@ async def _tune(
 
 def _show(tuned: Tuned, as_json: bool) -> None:
     from rpcmp.cli.console import Console
-    from rpcmp.tune import report
+    from rpcmp.tools.tune import report
 
     if as_json:
         echo(json.dumps(report.as_json(tuned)))

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 if TYPE_CHECKING:
-    from rpcmp.cli.aside import Report
-    from rpcmp.config import Config
-    from rpcmp.observers.observer import Observer
+    from rpcmp.config.schema import Config
+    from rpcmp.observability.observers import Observer, Report
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -36,7 +35,7 @@ def ui_option(command: Command) -> Command:
 def _checked(ctx: click.Context, parameter: click.Parameter, ui: str | None) -> str | None:
     """At once: a bare `--ui` before CONFIG would take that for its address."""
     if ui:
-        from rpcmp.page.place import parse
+        from rpcmp.observability.dashboard.app import parse
 
         parse(ui)
     return ui
@@ -52,8 +51,10 @@ def page_of(job: Config, ui: str | None, observers: list[Observer], show: Report
     if ui is None:
         yield
         return
-    from rpcmp.page.place import Place  # its libraries are needed by who has a page alone
-    from rpcmp.page.server import Page
+    from rpcmp.observability.dashboard.app import (
+        Place,  # its libraries are needed by who has a page alone
+    )
+    from rpcmp.observability.dashboard.server import Page
 
     place = Place.open(None if ui == ANY else ui, job.certs_folder)
     page = Page(place)

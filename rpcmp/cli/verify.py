@@ -6,9 +6,9 @@ from pathlib import Path
 
 import click
 
-from rpcmp import configfile
 from rpcmp.cli.options import addresses_of, config_argument, connect_option
 from rpcmp.cli.terminal import echo
+from rpcmp.config import loader
 
 
 @click.command()
@@ -25,9 +25,9 @@ def verify(config: Path, overrides: tuple[str, ...], connect: str | None, steps:
     Example:
       rpcmp verify config.toml --steps 5
     """
-    from rpcmp.verify import verify as run
+    from rpcmp.tools.verify.compare import verify as run
 
-    job = configfile.load(config, (*overrides, f"steps={steps}"))
+    job = loader.load_config(config, (*overrides, f"steps={steps}"))
     result = run(job, addresses_of(connect, job))
     for caveat in result.caveats:
         echo(f"note: {caveat}")

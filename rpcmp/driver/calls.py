@@ -1,4 +1,4 @@
-"""What a user's own program can ask of its driver process; see rpcmp.pipeline for the other end."""
+"""What a user's program can ask of its driver process; rpcmp.job.pipeline is the other end."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from typing import Any
 
 from torch import Tensor
 
-from rpcmp.config import Config
-from rpcmp.data import Loaded
-from rpcmp.driver.group import Group
+from rpcmp.config.schema import Config
+from rpcmp.data.batches import Loaded
+from rpcmp.driver.loss_scaler import ScalerState
 from rpcmp.driver.metrics import Metrics
-from rpcmp.driver.scaler import ScalerState
+from rpcmp.driver.stage_group import Group
 from rpcmp.errors import ConfigError, JobError, LossScaleError, RpcmpError, one_line, to_wire
-from rpcmp.handoff import Handoff
 from rpcmp.process.activity import PHASE_BYTES, Activity
-from rpcmp.work import End
+from rpcmp.rpc.messages import End
+from rpcmp.rpc.tensors import Handoff
 
 OPTIMIZER_STATE = ("step", "state", "param_groups", "scheduler")
 """What an optimizer's state has, whatever else a job adds."""
 
 
 class Calls:
-    """The calls, by name; arguments and answers are what `rpcmp.handoff` can carry.
+    """The calls, by name; arguments and answers are what `rpcmp.rpc.tensors` can carry.
 
     Calls that change the model are numbered by whoever makes them. After some of them, never while
     there are gradients, all stages keep what they are under the call's number, so that a later
@@ -110,7 +110,7 @@ class Calls:
         self._keep()
 
     def parameters_sha256(self) -> str:
-        """The hash of rpcmp.digest."""
+        """The hash of rpcmp.rpc.tensors."""
         return self._group.parameters_sha256()
 
     def live_state(self) -> dict[str, dict[str, int]]:

@@ -7,14 +7,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from rpcmp import data
-from rpcmp.config import Config
-from rpcmp.data import Order
-from rpcmp.driver.draws import AHEAD, Announcer, Draws, SampledThere
-from rpcmp.driver.group import Group
+from rpcmp.config.schema import Config
+from rpcmp.data.batches import Order, load_batches, require_enough
+from rpcmp.data.index_batches import AHEAD, Announcer, Draws, SampledThere
 from rpcmp.driver.rounds import Batch
+from rpcmp.driver.stage_group import Group
 from rpcmp.errors import ConfigError
-from rpcmp.work import Holding
+from rpcmp.rpc.messages import Holding
 
 
 class MiniBatches(Protocol):
@@ -52,10 +51,10 @@ class Datasets:
             ConfigError: there is no `[data]`, or a dataset cannot be used.
         """
         section, seed = config.require_data("training"), config.seed
-        train = data.load(section.train, "data.train", section, seed, training=True)
+        train = load_batches(section.train, "data.train", section, seed, training=True)
         if section.test is None:
             return cls(train, None)
-        return cls(train, data.load(section.test, "data.test", section, seed, training=False))
+        return cls(train, load_batches(section.test, "data.test", section, seed, training=False))
 
     @classmethod
     def at_stages(cls, config: Config, group: Group) -> Datasets:
@@ -71,7 +70,7 @@ class Datasets:
         orders = {}
         for name, samples in sizes.items():
             training = name == "train"
-            data.require_enough(samples, f"data.{name}", section, training)
+            require_enough(samples, f"data.{name}", section, training)
             sampler = SampledThere(group.order) if training and section.sampler else None
             orders[name] = Order(range(samples), section, seed, training, sampler)
         total = total_steps(config, len(orders["train"]))

@@ -9,12 +9,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 
-from rpcmp.config import Config
+from rpcmp.config.schema import Config
 from rpcmp.driver.datasets import MiniBatches
 from rpcmp.driver.evaluation import Evaluation, mean
-from rpcmp.driver.group import Group
 from rpcmp.driver.metrics import Metrics
 from rpcmp.driver.rounds import Batch
+from rpcmp.driver.stage_group import Group
 from rpcmp.errors import ConfigError, JobError, StageError, WorkerDiedError, WorkerHungError
 from rpcmp.process.activity import Activity
 

@@ -17,11 +17,12 @@ from typing import Any, Protocol, Self, cast
 import torch
 from torch import Tensor
 
-from rpcmp import factory, tree
-from rpcmp.config import Config
+from rpcmp.config import importing
+from rpcmp.config.schema import Config
+from rpcmp.config.types import Factory
 from rpcmp.errors import ConfigError, FactoryError, JobError
-from rpcmp.kinds import Factory
 from rpcmp.metrics import METHODS, keeps_state
+from rpcmp.pipelining import pytree
 
 
 class Metric(Protocol):
@@ -115,7 +116,7 @@ def _require(
     if watched in ("loss", *sources) or any(watched.startswith(f"{name}.") for name in metrics):
         return
     name = next(name for name in sources if watched.startswith(f"{name}."))
-    factory.resolve(sources[name].callable, f"metrics.{name}")
+    importing.resolve(sources[name].callable, f"metrics.{name}")
     raise ConfigError(f"{key} = {watched!r}: metrics.{name} is a mean, without keys")
 
 
@@ -126,7 +127,7 @@ def _make(source: Factory, what: str) -> Metric | None:
         FactoryError: it cannot be made, or lacks a method.
     """
     try:
-        target = factory.resolve(source.callable, what)
+        target = importing.resolve(source.callable, what)
     except FactoryError as error:
         if isinstance(error.__cause__, ImportError):
             return None
@@ -135,7 +136,7 @@ def _make(source: Factory, what: str) -> Metric | None:
         return None
     if source.kwargs and not isinstance(target, type):
         raise FactoryError(f"{what} = {source.callable!r} is made already: it takes no kwargs")
-    metric: Any = factory.create(source, what) if isinstance(target, type) else target
+    metric: Any = importing.create(source, what) if isinstance(target, type) else target
     _check(metric, source, what)
     return cast(Metric, metric)
 
@@ -162,8 +163,8 @@ def _call(name: str, method: str, function: Callable[..., Any], *arguments: Any)
         with torch.no_grad():
             return function(*arguments)
     except Exception as error:
-        got = ", ".join(tree.describe(argument) for argument in arguments)
-        what = f"metrics.{name} failed in {method}({got}): {factory.explain(error)}"
+        got = ", ".join(pytree.describe(argument) for argument in arguments)
+        what = f"metrics.{name} failed in {method}({got}): {importing.explain_error(error)}"
         raise JobError(what) from error
 
 
@@ -187,6 +188,6 @@ def _number(name: str, value: Any) -> float:
     if isinstance(value, numbers.Real):  # also numpy's
         return float(value)
     raise FactoryError(
-        f"metrics.{name}: compute() gave {tree.describe(value)}; it has to give one number, or a "
+        f"metrics.{name}: compute() gave {pytree.describe(value)}; it has to give one number, or a "
         "dict of numbers"
     )

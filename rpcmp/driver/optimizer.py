@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
-from rpcmp.driver.scaler import LossScaler, ScalerState
-from rpcmp.driver.workers import Workers
+from rpcmp.driver.loss_scaler import LossScaler, ScalerState
+from rpcmp.driver.worker_refs import Workers
 from rpcmp.errors import JobError, RpcmpError
-from rpcmp.work import StepReport
+from rpcmp.rpc.messages import StepReport
 from rpcmp.worker.optimizer import StageOptimizer
 
 

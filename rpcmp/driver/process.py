@@ -7,6 +7,10 @@ supervisor ──plan──> driver ──planned──> ...  ──join──> 
            ──segments──> driver: a few steps for each "segment", until "finish"; under
                          another setting after a "reschedule"
            ──serve──> driver: calls come by another socket (rpcmp.launch) until it closes
+
+What a job is made of before anything runs: assignments, metrics, datasets.
+
+All that can be wrong with a config or the code that it names shows here, on the driver's host.
 """
 
 from __future__ import annotations
@@ -19,26 +23,66 @@ import threading
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
-from rpcmp import inflight, transport, unpickling
-from rpcmp.config import Config
+from rpcmp.config import importing
+from rpcmp.config.schema import Config, ScheduleOptions
+from rpcmp.data.batch_server import Source
 from rpcmp.driver import calls
 from rpcmp.driver.datasets import Datasets
-from rpcmp.driver.follower import Follower
-from rpcmp.driver.group import Group
 from rpcmp.driver.metrics import Metrics
-from rpcmp.driver.planning import plan_job
 from rpcmp.driver.progress import Progress
-from rpcmp.driver.tracer import Tracer
+from rpcmp.driver.stage_group import Group
+from rpcmp.driver.tracing import Follower, Tracer
 from rpcmp.driver.training import Training
 from rpcmp.errors import JobError, RpcmpError, one_line, to_wire
-from rpcmp.process import heartbeat
+from rpcmp.pipelining import assignment, inflight
+from rpcmp.pipelining.assignment import Assignment
+from rpcmp.process import liveness
 from rpcmp.process.channel import Bond, Message
-from rpcmp.setting import Setting
-from rpcmp.source import Source
-from rpcmp.store import ChannelStore
-from rpcmp.tensorfile import save_tensors
-from rpcmp.transport import TorchRpc
+from rpcmp.rpc import transport, unpickler
+from rpcmp.rpc.store import ChannelStore
+from rpcmp.rpc.tensors import save_tensors
+from rpcmp.rpc.transport import TorchRpc
+
+
+class Planned(NamedTuple):
+    """A job that may begin.
+
+    Attributes:
+        assignments: of every worker, in the config's order.
+        metrics: those that the driver computes.
+        datasets: loaded here; None: the stages have them, or nobody needs any.
+        loads_at_stages: whether the stages load what they read of the batch themselves.
+    """
+
+    assignments: list[Assignment]
+    metrics: Metrics
+    datasets: Datasets | None
+    loads_at_stages: bool
+
+
+def plan_job(
+    config: Config, settings: Sequence[ScheduleOptions] = (), load_data: bool = True
+) -> Planned:
+    """Import, plan and load all that the driver needs.
+
+    Args:
+        config: the job, with its balance.
+        settings: what it may change to on the way.
+        load_data: whether it trains on the datasets of `[data]`.
+
+    Raises:
+        RpcmpError: why there can be no such job.
+    """
+    metrics = Metrics.load(config)
+    at_stages = load_data and config.data is not None and config.data.at == "stage"
+    assignments = assignment.assign(config, settings, metrics.names, at_stages)
+    datasets = Datasets.load(config) if load_data and not at_stages else None
+    if config.report is not None:
+        importing.accepting(config.report, "report", num_args=1)
+    return Planned(assignments, metrics, datasets, at_stages)
+
 
 LEAVE_SECONDS = 10.0
 """How long the driver waits for the workers when the group ends."""
@@ -80,7 +124,7 @@ class DriverProcess:
         """From the plan to the end of the group."""
         with self._activity.doing("plan"):
             config = self._plan(self._expect("plan"))
-        heartbeat.begin(self._channel, lambda: {"tensors": transport.answered.read()})
+        liveness.begin(self._channel, lambda: {"tensors": transport.answered.read()})
         order = self._messages.get()
         with self._activity.doing("join"):
             address = transport.join(order["members"], order["rank"], self._store, self._source)
@@ -106,8 +150,8 @@ class DriverProcess:
         folder = Path(message["folder"])
         sys.path.insert(0, str(folder))
         config = Config.model_validate_json(message["config"]).with_folder(folder)
-        unpickling.allow(config.modules, (path.stem for path in folder.iterdir()))
-        settings = [Setting(**setting) for setting in message["settings"]]
+        unpickler.allow(config.modules, (path.stem for path in folder.iterdir()))
+        settings = [ScheduleOptions(**setting) for setting in message["settings"]]
         configs = [config, *(setting.on(config) for setting in settings)]
         transport.reserve_threads(max(map(inflight.in_flight, configs)))
         planned = plan_job(config, settings, message["load_data"])
@@ -161,7 +205,7 @@ class DriverProcess:
         training = self._make_training(config, group)
         while (order := self._next_order())["op"] != "finish":
             if order["op"] == "reschedule":
-                group.reschedule(Setting(**order["setting"]).on(config))
+                group.reschedule(ScheduleOptions(**order["setting"]).on(config))
                 continue
             self._channel.send({"event": "segment", **training.segment(order["steps"])._asdict()})
         self._channel.send({"event": "done"})

@@ -14,15 +14,16 @@ from typing import Any, TypeAlias
 
 from torch.futures import Future
 
-from rpcmp import inflight, microbatch, transport
-from rpcmp.config import Config
-from rpcmp.data import Loaded
-from rpcmp.driver.workers import Workers
+from rpcmp.config.schema import Config
+from rpcmp.config.topology import member_name
+from rpcmp.data.batch_server import Source
+from rpcmp.data.batches import Loaded
+from rpcmp.driver.worker_refs import Workers
 from rpcmp.errors import JobError, RpcmpError, StageError, from_wire
-from rpcmp.members import member
-from rpcmp.source import Source
-from rpcmp.transport import Raised
-from rpcmp.work import Bundle, Drawn, End, Mode, Trained, Work, bundles
+from rpcmp.pipelining import inflight, microbatch
+from rpcmp.rpc import transport
+from rpcmp.rpc.messages import Bundle, Drawn, End, Mode, Trained, Work, bundles
+from rpcmp.rpc.transport import Raised
 from rpcmp.worker.stage import DRIVER_PORT, Stage
 
 Batch: TypeAlias = Loaded | Drawn
@@ -242,7 +243,7 @@ class Rounds:
         return answer
 
     def _sink_name(self, replica: int) -> str:
-        return member(self._sink, replica)
+        return member_name(self._sink, replica)
 
 
 def _root_cause(failures: list[RpcmpError], first: RpcmpError) -> RpcmpError:

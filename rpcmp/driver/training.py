@@ -15,27 +15,23 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, replace
 from typing import NamedTuple
 
-from rpcmp import factory
-from rpcmp.config import Config
-from rpcmp.data import Loaded
-from rpcmp.driver import stepevent
-from rpcmp.driver.best import Best
+from rpcmp.config import importing
+from rpcmp.config.schema import Config
+from rpcmp.data.batches import Loaded
+from rpcmp.driver.checkpoint_schedule import Saves
 from rpcmp.driver.datasets import Datasets, fewest_samples
-from rpcmp.driver.earlystopping import EarlyStopping
 from rpcmp.driver.evaluator import Evaluator
-from rpcmp.driver.follower import Follower
-from rpcmp.driver.group import Group
 from rpcmp.driver.metrics import Metrics
-from rpcmp.driver.progress import Progress
+from rpcmp.driver.progress import Best, EarlyStopping, Progress
 from rpcmp.driver.rounds import Round
-from rpcmp.driver.saves import Saves
-from rpcmp.driver.steps import Step, Steps
-from rpcmp.driver.tracer import Tracer
+from rpcmp.driver.stage_group import Group
+from rpcmp.driver.steps import Step, Steps, of_driver, of_scaling, of_stages
+from rpcmp.driver.tracing import Follower, Tracer
 from rpcmp.errors import FactoryError
-from rpcmp.inflight import STEPS_AHEAD
+from rpcmp.pipelining.inflight import STEPS_AHEAD
 from rpcmp.process.activity import Activity
 from rpcmp.process.channel import Message
-from rpcmp.work import End, StepReport
+from rpcmp.rpc.messages import End, StepReport
 
 Report = Callable[[Message], None]
 
@@ -231,7 +227,7 @@ class Training:
         if self._config.holds_steps:
             reports = self._group.end_step(started, trained.loss)
         now = time.perf_counter()
-        event = stepevent.of_driver(step, trained.loss, now - self._ended)
+        event = of_driver(step, trained.loss, now - self._ended)
         event.update(self._scaling())
         scaler = self._group.optimizer.scaler
         state = None if scaler is None else scaler.state
@@ -250,14 +246,14 @@ class Training:
         scaler = self._group.optimizer.scaler
         if scaler is None:
             return {}
-        return stepevent.of_scaling(self.progress.scaler or scaler.initial, scaler.state)
+        return of_scaling(self.progress.scaler or scaler.initial, scaler.state)
 
     def _tell(self, stages: dict[str, StepReport]) -> None:
         """Report the last step that has ended, with what the stages say of it."""
         if self._untold is None:
             return
         event, self._untold = self._untold, None
-        told = stepevent.of_stages(event, self._config.workers, stages)
+        told = of_stages(event, self._config.workers, stages)
         self._last = told if self._last is event else self._last
         self._report(told)
 
@@ -311,12 +307,12 @@ class Training:
         if self._config.report is None or self._stop.is_set():
             return
         self._activity.begin("report", self.progress.step)
-        write = factory.resolve(self._config.report.callable, "report")
+        write = importing.resolve(self._config.report.callable, "report")
         kwargs = self._config.report.kwargs
         try:
             text = str(
                 write(lambda inputs: self._group.predict(inputs, self.progress.step), **kwargs)
             )
         except Exception as error:
-            raise FactoryError(f"report failed: {factory.explain(error)}") from error
+            raise FactoryError(f"report failed: {importing.explain_error(error)}") from error
         self._report({"event": "report", "text": text})

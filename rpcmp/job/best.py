@@ -15,7 +15,7 @@ from typing import Any
 
 from rpcmp.checkpoint.folder import CheckpointFolder, look
 from rpcmp.checkpoint.manifest import BestMark, Manifest
-from rpcmp.config import Config
+from rpcmp.config.schema import Config
 from rpcmp.errors import RpcmpError
 from rpcmp.process.channel import Message
 

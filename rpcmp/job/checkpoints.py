@@ -20,16 +20,16 @@ from typing import Any
 
 from rpcmp.checkpoint.folder import CheckpointFolder, remove
 from rpcmp.checkpoint.manifest import Cursor, Manifest, StageFile
-from rpcmp.checkpoint.redaction import redacted
 from rpcmp.checkpoint.runs import RunCheckpoints, left_behind
-from rpcmp.config import Config
-from rpcmp.control.options import versions
+from rpcmp.config.redaction import redacted
+from rpcmp.config.schema import Config
+from rpcmp.config.topology import Member
 from rpcmp.errors import CheckpointError, RpcmpError, SavingError
 from rpcmp.job.best import BestCheckpoint, mark_of
-from rpcmp.job.fleet import Fleet
-from rpcmp.job.restore import InMemory, newest_common
-from rpcmp.members import Member
+from rpcmp.job.recovery import InMemory, newest_common
+from rpcmp.job.server_pool import Fleet
 from rpcmp.process.channel import Message
+from rpcmp.server.connection import versions
 from rpcmp.v1 import control_pb2 as pb
 
 DRIVERS_OWN = {
@@ -51,7 +51,7 @@ MOST_FAILED = 3
 """Checkpoints in a row that may fail before the run does."""
 
 RNG = {"derivation": 1}
-"""No generator has a state: all numbers are drawn from the seed by the rules of `rpcmp.seeds`."""
+"""No generator has a state: numbers are drawn from the seed, see `rpcmp.pipelining.layers`."""
 
 
 class Checkpoints:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from rpcmp.config.user_code import python_files
 from rpcmp.errors import ConfigError
-from rpcmp.pythonfiles import python_files
 from rpcmp.v1 import control_pb2 as pb
 
 MAX_FILES = 500

@@ -7,13 +7,13 @@ import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from rpcmp.config import Config
+from rpcmp.config.schema import Config
 from rpcmp.errors import InterruptedJobError
-from rpcmp.job.beginning import Start
-from rpcmp.job.fleet import forks_for
+from rpcmp.job.restore_planner import Start
 from rpcmp.job.run import Run
+from rpcmp.job.server_pool import forks_for
 from rpcmp.process.channel import Message
-from rpcmp.process.forking import Forks
+from rpcmp.process.fork_client import Forks
 from rpcmp.process.signals import handled_by, wishes
 
 
@@ -40,7 +40,7 @@ async def drive(
             reported: run (first of all), plan (of a balance that was measured), shares, generation,
             start, step, eval, early_stop, report, checkpoint, best, fault, recovered, waiting,
             replaced, resumed, warning, log (a line that a worker or the driver process says, see
-            rpcmp.logs.entry), summary; and about once a second vitals.
+            rpcmp.process.logging.records), summary; and about once a second vitals.
         connect: addresses of running stage servers; see Fleet.
         evaluate: evaluate and write the report as well.
         save_state: where to save the final parameters and buffers, as safetensors.

@@ -4,12 +4,22 @@ a worker, a host or a link is gone           ──> go on, unless it helps noth
 the user's code raised                       ──> go on once: a replay tells bad luck from a bug
 the same place raised again after a replay   ──> fail
 the config, a version, a factory is wrong    ──> fail
+
+From where a generation goes on: decided from what the servers hold. Pure.
+
+Every worker has its last snapshots in its own server's memory. Another replica of its stage has the
+same, or else its neighbour holds them as well. The group goes on from the newest step that every
+worker can be brought to; see `snapshot.slots` for why there is one while no more than one host is
+lost.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 
+from rpcmp.config.schema import Config
+from rpcmp.config.topology import Member
 from rpcmp.errors import (
     ConfigError,
     ExhaustedError,
@@ -124,3 +134,114 @@ def place(error: RpcmpError) -> Place | None:
         case JobError():
             return ("driver", str(error).partition("\n")[0])
     return None
+
+
+@dataclass(frozen=True)
+class Holdings:
+    """The snapshots that one worker's server holds.
+
+    Attributes:
+        own: the steps of its own stage.
+        mirrored: the steps of another stage, by that stage's name.
+    """
+
+    own: Collection[int] = ()
+    mirrored: Mapping[str, Collection[int]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class InMemory:
+    """A step that every worker can go on from.
+
+    Attributes:
+        step: which one.
+        holders: by worker, the one whose server has to be asked for it; itself where it is at hand.
+    """
+
+    step: int
+    holders: dict[str, str]
+
+
+def newest_common(
+    workers: Sequence[Member], holdings: Mapping[str, Holdings], known: Collection[int]
+) -> InMemory | None:
+    """The newest step of which every worker's snapshot is somewhere in memory.
+
+    Args:
+        workers: all.
+        holdings: what each one's server holds, by its label.
+        known: the steps of which the driver knows what it was itself.
+    """
+    places = {worker.label: _places(worker, workers, holdings) for worker in workers}
+    common = set(known).intersection(*places.values())
+    if not common:
+        return None
+    step = max(common)
+    return InMemory(step, {label: place[step] for label, place in places.items()})
+
+
+def neighbours(
+    machines: Sequence[str], stages: Sequence[int], has_files: bool = False
+) -> list[int | None]:
+    """Which worker's server holds the snapshots of each worker as well: the next one of another
+    machine, or else the next one; None where there is only one, and where another replica of the
+    stage is enough: any, for those that are not the first; for that, one on another machine, or on
+    the only one there is.
+
+    Every server holds those of at most one other worker. On machines in turn (a, b, a, b) the next
+    one is elsewhere anyway; where neighbours share one, all are shifted by as many.
+
+    Args:
+        machines: of each worker's server.
+        stages: which stage each of them serves.
+        has_files: whether neighbours have files of what they hold: only the first replica's own
+            bits fit to a checkpoint.
+    """
+    count = len(machines)
+    if count < 2:
+        return [None] * count
+
+    def has_twin(index: int) -> bool:
+        twins = [i for i in range(count) if i != index and stages[i] == stages[index]]
+        if any(i < index for i in twins):
+            return True
+        is_alone = len(set(machines)) == 1
+        return not has_files and any(is_alone or machines[i] != machines[index] for i in twins)
+
+    def together(shift: int) -> int:
+        return sum(machines[i] == machines[(i + shift) % count] for i in range(count))
+
+    shift = min(range(1, count), key=together)
+    return [None if has_twin(i) else (i + shift) % count for i in range(count)]
+
+
+def holders(config: Config, machines: Sequence[str]) -> list[int | None]:
+    """Which worker's server holds the snapshots of each worker as well, in a job; see `neighbours`.
+
+    Args:
+        machines: of each worker's server.
+    """
+    recovery, section = config.recovery, config.checkpoint
+    if not recovery.enabled or recovery.mirror_every_steps == 0:
+        return [None] * len(machines)
+    has_files = section is not None and not section.shared
+    return neighbours(machines, [worker.stage_index for worker in config.workers], has_files)
+
+
+def _places(
+    worker: Member, workers: Sequence[Member], holdings: Mapping[str, Holdings]
+) -> dict[int, str]:
+    """Who has a worker's snapshots, by step: its own server rather than another's."""
+    others = {
+        step: name
+        for name, held in holdings.items()
+        for step in held.mirrored.get(worker.stage, ())
+        if name != worker.label
+    }
+    twins = {
+        step: other.label
+        for other in workers
+        if other.stage == worker.stage
+        for step in holdings[other.label].own
+    }
+    return others | twins | dict.fromkeys(holdings[worker.label].own, worker.label)

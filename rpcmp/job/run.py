@@ -6,38 +6,94 @@
 
 What is told outside knows nothing of generations: every step and every evaluation is reported once.
 A replayed step must give the same loss as before, bit for bit, or a warning says so.
+
+What is told of a run before anything else: what it is, of which parts, and where they are.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
+import platform
 import signal
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 
-from rpcmp.balance.prediction import Prediction
 from rpcmp.checkpoint.files import require_place
 from rpcmp.checkpoint.runs import newest_in
-from rpcmp.config import Config
+from rpcmp.config.redaction import redacted
+from rpcmp.config.schema import Config
+from rpcmp.config.topology import DRIVER
 from rpcmp.errors import DrainingError, InterruptedJobError, RpcmpError, SavingError
-from rpcmp.job.balancing import balanced
-from rpcmp.job.beginning import Beginning, Start
+from rpcmp.job.autobalance import balanced, shares_of_before
 from rpcmp.job.checkpoints import Checkpoints
-from rpcmp.job.dialing import warnings
-from rpcmp.job.fleet import Fleet
-from rpcmp.job.log import EventLog
-from rpcmp.job.opening import opening
+from rpcmp.job.generation import Session
 from rpcmp.job.recovery import History, decide
-from rpcmp.job.session import Session
-from rpcmp.job.sharing import shares_of_before
-from rpcmp.job.stamp import Stamp
-from rpcmp.job.vitals import VITALS_SECONDS, Vitals
-from rpcmp.members import DRIVER
+from rpcmp.job.restore_planner import Beginning, Start
+from rpcmp.job.server_calls import warnings
+from rpcmp.job.server_pool import Fleet
+from rpcmp.job.telemetry import VITALS_SECONDS, Vitals
+from rpcmp.observability.events import EventLog, Stamp
+from rpcmp.pipelining.cost_model import Prediction
 from rpcmp.process.channel import Message
-from rpcmp.process.forking import Forks
+from rpcmp.process.fork_client import Forks
 from rpcmp.process.signals import wishes
+from rpcmp.server.connection import versions
+
+
+def opening(config: Config, job_id: str, addresses: Sequence[str]) -> Message:
+    """The event `run`.
+
+    Args:
+        config: the job; its balance may still be "auto".
+        job_id: unique for each run.
+        addresses: of the stage servers, by worker; empty: they are to be started here, and the
+            event `generation` says where they are then.
+    """
+    software = versions()
+    places = list(addresses) or [""] * len(config.workers)
+    return {
+        "event": "run",
+        "name": config.name,
+        "config": redacted(config.model_dump(mode="json")),
+        "versions": {
+            "rpcmp": software.rpcmp,
+            "torch": software.torch,
+            "python": software.python,
+        },
+        "driver": platform.node(),
+        "pid": os.getpid(),
+        "job_id": job_id,
+        "graph": {"stages": _stages(config)},
+        "workers": [
+            {
+                "label": worker.label,
+                "stage": worker.stage,
+                "stage_index": worker.stage_index,
+                "replica": worker.replica,
+                "address": address,
+            }
+            for worker, address in zip(config.workers, places, strict=True)
+        ],
+    }
+
+
+def _stages(config: Config) -> list[Message]:
+    """The stages in the graph's order, which is that of the rows of a pipeline diagram."""
+    graph, names = config.graph(), config.stage_names
+    return [
+        {
+            "name": name,
+            "index": names.index(name),
+            "inputs": [str(reference) for reference in graph.inputs[name]],
+            "replicas": config.stage(names.index(name)).num_replicas,
+            "device": config.stage(names.index(name)).device,
+            "schedule_row": row,
+        }
+        for row, name in enumerate(graph.stages)
+    ]
 
 
 class Run:

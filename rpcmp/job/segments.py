@@ -6,12 +6,11 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rpcmp.config import Config
+from rpcmp.config.schema import Config, ScheduleOptions
 from rpcmp.errors import DrainingError, JobError
-from rpcmp.job.fleet import Fleet
-from rpcmp.job.session import Session
-from rpcmp.process.forking import Forks
-from rpcmp.setting import Setting
+from rpcmp.job.generation import Session
+from rpcmp.job.server_pool import Fleet
+from rpcmp.process.fork_client import Forks
 
 ENDLESS = 10**9
 """Steps: as many as somebody asks for."""
@@ -48,7 +47,7 @@ class Segments:
         self,
         config: Config,
         connect: Sequence[str] | None = None,
-        settings: Sequence[Setting] = (),
+        settings: Sequence[ScheduleOptions] = (),
         forks: Forks | None = None,
     ) -> None:
         endless = config.model_copy(update={"steps": ENDLESS, "epochs": None})
@@ -74,7 +73,7 @@ class Segments:
         await self._session.start()
         self._session.send({"op": "segments"})
 
-    def change_to(self, setting: Setting) -> None:
+    def change_to(self, setting: ScheduleOptions) -> None:
         """Train the next segments under another setting, one that was given at the start."""
         self._session.send({"op": "reschedule", "setting": setting.model_dump()})
 

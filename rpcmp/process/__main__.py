@@ -28,7 +28,7 @@ from typing import Any, NoReturn
 
 from setproctitle import setproctitle
 
-from rpcmp.process import confinement, network
+from rpcmp.process import confinement, namespace
 from rpcmp.process.channel import die_with_parent
 from rpcmp.process.confinement import Reach
 from rpcmp.process.interpreter import kill_group
@@ -85,18 +85,18 @@ class ForkServer:
                 (fd,) = fds
                 self._lines.register(socket.socket(fileno=fd), selectors.EVENT_READ)
             case "network":
-                here = network.current
+                here = namespace.current
                 told = {"name": here.name, "is_private": here.is_private, "reason": here.reason}
                 _tell(line, {"event": "network", **told})
             case "namespaces":
-                socket.send_fds(line, [b'{"event": "namespaces"}'], network.current.namespaces)
+                socket.send_fds(line, [b'{"event": "namespaces"}'], namespace.current.namespaces)
             case "address":
                 _add_address(line, message["rank"])
             case "socket":
-                _give(line, network.current.connectable)
+                _give(line, namespace.current.connectable)
             case "listener":
                 host, port = message["host"], message["port"]
-                _give(line, lambda: network.current.listener(host, port))
+                _give(line, lambda: namespace.current.listener(host, port))
 
     def _fork(self, line: socket.socket, message: dict[str, Any], fds: list[int]) -> None:
         for stream in (sys.stdout, sys.stderr):
@@ -128,7 +128,7 @@ class ForkServer:
         self._wakeup.close()
         self._lines.close()
         module, reach = message["module"], message["reach"]
-        if reach is not None:  # ours may be a terminal, see `rpcmp.logs.output`
+        if reach is not None:  # ours may be a terminal, see `rpcmp.process.logging.receiver`
             output = fds.pop()
             for standard in (1, 2):
                 os.dup2(output, standard)
@@ -170,7 +170,7 @@ def _tell(line: socket.socket, message: dict[str, Any]) -> None:
 def _add_address(line: socket.socket, rank: int) -> None:
     """Make an address in our network, which what is forked there may not do if it is confined."""
     try:
-        network.current.add_address(rank)
+        namespace.current.add_address(rank)
         _tell(line, {"event": "address"})
     except OSError as error:
         _tell(line, {"event": "failed", "error": error.strerror or str(error)})
@@ -197,7 +197,7 @@ def main() -> NoReturn:
     for signum in ENDING:
         signal.signal(signum, signal.SIG_IGN)
     # Takes a process that has one thread.
-    network.current = network.share(shared) if shared else network.open_private()
+    namespace.current = namespace.share(shared) if shared else namespace.open_private()
     die_with_parent(int(parent_pid), signal.SIGKILL)
     gc.disable()  # what is imported stays
     for module in modules:

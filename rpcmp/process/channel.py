@@ -14,11 +14,10 @@ import sys
 import threading
 from typing import Any, NamedTuple
 
-from rpcmp.logs import capture
-from rpcmp.logs.sender import Sender
-from rpcmp.process.activity import Activity
+from rpcmp.process.activity import Activity, write_when_asked
+from rpcmp.process.logging import capture
+from rpcmp.process.logging.sender import Sender
 from rpcmp.process.signals import ENDING
-from rpcmp.process.stacks import write_when_asked
 
 Message = dict[str, Any]
 

@@ -19,18 +19,15 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rpcmp import scratch, sealed
 from rpcmp.errors import WorkerDiedError, WorkerHungError, from_wire, one_line
-from rpcmp.logs.entry import entry_of, pass_on
-from rpcmp.logs.line import Line
-from rpcmp.logs.output import Output
-from rpcmp.logs.receiver import Hear, Receiver
-from rpcmp.process import exitcode, interpreter
-from rpcmp.process.activity import Activity
+from rpcmp.process import descriptors, interpreter
+from rpcmp.process.activity import ASKING, INSISTING, Activity, Stacks
 from rpcmp.process.channel import Message, parse
 from rpcmp.process.confinement import SCRATCH, Reach
-from rpcmp.process.forking import Forked, Forks
-from rpcmp.process.stacks import ASKING, INSISTING, Stacks
+from rpcmp.process.fork_client import Forked, Forks
+from rpcmp.process.logging.receiver import Hear, Output, Receiver
+from rpcmp.process.logging.records import Line, entry_of, pass_on
+from rpcmp.process.tempdirs import create, remove
 
 MAX_MESSAGE = 64 * 2**20
 """Bytes of the longest message that a child may send, if nothing else is said."""
@@ -99,7 +96,7 @@ class Child:
             WorkerDiedError: the process that forks has died.
         """
         ours, theirs = socket.socketpair()
-        stacks, memory = Stacks(), sealed.memory("rpcmp-activity", mmap.PAGESIZE)
+        stacks, memory = Stacks(), descriptors.memory("rpcmp-activity", mmap.PAGESIZE)
         activity = Activity(memory)
         hear = hear or _heard_from(module)
         log = Receiver(hear)
@@ -109,8 +106,8 @@ class Child:
             inherited = (theirs.fileno(), stacks.fd, memory, *log.fds, *fds)
             folder, output = None, None
             if reach is not None:
-                folder, output = scratch.create(SCRATCH), Output(hear)
-                on_error.callback(scratch.remove, folder)
+                folder, output = create(SCRATCH), Output(hear)
+                on_error.callback(remove, folder)
                 on_error.callback(output.close)
             process: asyncio.subprocess.Process | Forked
             if forks is None:
@@ -162,7 +159,7 @@ class Child:
             raise self.talks_nonsense(error) from error
         finally:
             await self.kill()
-        how = exitcode.told(code)
+        how = interpreter.told(code)
         raise WorkerDiedError(f"a process that was to {order['op']} (pid {self.pid}) {how}")
 
     async def messages(self) -> AsyncGenerator[Message, None]:
@@ -216,7 +213,7 @@ class Child:
         self.log.close()
         self._writer.close()
         if self.scratch is not None:  # on a thread: there may be much in it
-            await asyncio.to_thread(scratch.remove, self.scratch)
+            await asyncio.to_thread(remove, self.scratch)
 
     def talks_nonsense(self, error: Exception, who: str = "a process") -> WorkerDiedError:
         """The error that says that a message of this child could not be understood.

@@ -6,7 +6,7 @@ of whatever code runs in it:
 
     Landlock       files; processes' memory, environment and descriptors; signals
     capabilities   given up, root's too
-    seccomp        system calls that lead past the other two, see `rpcmp.process.syscallfilter`
+    seccomp        system calls that lead past the other two, see `rpcmp.process.syscall_filter`
 
 It begins right after the fork, in a process with one thread, and there is no way back. What a
 kernel does not offer is left out, and `lacks` says what that means.
@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from rpcmp import errors
-from rpcmp.process import capabilities, landlock, network, syscallfilter
+from rpcmp.process import landlock, namespace, syscall_filter
 from rpcmp.process.grants import Access, grants, private_files
 
 SCRATCH = "rpcmp-scratch-"
@@ -110,7 +110,7 @@ def enter(reach: Reach, scratch: str) -> None:
     """
     os.environ["TMPDIR"] = scratch
     tempfile.tempdir = None
-    capabilities.gain_none()
+    landlock.gain_none()
     if landlock.abi():
         hidden = [*reach.hidden, *private_files("/etc"), *private_files("/opt", OPT_DEPTH)]
         readable = [*SYSTEM, *_of_interpreter(), *_of_resolver(), *reach.readable]
@@ -119,10 +119,10 @@ def enter(reach: Reach, scratch: str) -> None:
             [*grants(readable, Access.READ, hidden), *grants(writable, Access.WRITE, hidden)]
         )
     # From here on it could not enter: the thread that has keeps it open for the RPC agent.
-    network.current.stay(capabilities.drop)
-    capabilities.drop()
-    if syscallfilter.is_available():
-        syscallfilter.install()
+    namespace.current.stay(landlock.drop)
+    landlock.drop()
+    if syscall_filter.is_available():
+        syscall_filter.install()
     _state.is_confined = True
     errors.denied_hint = HINT
 
@@ -131,7 +131,7 @@ def told() -> str:
     """Say what the kernel offers: "Landlock ABI 7, seccomp"."""
     version = landlock.abi()
     parts = [f"Landlock ABI {version}" if version else "no Landlock"]
-    parts.append("seccomp" if syscallfilter.is_available() else "no seccomp")
+    parts.append("seccomp" if syscall_filter.is_available() else "no seccomp")
     return ", ".join(parts)
 
 
@@ -146,7 +146,7 @@ def lacks() -> str:
             f"signal other processes of its user (Landlock ABI {version}, needs "
             f"{landlock.SCOPES_ABI})"
         )
-    if not syscallfilter.is_available():
+    if not syscall_filter.is_available():
         found.append("talk to services of its user by Unix sockets (no seccomp filter)")
     return "; ".join(found)
 

@@ -53,13 +53,13 @@ def grants(paths: Iterable[str], access: Access, hidden: Iterable[str]) -> list[
     unseen = {os.path.realpath(path) for path in hidden}
     found: list[Grant] = []
     for path in dict.fromkeys(map(os.path.realpath, paths)):
-        if os.path.exists(path) and not any(_is_in(path, other) for other in unseen):
+        if os.path.exists(path) and not any(_lies_in(path, other) for other in unseen):
             found += _granted(path, access, unseen)
     return found
 
 
 def _granted(path: str, access: Access, hidden: set[str]) -> Iterator[Grant]:
-    within = {other for other in hidden if _is_in(other, path)}
+    within = {other for other in hidden if _lies_in(other, path)}
     if not within:
         yield Grant(path, access)
     elif path not in within:
@@ -97,6 +97,6 @@ def _entries(folder: str) -> list[os.DirEntry[str]]:
     return []
 
 
-def _is_in(path: str, folder: str) -> bool:
+def _lies_in(path: str, folder: str) -> bool:
     """Whether `path` is `folder`, or lies beneath it."""
     return f"{path}/".startswith(f"{folder.rstrip('/')}/")

@@ -3,12 +3,15 @@
 It needs no privileges, and holds for root too. A process so restricted may not attach to one that
 is not, nor read its memory, environment and descriptors under /proc; and where the kernel's ABI is
 6 or newer not send it a signal either. See https://docs.kernel.org/userspace-api/landlock.html.
+
+Giving up privileges: root's, and those that a process has in a user namespace of its own.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import os
 import stat
 import struct
@@ -92,3 +95,39 @@ def _call(number: int, *arguments: object) -> int:
     if result < 0:
         raise OSError(ctypes.get_errno(), f"Landlock: {os.strerror(ctypes.get_errno())}")
     return result
+
+
+_PR_CAPBSET_DROP, _PR_SET_NO_NEW_PRIVS, _PR_CAP_AMBIENT = 24, 38, 47
+_CLEAR_ALL = 4
+_VERSION_3 = 0x20080522
+
+
+def gain_none() -> None:
+    """Gain no privileges by starting a program any more: this process, and all that it starts.
+
+    Raises:
+        OSError: the kernel refuses it.
+    """
+    _require(_LIBC.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
+
+
+def drop() -> None:
+    """Give up all capabilities of the calling thread.
+
+    Raises:
+        OSError: the kernel refuses it.
+    """
+    number = 0
+    while not _LIBC.prctl(_PR_CAPBSET_DROP, number, 0, 0, 0):
+        number += 1
+    if ctypes.get_errno() not in (errno.EINVAL, errno.EPERM):  # that was the last; or none is ours
+        _require(-1)
+    _require(_LIBC.prctl(_PR_CAP_AMBIENT, _CLEAR_ALL, 0, 0, 0))
+    header = struct.pack("=Ii", _VERSION_3, 0)
+    _require(_LIBC.capset(header, bytes(24)))
+
+
+def _require(result: int) -> None:
+    if result:
+        number = ctypes.get_errno()
+        raise OSError(number, f"giving up capabilities: {os.strerror(number)}")

@@ -20,30 +20,27 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from rpcmp import scratch
-from rpcmp.control.storeproxy import StoreProxy
+from rpcmp.config.topology import DRIVER
 from rpcmp.errors import SecurityError, WorkerDiedError, from_wire, to_wire
-from rpcmp.logs.entry import Entry, entry_of, pass_on
-from rpcmp.logs.line import Line
-from rpcmp.members import DRIVER
-from rpcmp.process import exitcode
+from rpcmp.net.dialer import Dialer
+from rpcmp.net.identity import Role
+from rpcmp.net.relay import Peer, Relay
+from rpcmp.process import interpreter, tempdirs
 from rpcmp.process.activity import NO_MICROBATCH, Doing
 from rpcmp.process.channel import Message
 from rpcmp.process.child import Child
 from rpcmp.process.confinement import Reach
-from rpcmp.process.environment import compute_environment
-from rpcmp.process.forking import Forks, NetworkOf
-from rpcmp.process.pulse import Pulse
-from rpcmp.server import codefolder
-from rpcmp.server.group import Group
-from rpcmp.server.loglines import LogLines
-from rpcmp.server.values import Values
-from rpcmp.server.vault import Vault
-from rpcmp.server.vitals import WorkerVitals
+from rpcmp.process.fork_client import Forks, NetworkOf
+from rpcmp.process.interpreter import compute_environment
+from rpcmp.process.liveness import Pulse
+from rpcmp.process.logging.records import Entry, Line, entry_of, pass_on
+from rpcmp.server import claim_log
+from rpcmp.server.access import Group
+from rpcmp.server.claim_log import LogLines, WorkerVitals
+from rpcmp.server.kv_store import Values
+from rpcmp.server.snapshot_store import Vault
+from rpcmp.server.store_proxy import StoreProxy
 from rpcmp.v1 import control_pb2 as pb
-from rpcmp.wire.dialer import Dialer
-from rpcmp.wire.relay import Peer, Relay
-from rpcmp.wire.role import Role
 
 State = pb.ServerState
 
@@ -160,7 +157,7 @@ class Claim:
             ConfigError: a file would land outside of the job's folder.
         """
         if code:
-            self._folder = codefolder.unpack(code)
+            self._folder = claim_log.unpack(code)
         self._vault.freed = lambda: self._tell({"op": "saved"})
         await self._spawn()
         self._tasks.append(asyncio.create_task(self._tell_mirrored()))
@@ -270,7 +267,7 @@ class Claim:
         if self._store is not None:
             await self._store.close()
         if self._folder is not None:
-            scratch.remove(self._folder)
+            tempdirs.remove(self._folder)
         await self._become(State.SERVER_STATE_ENDED)
 
     def snapshot(self) -> pb.WatchResponse:
@@ -408,5 +405,5 @@ class Claim:
         of = "" if doing.microbatch < 0 else f" of micro-batch {doing.microbatch}"
         what = f" in {doing.phase}{of}" if doing.phase else ""
         step = f" at step {doing.step}" if doing.step else ""
-        died = f"{self._worker} {place} {exitcode.told(self.exit_code)}{what}{step}"
+        died = f"{self._worker} {place} {interpreter.told(self.exit_code)}{what}{step}"
         return "\n".join(filter(None, [died, child.stacks.read()]))

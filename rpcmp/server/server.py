@@ -9,29 +9,27 @@ import platform
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 
-from rpcmp import scratch
 from rpcmp.checkpoint.files import require_place
-from rpcmp.checkpoint.inside import Inside, beneath
-from rpcmp.control.options import differences, machine, versions
+from rpcmp.checkpoint.paths import Inside, beneath
 from rpcmp.errors import BusyError, CheckpointError, ConfigError, DrainingError, VersionError
-from rpcmp.examination.facts import Order
-from rpcmp.examination.host import examine
-from rpcmp.logs.display import Place
-from rpcmp.logs.entry import Entry, pass_on
-from rpcmp.process import usage
+from rpcmp.net import dialer
+from rpcmp.net.dialer import Dialer
+from rpcmp.net.security import Security
+from rpcmp.process import liveness, tempdirs
 from rpcmp.process.confinement import SCRATCH, Reach
-from rpcmp.process.forking import WORKERS, Forks
-from rpcmp.server import codefolder, doors, profiling
+from rpcmp.process.fork_client import WORKERS, Forks
+from rpcmp.process.logging.display import Place
+from rpcmp.process.logging.records import Entry, pass_on
+from rpcmp.server import claim_log, endpoints, services
+from rpcmp.server.access import Group
 from rpcmp.server.claim import Claim, State
-from rpcmp.server.doors import NOT_SERVING, Doors
-from rpcmp.server.group import Group
-from rpcmp.server.saving import Kept
-from rpcmp.server.vault import NO_FOLDER, Vault
+from rpcmp.server.connection import differences, machine, versions
+from rpcmp.server.endpoints import NOT_SERVING, Doors
+from rpcmp.server.host_facts.facts import Order, examine
+from rpcmp.server.snapshot_saver import Kept
+from rpcmp.server.snapshot_store import NO_FOLDER, Vault
 from rpcmp.v1 import control_pb2 as pb
 from rpcmp.v1 import doctor_pb2
-from rpcmp.wire import tunnel
-from rpcmp.wire.dialer import Dialer
-from rpcmp.wire.security import Security
 
 UNWATCHED_SECONDS = 5.0
 """How long a claim lives that no driver watches."""
@@ -116,8 +114,8 @@ class StageServer:
         Raises:
             ConfigError: the port is in use, or the host is not this machine's.
         """
-        for prefix in (doors.PREFIX, tunnel.PREFIX, codefolder.PREFIX, SCRATCH):
-            scratch.sweep(prefix)
+        for prefix in (endpoints.PREFIX, dialer.PREFIX, claim_log.PREFIX, SCRATCH):
+            tempdirs.sweep(prefix)
         return await self._doors.open(host, port)
 
     async def drain(self) -> None:
@@ -144,7 +142,7 @@ class StageServer:
             RpcmpError: what a layer failed with.
         """
         async with self._looked_at(request.job):
-            return await profiling.profile(request, self._forks, self._allowed, self._reach)
+            return await services.profile(request, self._forks, self._allowed, self._reach)
 
     async def examine(self, request: doctor_pb2.ExamineRequest) -> str:
         """What this host is and has, for a stage of a job; JSON of HostFacts.
@@ -155,7 +153,7 @@ class StageServer:
         """
         order, threads = Order.model_validate_json(request.order), request.job.threads
         async with self._looked_at(request.job):
-            with codefolder.unpacked(request.job.code) as folder:
+            with claim_log.unpacked(request.job.code) as folder:
                 reach = self._reach and self._reach.reading(folder)
                 found = await examine(
                     order,
@@ -322,7 +320,7 @@ class StageServer:
             answer.stage_name, answer.step = claim.stage_name, claim.step
             answer.num_parameters = claim.num_parameters
             answer.worker_pid = claim.worker_pid
-            answer.worker_memory = usage.resident_bytes(claim.worker_pid)
+            answer.worker_memory = liveness.resident_bytes(claim.worker_pid)
         return answer
 
     def _check(self, request: pb.PrepareRequest) -> None:

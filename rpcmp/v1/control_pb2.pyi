@@ -334,7 +334,7 @@ class PrepareResponse(_message.Message):
     def holdings(self) -> _containers.RepeatedCompositeFieldContainer[Global___Holding]: ...
     @_builtins.property
     def snapshot_fds(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """of the supervisor, see rpcmp.snapshot.slots"""
+        """of the supervisor, see rpcmp.checkpoint.slots"""
 
     @_builtins.property
     def snapshot_inodes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
@@ -395,9 +395,9 @@ class ProfileRequest(_message.Message):
     ORDER_FIELD_NUMBER: _builtins.int
     SAMPLE_FIELD_NUMBER: _builtins.int
     order: _builtins.str
-    """JSON of rpcmp.balance.profile.Order"""
+    """JSON of rpcmp.pipelining.layer_profile.Order"""
     sample: _builtins.bytes
-    """inputs and targets of one micro-batch, see rpcmp.handoff.dumps"""
+    """inputs and targets of one micro-batch, see rpcmp.rpc.tensors.dumps"""
     @_builtins.property
     def job(self) -> Global___PrepareRequest:
         """what the job would claim the server with"""
@@ -423,7 +423,7 @@ class ProfileResponse(_message.Message):
 
     PROFILE_FIELD_NUMBER: _builtins.int
     profile: _builtins.str
-    """JSON of rpcmp.balance.profile.HostProfile"""
+    """JSON of rpcmp.pipelining.layer_profile.HostProfile"""
     def __init__(
         self,
         *,
@@ -457,7 +457,7 @@ class StartRequest(_message.Message):
     generation: _builtins.int
     stage_name: _builtins.str
     assignment: _builtins.str
-    """JSON of rpcmp.plan.Assignment"""
+    """JSON of rpcmp.pipelining.assignment.Assignment"""
     rendezvous: _builtins.str
     """HOST:PORT of the server that serves Rendezvous for this job"""
     rank: _builtins.int
@@ -776,7 +776,7 @@ class Vitals(_message.Message):
     def ways(self) -> _containers.RepeatedCompositeFieldContainer[Global___Way]: ...
     @_builtins.property
     def tensors(self) -> _containers.RepeatedCompositeFieldContainer[Global___Way]:
-        """answers of other members, and their gradients; see rpcmp.payload"""
+        """answers of other members, and their gradients; see rpcmp.rpc.transport"""
 
     def __init__(
         self,

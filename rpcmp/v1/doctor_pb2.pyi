@@ -24,7 +24,7 @@ class ExamineRequest(_message.Message):
     JOB_FIELD_NUMBER: _builtins.int
     ORDER_FIELD_NUMBER: _builtins.int
     order: _builtins.str
-    """JSON of rpcmp.examination.facts.Order"""
+    """JSON of rpcmp.server.host_facts.facts.Order"""
     @_builtins.property
     def job(self) -> _control_pb2.PrepareRequest:
         """what the job would claim the server with"""
@@ -49,7 +49,7 @@ class ExamineResponse(_message.Message):
 
     FACTS_FIELD_NUMBER: _builtins.int
     facts: _builtins.str
-    """JSON of rpcmp.examination.facts.HostFacts"""
+    """JSON of rpcmp.server.host_facts.facts.HostFacts"""
     def __init__(
         self,
         *,
@@ -95,7 +95,7 @@ Global___ProbeRequest: _TypeAlias = ProbeRequest  # noqa: Y015
 
 @_typing.final
 class ProbeResponse(_message.Message):
-    """See rpcmp.wire.measure.Way."""
+    """See rpcmp.net.link_test.Way."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

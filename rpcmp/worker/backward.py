@@ -10,6 +10,13 @@ thread do the work. Where the schedule splits, weight gradients follow as an act
 The stage that computes the loss knows its gradient, which is one. So its backward follows the
 forward at once, instead of when somebody has had the loss and asked for it, and `run` finds the
 result there.
+
+What the user's code raised at a stage: as an error for everybody to see, and remembered.
+
+Which gradients do not exist, though distributed autograd brings zeros for them.
+
+None and zeros differ: weight decay and momentum act on the latter. It seldom happens that a reader
+does not use what it reads, so it says so by a call of its own.
 """
 
 from __future__ import annotations
@@ -17,7 +24,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Iterator
+import threading
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future as Waiting
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
@@ -25,15 +34,98 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from rpcmp.schedule import Action
-from rpcmp.split import WeightGradients
-from rpcmp.work import Bundle, Work
+from rpcmp.errors import RpcmpError, StageError, from_wire, one_line, to_wire
+from rpcmp.pipelining.schedule import Action
+from rpcmp.rpc.messages import Bundle, Work
+from rpcmp.rpc.transport import Raised
 from rpcmp.worker import boundary
 from rpcmp.worker.boundary import Differentiated, Gradients
-from rpcmp.worker.compute import ComputeThread
-from rpcmp.worker.failure import Failures, failure
-from rpcmp.worker.missing import Missing
-from rpcmp.worker.rounds import Task
+from rpcmp.worker.executor import ComputeThread, Task
+from rpcmp.worker.weight_grad import WeightGradients
+
+
+def failure(
+    stage: str, phase: str, work: Work, error: BaseException, received: str = ""
+) -> StageError:
+    """The error of `stage` in its `phase` of a micro-batch, with what it had `received`."""
+    return StageError(
+        stage=stage,
+        phase=phase,
+        cause=one_line(error),
+        traceback="".join(traceback.format_exception(error)),
+        step=work.step,
+        microbatch=work.microbatch,
+        received=received,
+    )
+
+
+class Failures:
+    """What has failed at a stage and the driver has not collected yet. Thread-safe.
+
+    Attributes:
+        broken: the failure after which this stage cannot go on, since nobody waited for what failed
+            and other stages may have stepped; None while it can.
+    """
+
+    def __init__(self) -> None:
+        self.broken: RpcmpError | None = None
+        self._lock = threading.Lock()
+        self._found: list[tuple[int, Raised]] = []
+
+    def note(self, work: Work, error: RpcmpError) -> Raised:
+        """Remember a failure; returns it as an answer for whoever asked."""
+        raised = Raised(to_wire(error))
+        with self._lock:
+            self._found.append((work.round, raised))
+        return raised
+
+    def note_broken(self, work: Work, error: StageError) -> None:
+        """Remember a failure in what nobody waits for any more."""
+        self.note(work, error)
+        self.broken = error
+
+    def first(self, round_number: int) -> RpcmpError | None:
+        """What failed first in a round, or before it so that nothing can go on."""
+        with self._lock:
+            found = [raised.error for number, raised in self._found if number == round_number]
+        return from_wire(found[0]) if found else self.broken
+
+    def take(self, first: int, last: int) -> list[Raised]:
+        """What failed in the rounds from `first` to `last`; all others are forgotten, too."""
+        with self._lock:
+            found, self._found = self._found, []
+        return [raised for number, raised in found if first <= number <= last]
+
+
+class Missing:
+    """What the readers of a stage have said of its micro-batches. Thread-safe.
+
+    Args:
+        tell: tells the producer of an input of a bundle's micro-batch; blocks until it knows.
+
+    Attributes:
+        tell: as given.
+    """
+
+    def __init__(self, tell: Callable[[Bundle, Work, int, list[int]], None]) -> None:
+        self.tell = tell
+        self._lock = threading.Lock()
+        self._noted: dict[tuple[int, int], dict[int, Sequence[int]]] = {}
+
+    def note(self, work: Work, port: int, which: Sequence[int]) -> None:
+        """Hear from the reader at a port that it has no gradients for some of its tensors."""
+        with self._lock:
+            self._noted.setdefault((work.round, work.microbatch), {})[port] = which
+
+    def take(self, work: Work) -> Mapping[int, Sequence[int]]:
+        """What has been said of a micro-batch, by port; nothing is known of it afterwards."""
+        with self._lock:
+            return self._noted.pop((work.round, work.microbatch), {})
+
+    def clear(self) -> None:
+        """Forget micro-batches that were given up."""
+        with self._lock:
+            self._noted.clear()
 
 
 class Tape(Protocol):

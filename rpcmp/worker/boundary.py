@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-from rpcmp import tree
-from rpcmp.work import Outputs
+from rpcmp.pipelining import pytree
+from rpcmp.rpc.messages import Outputs
 
 Gradients = Sequence[Tensor | None]
 
@@ -45,7 +45,7 @@ class LocalTape:
         self._device = device
         self._gradients: list[Tensor | None] = []
         self._outputs: list[Tensor] = []
-        self._received = [tree.tensors(outputs.value) for outputs in received]
+        self._received = [pytree.tensors(outputs.value) for outputs in received]
         self._has_token = [outputs.token is not None for outputs in received]
         tensors = [
             tensor.detach().to(device, torch.float32 if index in outputs.narrowed else tensor.dtype)
@@ -55,12 +55,12 @@ class LocalTape:
         needed = [tensor.requires_grad for found in self._received for tensor in found]
         entered = iter(_enter(self._note, tensors, needed))
         self.inputs: list[Any] = [
-            tree.map_tensors(lambda _: next(entered), outputs.value) for outputs in received
+            pytree.map_tensors(lambda _: next(entered), outputs.value) for outputs in received
         ]
 
     def leave(self, outputs: Any) -> list[Tensor]:
         """Note what the stage has computed; returns its tensors, still on the local tape."""
-        self._outputs = tree.tensors(outputs)
+        self._outputs = pytree.tensors(outputs)
         return self._outputs
 
     def backward(self, gradients: Gradients) -> Differentiated:
@@ -230,7 +230,7 @@ def tensors_of(answers: Iterable[Outputs]) -> list[Tensor]:
         tensor
         for outputs in answers
         for tensor in (
-            *tree.tensors(outputs.value),
+            *pytree.tensors(outputs.value),
             *(() if outputs.token is None else (outputs.token,)),
         )
     ]

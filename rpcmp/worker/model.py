@@ -4,25 +4,33 @@ Whatever lies between two layers is the same whether or not the model is cut the
 draws from its own random stream, and tensors and gradients that pass from layer to layer are
 contiguous and aligned, as they are after a journey between hosts. That is why the bits of a run do
 not depend on the balance.
+
+How much memory a stage takes: what is left when a model is too big, and what to trade for speed.
+
+On the CPU it is the process's resident memory, as the kernel counts it; on a GPU it is what torch
+has allocated there.
 """
 
 from __future__ import annotations
 
 import platform
+import resource
 import sys
 from collections.abc import Callable, Iterator
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from rpcmp import devices, factory, layers, metrics, microbatch, seeds, tree
+from rpcmp import metrics
+from rpcmp.config import importing, user_code
+from rpcmp.config.types import Factory
 from rpcmp.errors import ConfigError, FactoryError
-from rpcmp.examination import code
-from rpcmp.kinds import Factory
-from rpcmp.plan import Assignment
-from rpcmp.work import Evaluated, Mode, Work
+from rpcmp.pipelining import devices, layers, microbatch, pytree
+from rpcmp.pipelining.assignment import Assignment
+from rpcmp.rpc.messages import Evaluated, Mode, Work
 from rpcmp.worker import precision
 
 HOST = "host"
@@ -60,7 +68,7 @@ class StageModel:
         self.device = _device(settings.device)
         dtype = config.autocast_of(assignment.stage_index)
         self._autocast = precision.autocast(self.device, dtype)
-        self._modules = layers.build(config, assignment.stage_index, assignment.layers)
+        self._modules = layers.build_layers(config, assignment.stage_index, assignment.layers)
         self._prefixes = {layer: config.prefix_of(layer) for layer in self._modules}
         own = {name for layer in self._modules for name, _ in self._named_in(layer)}
         self.foreign = own & set(config.tied_to)
@@ -68,7 +76,7 @@ class StageModel:
             module.to(self.device)
             if settings.frozen:
                 module.requires_grad_(False)
-        self._loss = factory.function(config.loss, "loss") if self.is_sink else None
+        self._loss = importing.function(config.loss, "loss") if self.is_sink else None
         if isinstance(self._loss, nn.Module):
             self._loss.to(self.device)
         self._sums_samples = _sums_samples(self._loss)
@@ -83,11 +91,11 @@ class StageModel:
         """The stage's output; the first layer gets `inputs`, the others the output before."""
         self._set_mode(work.mode is Mode.TRAIN)
         for index, (name, module) in enumerate(self._modules.items()):
-            seeds.seed_all(self._seed, work.mode.value, work.step, work.draw, name)
+            layers.seed_all(self._seed, work.mode.value, work.step, work.draw, name)
             with self._autocast:
                 inputs = [module(*inputs)]
             if index + 1 < len(self._modules):
-                inputs = [tree.map_tensors(_seam, inputs[0])]
+                inputs = [pytree.map_tensors(_seam, inputs[0])]
         return inputs[0]
 
     def _set_mode(self, training: bool) -> None:
@@ -121,7 +129,7 @@ class StageModel:
         with self._autocast:
             loss: Tensor = self._loss(outputs, targets)
         if loss.numel() != 1:
-            raise ValueError(f"the loss is {tree.describe(loss)}, not a scalar; reduce it")
+            raise ValueError(f"the loss is {pytree.describe(loss)}, not a scalar; reduce it")
         return loss.reshape(())
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -179,7 +187,7 @@ class StageModel:
         metric's of the driver, need not be installed.
         """
         imported = {name for name in self._named if name in sys.modules}
-        return code.of_job(imported | self._loaded_elsewhere)
+        return user_code.of_job(imported | self._loaded_elsewhere)
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Take over this stage's parameters and buffers, by their names in the unsplit model.
@@ -201,7 +209,7 @@ class StageModel:
                 raise ConfigError(f"layer {layer!r}: {error}") from error
 
     def _to_device(self, value: Any) -> Any:
-        return tree.map_tensors(lambda tensor: tensor.to(self.device), value)
+        return pytree.map_tensors(lambda tensor: tensor.to(self.device), value)
 
 
 def _modules_of_data(assignment: Assignment) -> set[str]:
@@ -234,7 +242,9 @@ def _aligned(tensor: Tensor) -> Tensor:
 
 def _device(name: str) -> torch.device:
     try:
-        return torch.empty(0, device=devices.resolve(name)).device  # which has its number, "cuda:0"
+        return torch.empty(
+            0, device=devices.resolve_device(name)
+        ).device  # which has its number, "cuda:0"
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
         raise ConfigError(f"device = {name!r} is not to be had here: {reason}") from error
@@ -246,7 +256,7 @@ def _metric(source: Factory, what: str) -> Callable[..., Any]:
     Raises:
         FactoryError: it cannot be had, or is the driver's to compute.
     """
-    metric = factory.function(source, what)
+    metric = importing.function(source, what)
     if metrics.keeps_state(metric):
         raise FactoryError(
             f"{what} = {source.callable!r} has update and compute, so the driver has to compute "
@@ -259,3 +269,30 @@ def _sums_samples(loss: Any) -> bool:
     """Whether the loss adds up over samples, so that micro-batches need no weight."""
     reduction = getattr(loss, "reduction", None) or getattr(loss, "keywords", {}).get("reduction")
     return bool(reduction == "sum")
+
+
+class Meter:
+    """Measures from its making on, when the stage has been built and nothing has run.
+
+    Args:
+        device: where the stage computes.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._idle = self._now()
+
+    def read(self) -> dict[str, int]:
+        """Bytes: "idle", when the stage had been built, and "peak", the most since then."""
+        return {"idle": self._idle, "peak": max(self._idle, self._peak())}
+
+    def _now(self) -> int:
+        if self._device.type == "cuda":
+            return torch.cuda.memory_allocated(self._device)
+        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+        return pages * resource.getpagesize()
+
+    def _peak(self) -> int:
+        if self._device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self._device)
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

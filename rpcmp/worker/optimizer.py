@@ -20,19 +20,20 @@ from torch import Tensor, nn
 from torch.futures import Future
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from rpcmp import factory, optimizers, seeds
+from rpcmp.checkpoint.stage_state import StageState
+from rpcmp.config import importing
+from rpcmp.config.types import Factory
 from rpcmp.errors import ConfigError, RpcmpError, StageError, one_line
-from rpcmp.kinds import Factory
-from rpcmp.plan import Assignment
-from rpcmp.snapshot.state import StageState
-from rpcmp.trace.spans import NO_MICROBATCH, Kind
-from rpcmp.work import StepReport
-from rpcmp.worker.compute import ComputeThread
+from rpcmp.observability.trace.spans import NO_MICROBATCH, Kind
+from rpcmp.pipelining import layers, optimizers
+from rpcmp.pipelining.assignment import Assignment
+from rpcmp.rpc.messages import StepReport
+from rpcmp.worker.executor import ComputeThread
 from rpcmp.worker.model import StageModel
-from rpcmp.worker.optimizerstate import Kept, OptimizerState
+from rpcmp.worker.optimizer_state import Kept, OptimizerState
+from rpcmp.worker.option_overrides import Built, Options, renewed
 from rpcmp.worker.precision import LossScale, require_unscalable, unscale
 from rpcmp.worker.rehearsal import require_restorable, require_steppable
-from rpcmp.worker.renewal import Built, Options, renewed
 
 
 class StageOptimizer:
@@ -235,7 +236,7 @@ class StageOptimizer:
     def _step(self, updates: bool = True) -> StepReport:
         started = time.perf_counter_ns()
         if self._optimizer is not None and updates:
-            seeds.seed_all(self._seed, "optimizer", self.steps + 1, self.stage)
+            layers.seed_all(self._seed, "optimizer", self.steps + 1, self.stage)
             self._optimizer.step()
         self._zero_grad()
         self.steps += 1
@@ -275,7 +276,7 @@ class StageOptimizer:
         optimizer = optimizers.create(self._source, named)
         if self._schedule is None:
             return optimizer, None
-        return optimizer, factory.create(self._schedule, "scheduler", optimizer)
+        return optimizer, importing.create(self._schedule, "scheduler", optimizer)
 
     def _scheduler_state(self) -> Any:
         return None if self._scheduler is None else self._scheduler.state_dict()

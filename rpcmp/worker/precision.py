@@ -21,8 +21,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from rpcmp.config.types import Autocast
 from rpcmp.errors import ConfigError
-from rpcmp.kinds import Autocast
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 

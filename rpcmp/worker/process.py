@@ -16,7 +16,10 @@ import sys
 import threading
 from pathlib import Path
 
-from rpcmp import factory, split, transport, unpickling
+from rpcmp.checkpoint.slots import Slots
+from rpcmp.config import importing
+from rpcmp.config.importing import explain_error
+from rpcmp.data.stage_loader import Feed, Loaders
 from rpcmp.errors import (
     CheckpointError,
     ConfigError,
@@ -27,15 +30,13 @@ from rpcmp.errors import (
     one_line,
     to_wire,
 )
-from rpcmp.factory import explain
-from rpcmp.plan import Assignment
-from rpcmp.process import heartbeat
+from rpcmp.pipelining.assignment import Assignment
+from rpcmp.process import liveness
 from rpcmp.process.channel import Bond, Message
-from rpcmp.snapshot.slots import Slots
-from rpcmp.store import ChannelStore
-from rpcmp.transport import TorchRpc
-from rpcmp.worker.feed import Feed
-from rpcmp.worker.loaders import Loaders
+from rpcmp.rpc import transport, unpickler
+from rpcmp.rpc.store import ChannelStore
+from rpcmp.rpc.transport import TorchRpc
+from rpcmp.worker import weight_grad
 from rpcmp.worker.snapshots import StageSnapshots, restore
 from rpcmp.worker.stage import Stage
 
@@ -56,7 +57,7 @@ def run(bond: Bond) -> None:
         try:
             WorkerProcess(bond, start).run()
         except Exception as error:
-            known = error if isinstance(error, RpcmpError) else JobError(explain(error))
+            known = error if isinstance(error, RpcmpError) else JobError(explain_error(error))
             bond.log.flush()
             channel.send({"event": "failed", "error": to_wire(known)})
     os._exit(1)
@@ -83,18 +84,18 @@ class WorkerProcess:
     def run(self) -> None:
         """From the build to the end of the group; the process ends here."""
         assignment = Assignment.model_validate_json(self._start["assignment"])
-        factory.limit(self._start["allowed"])
+        importing.limit(self._start["allowed"])
         files: list[str] = []
         if folder := self._start["code_folder"]:
             sys.path.insert(0, folder)
             files = [path.stem for path in Path(folder).iterdir()]
-        unpickling.allow(factory.allowed_among(assignment.config.modules), files)
+        unpickler.allow(importing.allowed_among(assignment.config.modules), files)
         loaders = _loaders(assignment)  # before there are threads
         transport.reserve_threads(assignment.in_flight)
         if any(limits.splits for limits in assignment.all_limits):
-            split.install()
+            weight_grad.install()
         threading.Thread(target=self._listen, daemon=True).start()
-        heartbeat.begin(self._channel, self._vitals)
+        liveness.begin(self._channel, self._vitals)
         with self._activity.doing("build"):
             stage = self._stage = self._build(assignment, loaders)
             if (begin := self._start["restore"]) is not None:
@@ -135,7 +136,7 @@ class WorkerProcess:
             if assignment.config.takes_snapshots:
                 self._snapshots = stage.snapshots = self._snapshots_of(stage, assignment)
         except Exception as error:
-            text = str(error) if isinstance(error, RpcmpError) else explain(error)
+            text = str(error) if isinstance(error, RpcmpError) else explain_error(error)
             first, _, rest = text.partition("\n")
             cause = first if isinstance(error, RpcmpError) else one_line(error)
             kind = StageConfigError if isinstance(error, ConfigError) else StageError

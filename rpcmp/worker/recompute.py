@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from rpcmp import tree
-from rpcmp.split import Splitter, WeightGradients
-from rpcmp.work import Outputs
+from rpcmp.pipelining import pytree
+from rpcmp.rpc.messages import Outputs
 from rpcmp.worker.boundary import Differentiated, Gradients, LocalTape
+from rpcmp.worker.weight_grad import Splitter, WeightGradients
 
 Forward = Callable[[list[Any]], Any]
 
@@ -110,7 +110,7 @@ class Replay:
         self._before = self._buffers.copy()
         # The first layer may work in place, and the second forward needs what the first one got.
         copies = [
-            outputs._replace(value=tree.map_tensors(_copy, outputs.value))
+            outputs._replace(value=pytree.map_tensors(_copy, outputs.value))
             for outputs in self._received
         ]
         tape = LocalTape(copies, self._device)

@@ -19,12 +19,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from rpcmp import seeds
+from rpcmp.checkpoint.slot_writer import require_storable
+from rpcmp.checkpoint.stage_state import StageState, decoded, pack
 from rpcmp.errors import FactoryError, one_line
-from rpcmp.snapshot.state import StageState, decoded, pack
-from rpcmp.snapshot.writer import require_storable
-from rpcmp.worker import bits
-from rpcmp.worker.optimizerstate import Kept, OptimizerState, same
+from rpcmp.pipelining import layers
+from rpcmp.worker import option_overrides
+from rpcmp.worker.optimizer_state import Kept, OptimizerState, same
 
 _log = logging.getLogger(__name__)
 
@@ -157,14 +157,14 @@ def _smaller(shape: Sequence[int], largest: float) -> tuple[int, ...]:
 
 def _begun(build: Build, kinds: Mapping[str, Tensor]) -> _Trial:
     named = {name: nn.Parameter(_made_up(like, 0, name)) for name, like in kinds.items()}
-    seeds.seed_all(0, "rehearsal")
+    layers.seed_all(0, "rehearsal")
     optimizer, scheduler = build(named)
     return _Trial(named, optimizer, scheduler, OptimizerState(optimizer, named, "the trial"))
 
 
 def _made_up(like: Tensor, step: int, name: str) -> Tensor:
     """Numbers of the size of gradients; the same whenever they are asked for."""
-    generator = torch.Generator().manual_seed(seeds.derive("rehearsal", step, name))
+    generator = torch.Generator().manual_seed(layers.derive_seed("rehearsal", step, name))
     numbers = torch.randn(like.shape, generator=generator, dtype=torch.float32) / 16
     return numbers.to(like.device, like.dtype)
 
@@ -173,7 +173,7 @@ def _step(trial: _Trial, first: int, last: int) -> None:
     for step in range(first, last + 1):
         for name, parameter in trial.named.items():
             parameter.grad = _made_up(parameter, step, name)
-        seeds.seed_all(0, "optimizer", step, "rehearsal")
+        layers.seed_all(0, "optimizer", step, "rehearsal")
         trial.optimizer.step()
         if trial.scheduler is not None:
             trial.scheduler.step(*([1.0 / step] if _watches(trial.scheduler) else []))
@@ -209,7 +209,11 @@ def _copy(source: _Trial, target: _Trial) -> None:
 def _difference(one: _Trial, other: _Trial) -> str:
     """Where two trials differ; empty: nowhere."""
     mine, theirs = one.state.read(), other.state.read()
-    names = [name for name in one.named if not bits.are_equal(one.named[name], other.named[name])]
+    names = [
+        name
+        for name in one.named
+        if not option_overrides.are_equal(one.named[name], other.named[name])
+    ]
     if not names and same(mine.state, theirs.state) and same(mine.groups, theirs.groups):
         return ""
     what = f"parameters such as {names[0]!r}" if names else "its state or its options"

@@ -26,33 +26,27 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
-from rpcmp import digest, host
+from rpcmp.config.topology import DRIVER, Port, ReplicaShare
+from rpcmp.data.stage_loader import Feed
 from rpcmp.errors import RpcmpError, StageError, one_line
-from rpcmp.graph import Port
-from rpcmp.members import DRIVER
-from rpcmp.plan import Assignment
+from rpcmp.pipelining.assignment import Assignment
+from rpcmp.pipelining.devices import host_facts
+from rpcmp.pipelining.schedule import Limits, policy
 from rpcmp.process.activity import Activity
-from rpcmp.schedule import Limits, policy
-from rpcmp.transport import Raised, Transport, result
-from rpcmp.turns import Share
-from rpcmp.work import Bundle, Drawn, End, Holding, Mode, StepReport, Work, microbatches_of
-from rpcmp.worker.backward import Backwards
-from rpcmp.worker.board import Key
-from rpcmp.worker.compute import ComputeThread
-from rpcmp.worker.conductor import Conductor
-from rpcmp.worker.exchange import Exchange
-from rpcmp.worker.execution import Execution
-from rpcmp.worker.failure import Failures
-from rpcmp.worker.feed import Feed
-from rpcmp.worker.inputs import Inputs
-from rpcmp.worker.memory import Meter
-from rpcmp.worker.missing import Missing
-from rpcmp.worker.model import StageModel
+from rpcmp.rpc import tensors
+from rpcmp.rpc.messages import Bundle, Drawn, End, Holding, Mode, StepReport, Work, microbatches_of
+from rpcmp.rpc.transport import Raised, Transport, result
+from rpcmp.worker.backward import Backwards, Failures, Missing
+from rpcmp.worker.executor import ComputeThread, Round
+from rpcmp.worker.forward import Execution
+from rpcmp.worker.grad_sync.mailbox import Key
+from rpcmp.worker.grad_sync.sync import Together
+from rpcmp.worker.model import Meter, StageModel
 from rpcmp.worker.optimizer import StageOptimizer
 from rpcmp.worker.precision import LossScale
-from rpcmp.worker.rounds import Round
+from rpcmp.worker.requests import Exchange, Inputs
 from rpcmp.worker.snapshots import StageSnapshots
-from rpcmp.worker.together import Together
+from rpcmp.worker.step_runner import Conductor
 
 DRIVER_PORT = 0
 """The sink's only port: its reader wants the loss (the conductor) or the outputs (the driver)."""
@@ -92,7 +86,7 @@ class Stage:
         self._peers = peers
         graph = config.graph()
         ports = graph.ports(stage) or (Port(DRIVER, 0, ()),)
-        self._share = Share(assignment.stage.turns, assignment.replica)
+        self._share = ReplicaShare(assignment.stage.turns, assignment.replica)
         self.model = StageModel(assignment)
         self.finished = threading.Event()
         self._limits = assignment.limits
@@ -283,14 +277,14 @@ class Stage:
         """`digest.tensor_line` of each parameter and buffer, by name."""
         state = self.model.state_dict
         return self._compute.future(
-            lambda: {name: digest.tensor_line(name, value) for name, value in state().items()}
+            lambda: {name: tensors.tensor_line(name, value) for name, value in state().items()}
         )
 
     def parameter_digests(self) -> Future[Any]:
         """The same of the parameters alone."""
         named = self.model.named_parameters
         return self._compute.future(
-            lambda: {name: digest.tensor_line(name, value) for name, value in named()}
+            lambda: {name: tensors.tensor_line(name, value) for name, value in named()}
         )
 
     def state_dict(self) -> Future[Any]:
@@ -318,7 +312,7 @@ class Stage:
 
     def host(self) -> dict[str, str]:
         """What decides this host's bits."""
-        return host.facts(self.model.device)
+        return host_facts(self.model.device)
 
     def trace(self, on: bool) -> Future[Any]:
         """Record every action from now on, or stop it; answers with the name of this host."""

@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from rpcmp import configfile
-from rpcmp.bench.peers import part
+from rpcmp.config import loader
 from rpcmp.process.channel import Message
+from rpcmp.tools.bench.peers import trainers
 
 
 class DataParallel:
@@ -31,7 +31,7 @@ class DataParallel:
         sys.path.insert(0, order["folder"])
         self._rank: int = order["rank"]
         self._world_size: int = order["world_size"]
-        config = configfile.parse(order["config"])
+        config = loader.parse_config(order["config"])
         self._count = config.num_microbatches
         dist.init_process_group(
             "gloo",
@@ -39,11 +39,11 @@ class DataParallel:
             rank=self._rank,
             world_size=self._world_size,
         )
-        (names,) = part.layer_names(config)
-        self._part = part.build(config, 0, names)
+        (names,) = trainers.layer_names(config)
+        self._part = trainers.build(config, 0, names)
         self._model = DistributedDataParallel(self._part.module, gradient_as_bucket_view=True)
-        self._loss = part.slice_loss(config, self._count // self._world_size)
-        self._batches = part.endless_batches(config)
+        self._loss = trainers.slice_loss(config, self._count // self._world_size)
+        self._batches = trainers.endless_batches(config)
 
     def run(self, steps: int) -> Message:
         """See Rank."""

@@ -16,10 +16,10 @@ from torch import nn
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 from torch.futures import Future
 
-from rpcmp import transport, unpickling
 from rpcmp.errors import MismatchError
 from rpcmp.process.channel import Message
-from rpcmp.worker.summing import Summing
+from rpcmp.rpc import transport, unpickler
+from rpcmp.worker.grad_sync.bucket_allreduce import Summing
 
 PARAMETER_BYTES = 10**6
 """Of each parameter but the last: as in a model with several layers, and not in one piece."""
@@ -78,7 +78,7 @@ class AllReduce(Exchange):
 
 
 class Sum(Exchange):
-    """Parameters' gradients by `rpcmp.worker.summing`, over torch RPC as between workers.
+    """Parameters' gradients by `bucket_allreduce` of workers, over torch RPC.
 
     In the clock: the copies into buckets and their way out, which a job's stages hide behind the
     backward as far as they can. A process has what a worker has but for its private network.
@@ -96,7 +96,7 @@ class Sum(Exchange):
         names = [f"rank:{rank}" for rank in range(self._world_size)]
         self._summing = Summing(self._parameters, rank, self._world_size, _Others(names, rank))
         self._key = 0
-        unpickling._CALLED.add((__name__, Served.__name__))
+        unpickler._CALLED.add((__name__, Served.__name__))
         store = FileStore(order["store"], self._world_size)
         transport.join(names, rank, store, Served(self._summing))
 

@@ -31,13 +31,13 @@ schedule = "1f1b"
 num_microbatches = 32
 max_in_flight = 6
 [model]
-layers = "rpcmp.bench.models:wide"
+layers = "rpcmp.tools.bench.models:wide"
 num_stages = 2
 kwargs = {{ num_stages = 2, width = 65536 }}
 [data]
 batch_size = 1024
 [data.train]
-callable = "rpcmp.bench.models:vectors"
+callable = "rpcmp.tools.bench.models:vectors"
 kwargs = {{ num_samples = 4096, features = 1 }}
 """
 

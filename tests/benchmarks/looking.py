@@ -20,7 +20,7 @@ from typing import Any
 
 from playwright.sync_api import expect
 
-from rpcmp.bench import cases
+from rpcmp.tools.bench import cases
 from tests.support.browsers import chromium, opened
 from tests.support.places import EXAMPLES
 from tests.support.processes import rpcmp_process, running

@@ -26,13 +26,13 @@ loss = "torch.nn:MSELoss"
 schedule = "zero-bubble"
 num_microbatches = {count}
 [model]
-layers = "rpcmp.bench.models:wide"
+layers = "rpcmp.tools.bench.models:wide"
 num_stages = 2
 kwargs = {{ num_stages = 2, width = 65536 }}
 [data]
 batch_size = {batch_size}
 [data.train]
-callable = "rpcmp.bench.models:vectors"
+callable = "rpcmp.tools.bench.models:vectors"
 kwargs = {{ num_samples = 4096, features = 1 }}
 """
 

@@ -29,8 +29,8 @@ class Rank(Protocol):
 def main() -> None:
     """Serve the benchmark; the process ends here."""
     channel = begin_child().channel  # before torch
+    from rpcmp.config.importing import explain_error
     from rpcmp.errors import JobError, RpcmpError, to_wire
-    from rpcmp.factory import explain
 
     try:
         if (order := channel.receive()) is not None:
@@ -39,7 +39,7 @@ def main() -> None:
             while message := channel.receive():
                 channel.send({"event": "ran", **rank.run(message["steps"])})
     except Exception as error:
-        known = error if isinstance(error, RpcmpError) else JobError(explain(error))
+        known = error if isinstance(error, RpcmpError) else JobError(explain_error(error))
         channel.send({"event": "error", "error": to_wire(known)})
     os._exit(0)  # without what else waits for other processes: they may be gone
 

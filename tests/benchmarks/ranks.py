@@ -8,12 +8,12 @@ import tempfile
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 
-from rpcmp.bench.contestant import Segment
 from rpcmp.errors import WorkerDiedError, from_wire
-from rpcmp.process import exitcode
+from rpcmp.process import interpreter
 from rpcmp.process.channel import Message
 from rpcmp.process.child import Child
-from rpcmp.process.environment import compute_environment
+from rpcmp.process.interpreter import compute_environment
+from rpcmp.tools.bench.contestant import Segment
 from tests.support.places import ROOT
 
 
@@ -75,7 +75,7 @@ class Ranks:
             if message["event"] == "error":
                 raise from_wire(message["error"])
             return message
-        how = exitcode.told(self._children[rank].exit_code)
+        how = interpreter.told(self._children[rank].exit_code)
         raise WorkerDiedError(f"{self.name}: the process of rank {rank} {how}")
 
 

@@ -17,10 +17,9 @@ import tempfile
 import time
 from pathlib import Path
 
-from rpcmp.wire.credentials import RELAY, Credentials
-from rpcmp.wire.end import End
-from rpcmp.wire.session import Session
-from rpcmp.wire.splice import splice
+from rpcmp.net.identity import RELAY, Credentials
+from rpcmp.net.splice import splice
+from rpcmp.net.tls import End, Session
 from tests.support.lan import issue
 
 HERE = "127.0.0.1"

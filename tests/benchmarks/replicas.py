@@ -14,9 +14,10 @@ others have loaded theirs before. All losses have to agree.
 
 exchange: the time from when all processes have their gradients, 50 MB of float32, until each of
 them has the sum, several times in a row. Ours: parameters of 1 MB each, all buckets of
-`rpcmp.worker.summing` begun at once and finished, over torch RPC as between workers; copies from
-the gradients and back are in it. Gloo: `all_reduce` of one tensor of 50 MB. Nothing is computed
-besides, so nothing is hidden behind a backward. 2 and 4 processes with one thread each.
+`rpcmp.worker.grad_sync.bucket_allreduce` begun at once and finished, over torch RPC as between
+workers; copies from the gradients and back are in it. Gloo: `all_reduce` of one tensor of 50 MB.
+Nothing is computed besides, so nothing is hidden behind a backward. 2 and 4 processes with one
+thread each.
 
 Contestants live in processes of their own and run in turn, round by round; ratios are taken within
 a round, their interval is that of the sign test. Nine pairs are the fewest whose 95 % interval
@@ -31,14 +32,14 @@ import dataclasses
 import sys
 from collections.abc import Sequence
 
-from rpcmp.bench import cases, rounds
-from rpcmp.bench.cases import Case
-from rpcmp.bench.contestant import Contestant
-from rpcmp.bench.peers.group import PeerGroup, Processes
-from rpcmp.bench.pipeline import Pipeline
-from rpcmp.bench.rounds import Series
-from rpcmp.bench.statistics import Estimate, paired_ratio, spread
 from rpcmp.errors import ConfigError, RpcmpError, UnfitError
+from rpcmp.tools.bench import cases, comparison
+from rpcmp.tools.bench.benchmark import Pipeline
+from rpcmp.tools.bench.cases import Case
+from rpcmp.tools.bench.comparison import Series
+from rpcmp.tools.bench.contestant import Contestant
+from rpcmp.tools.bench.peers.group import PeerGroup, Processes
+from rpcmp.tools.bench.statistics import Estimate, paired_ratio, spread
 from tests.benchmarks.ranks import Ranks
 from tests.support.places import EXAMPLES
 
@@ -64,7 +65,7 @@ def step(options: argparse.Namespace) -> None:
     _require_equal_work(job)
     contestants = [Pipeline(_replicated(job)), _one_process(job), _data_parallel(job)]
     mine, one, ddp = _compare(contestants, options)
-    rounds.require_equal_losses([mine, one, ddp])
+    comparison.require_equal_losses([mine, one, ddp])
     print(f"{NUM_REPLICAS} replicas: {_milliseconds(mine)} a step")
     gain = paired_ratio(one.seconds, mine.seconds)
     print(f"one process: {_milliseconds(one)}; as many times faster: {_shown(gain)}")
@@ -131,7 +132,7 @@ def _compare(contestants: Sequence[Contestant], options: argparse.Namespace) -> 
     Raises:
         UnfitError: one cannot take part.
     """
-    done = asyncio.run(rounds.compare(contestants, options.pairs, options.steps, _progress))
+    done = asyncio.run(comparison.compare(contestants, options.pairs, options.steps, _progress))
     for name, why in done.unfit.items():
         raise UnfitError(f"{name}: {why}")
     print(f"{options.pairs} pairs of {done.steps}")

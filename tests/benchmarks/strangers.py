@@ -39,13 +39,13 @@ steps = {WARM_UP + STEPS}
 loss = "torch.nn:MSELoss"
 num_microbatches = 4
 [model]
-layers = "rpcmp.bench.models:wide"
+layers = "rpcmp.tools.bench.models:wide"
 num_stages = 2
 kwargs = {{ num_stages = 2, width = 1024 }}
 [data]
 batch_size = 256
 [data.train]
-callable = "rpcmp.bench.models:vectors"
+callable = "rpcmp.tools.bench.models:vectors"
 kwargs = {{ num_samples = 4096, features = 1 }}
 """
 

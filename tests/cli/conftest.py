@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from rpcmp.control.client import StageClient
-from rpcmp.job import fleet
+from rpcmp.job import server_pool
 from rpcmp.job import status as job_status
+from rpcmp.server.client import StageClient
 
 SECONDS = 0.2
 """How long a server that does not answer is waited for."""
@@ -16,5 +16,5 @@ SECONDS = 0.2
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Commands of this process do not wait two or six seconds for a server to answer."""
     monkeypatch.setattr(StageClient.connect, "__defaults__", (SECONDS,))
-    for module in (fleet, job_status):
+    for module in (server_pool, job_status):
         monkeypatch.setattr(module, "ANSWER_SECONDS", SECONDS)

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 from click.shell_completion import get_completion_class
 
-from rpcmp.bench.cases import frozen
 from rpcmp.cli import COMMANDS, cli
-from rpcmp.configfile import load
+from rpcmp.config.loader import load_config
 from rpcmp.errors import ConfigError
-from rpcmp.starter.create import examples
+from rpcmp.tools.bench.cases import frozen
+from rpcmp.tools.new.create import examples
 from tests.support.places import EXAMPLES
 
 CONFIG = """
@@ -113,7 +113,7 @@ def test_every_key_that_is_offered_is_one(folder: Path) -> None:
 def complaint(config: Path, override: str) -> str:
     """What is wrong with it."""
     try:
-        load(config, [override])
+        load_config(config, [override])
     except ConfigError as error:
         return str(error)
     return ""

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from rpcmp.control.client import StageClient
-from rpcmp.doctor import checkup
-from rpcmp.wire import authority, role
+from rpcmp.net import authority, identity
+from rpcmp.server.client import StageClient
+from rpcmp.tools.doctor import checkup
 from tests.support.findings import failed
 from tests.support.lan import cli
 from tests.support.processes import (
@@ -65,10 +65,10 @@ class Cluster:
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     certs = tmp_path_factory.mktemp("certs")
     cli(certs, "init")
-    authority.issue(certs, "driver", role.DRIVER, [], days=5)
-    authority.issue(certs, "spare", role.SPARE, [HOST], days=90)
+    authority.issue(certs, "driver", identity.DRIVER, [], days=5)
+    authority.issue(certs, "spare", identity.SPARE, [HOST], days=90)
     for index in range(2):
-        authority.issue(certs, f"stage{index}", role.stage(index), [HOST], days=90)
+        authority.issue(certs, f"stage{index}", identity.stage(index), [HOST], days=90)
     with contextlib.ExitStack() as started:
 
         def serve(name: str, *options: str, whose: str = DRIVE) -> Server:
@@ -172,7 +172,7 @@ def test_who_cannot_be_trusted(job: JobFolder, cluster: Cluster, tmp_path: Path)
     begin = datetime.now(UTC) - timedelta(days=5)
     place = ("--stage", "1", "--listen", f"{HOST}:0", "--certs", old / "stage1")
     with running_server(*place) as expired:
-        authority.issue(old, "stage1", role.stage(1), [HOST], days=1, begin=begin)
+        authority.issue(old, "stage1", identity.stage(1), [HOST], days=1, begin=begin)
         where = ("--connect", f"{cluster.stages[1].address},{expired.address}")
         result, found = doctor(job.config(MODEL), *where, "--certs", cluster.certs / "driver")
     assert result.code == 1

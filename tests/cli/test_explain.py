@@ -15,7 +15,7 @@ from click.testing import CliRunner
 
 from rpcmp.cli import cli
 from rpcmp.errors import ConfigError
-from rpcmp.trace import chrome
+from rpcmp.observability.trace import chrome
 from tests.support.processes import (
     JobFolder,
     Server,

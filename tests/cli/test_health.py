@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from rpcmp.wire import authority, role
+from rpcmp.net import authority, identity
 from tests.support.lan import cli, issue, serving
 from tests.support.pool import lent
 from tests.support.processes import (
@@ -137,7 +137,7 @@ def test_no_server_begins_with_a_certificate_that_nobody_accepts(tmp_path: Path)
     cli(tmp_path, "init")
     for days, said, state in ((-5, "has expired on", "expired"), (5, "is valid from", "not yet")):
         begin = datetime.now(UTC) + timedelta(days=days)
-        authority.issue(tmp_path, "stage0", role.stage(0), [HERE], days=1, begin=begin)
+        authority.issue(tmp_path, "stage0", identity.stage(0), [HERE], days=1, begin=begin)
         refused = rpcmp("serve", "--stage", "0", "--certs", tmp_path / "stage0")
         assert (refused.code, refused.out) == (2, "")
         assert said in refused.err

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from rpcmp.bench.peers import group
 from rpcmp.cli import measuring
+from rpcmp.tools.bench.peers import group
 from tests.support.processes import JobFolder, RunningHere, poll_for, rpcmp
 
 

@@ -11,9 +11,11 @@ from pathlib import Path
 import pytest
 from torch import nn
 
-from rpcmp import configfile, data, metrics
+from rpcmp import metrics
+from rpcmp.config import loader
+from rpcmp.data.batches import load_batches
 from rpcmp.errors import ConfigError
-from rpcmp.starter.create import STARTER, create, examples
+from rpcmp.tools.new.create import STARTER, create, examples
 from tests.support.localgroup import unsplit
 from tests.support.processes import rpcmp
 
@@ -41,13 +43,13 @@ def test_what_it_writes_learns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     _, path = create("learning", tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "learning", raising=False)
-    config = configfile.load(path)
+    config = loader.load_config(path)
     assert config.epochs is not None
     assert config.data is not None
     assert config.data.test is not None
     assert config.model is not None
-    batches = data.load(config.data.train, "data.train", config.data, config.seed, training=True)
-    whole = unsplit(configfile.load(path, [f"steps={config.epochs * len(batches)}"]))
+    batches = load_batches(config.data.train, "data.train", config.data, config.seed, training=True)
+    whole = unsplit(loader.load_config(path, [f"steps={config.epochs * len(batches)}"]))
     written = importlib.import_module("learning")
     del sys.modules["learning"]
     made = {name: make() for name, make in written.layers(**config.model.kwargs)}
@@ -62,7 +64,7 @@ def test_the_settings_that_are_off_are_ones(tmp_path: Path) -> None:
     text = re.sub(r"(?m)^#(?! |$)", "", path.read_text())
     text = text.replace("epochs = 10 ", "steps = 200 ")
     path.write_text(text)
-    config = configfile.load(path)
+    config = loader.load_config(path)
     assert config.addresses == ["host-a:50051", "host-b:50052"]
     assert config.checkpoint is not None
     assert config.tensorboard_folder == tmp_path / "curves"
@@ -72,9 +74,9 @@ def test_the_settings_that_are_off_are_ones(tmp_path: Path) -> None:
 @pytest.mark.parametrize("example", examples())
 def test_a_job_may_begin_as_an_example(tmp_path: Path, example: str) -> None:
     model, path = create("mine", tmp_path, example)
-    assert model.read_text() == (STARTER.parent.parent / "examples" / f"{example}.py").read_text()
+    assert model.read_text() == (STARTER.parents[2] / "examples" / f"{example}.py").read_text()
     own = {
-        name for name in configfile.load(path).modules if not name.startswith(("torch", "rpcmp"))
+        name for name in loader.load_config(path).modules if not name.startswith(("torch", "rpcmp"))
     }
     assert own == {"mine"}
     assert "rpcmp drive mine.toml" in path.read_text()
@@ -94,7 +96,7 @@ def test_nothing_is_overwritten(tmp_path: Path) -> None:
 def test_a_name_may_be_any_that_python_takes(tmp_path: Path) -> None:
     assert create("größe", tmp_path) == [tmp_path / "größe.py", tmp_path / "größe.toml"]
     assert 'layers = "größe:layers"' in (tmp_path / "größe.toml").read_text()
-    config = configfile.load(tmp_path / "größe.toml", ["epochs=1"])
+    config = loader.load_config(tmp_path / "größe.toml", ["epochs=1"])
     assert config.name == "gr--e"  # what files and hosts are called by is plain
 
 

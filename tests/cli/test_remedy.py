@@ -13,11 +13,11 @@ from typing import Any
 import click
 import pytest
 
-from rpcmp import configfile, errors
+from rpcmp import errors
 from rpcmp.cli import COMMANDS, cli
-from rpcmp.cli.failed import failed
-from rpcmp.cli.remedy import DECISIONS, Command, remedy
-from rpcmp.config import Config
+from rpcmp.cli.hints import DECISIONS, Command, failed, remedy
+from rpcmp.config import loader
+from rpcmp.config.schema import Config
 from tests.support.commandlines import parsed
 from tests.support.everyerror import EXAMPLES as ERRORS
 from tests.support.everyerror import tree
@@ -66,14 +66,14 @@ def test_what_is_offered_is_a_command_that_there_is() -> None:
                 if words[1] != "certs" and words[-1] != "--help":
                     parsed(words[1:])
             else:
-                assert words in ([], ["python", "-m", "rpcmp.configdoc"])
+                assert words in ([], ["python", "-m", "rpcmp.config.reference"])
 
 
 @pytest.mark.parametrize(
     ("error", "known", "expected"),
     [
         (errors.ConfigError, {}, f"rpcmp explain {ABOUT}"),
-        (errors.KeyConfigError, {"is_loaded": False}, "python -m rpcmp.configdoc"),
+        (errors.KeyConfigError, {"is_loaded": False}, "python -m rpcmp.config.reference"),
         (errors.OtherRunError, {}, RESUMED),
         (errors.FactoryError, {}, f"rpcmp doctor {ABOUT}"),
         (errors.VersionError, {}, f"rpcmp doctor {ABOUT}"),
@@ -182,7 +182,7 @@ def test_steps_become_smaller_by_what_the_config_has(
 ) -> None:
     (tmp_path / "job.toml").write_text(f"max_grad_norm = 3.0\n{job}\n{CONFIG}{own}\n")
     words = shlex.split(remedy(an(errors.NonFiniteLossError), typed(tmp_path / "job.toml")) or "")
-    before, after = (configfile.load(tmp_path / "job.toml", o) for o in ([], overrides(words)))
+    before, after = (loader.load_config(tmp_path / "job.toml", o) for o in ([], overrides(words)))
     if is_lowered:
         assert of_stages(after) == [of_stages(before)[0] / 10]
     else:
@@ -199,7 +199,7 @@ def test_what_is_offered_for_a_config_is_one_that_loads(path: Path, more: list[s
     found = {tuple(overrides(w)) for text in offered if str(path) in (w := shlex.split(text))}
     assert found
     for each in found:
-        configfile.load(path, each)
+        loader.load_config(path, each)
 
 
 def typed(path: Path, *more: str, name: str = "drive") -> Command:
@@ -275,7 +275,7 @@ def last_line(result: Result) -> str:
 def test_a_misspelt_key_ends_with_the_table_of_keys(tmp_path: Path) -> None:
     config = tmp_path / "job.toml"
     config.write_text(f"num_microbatch = 3\n{CONFIG}")
-    assert last_line(rpcmp("drive", config)) == "try: python -m rpcmp.configdoc"
+    assert last_line(rpcmp("drive", config)) == "try: python -m rpcmp.config.reference"
 
 
 @pytest.mark.usefixtures("impatient")

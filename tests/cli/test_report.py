@@ -8,7 +8,7 @@ from click.testing import CliRunner
 
 from rpcmp.cli import cli
 from rpcmp.errors import ConfigError
-from rpcmp.runfolder import reader
+from rpcmp.observability.run_folder import reader
 from tests.support import runs
 
 LOSSES = [2.0, 1.0, 0.1 + 0.2]

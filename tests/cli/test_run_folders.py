@@ -11,9 +11,9 @@ from click.testing import CliRunner
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from rpcmp.cli import cli
-from rpcmp.runfolder import layout
-from rpcmp.runfolder.reader import read
-from rpcmp.trace import chrome
+from rpcmp.observability.run_folder import writer
+from rpcmp.observability.run_folder.reader import read
+from rpcmp.observability.trace import chrome
 from tests.support.places import ROOT
 from tests.support.processes import JobFolder, rpcmp
 
@@ -67,7 +67,7 @@ def test_all_that_looks_at_a_run(job: JobFolder) -> None:
     assert [event["step"] for event in run.all("step")] == [1, 2, 3, 4]
     assert run.events[-1]["event"] == "end"
     assert run.all("summary")[0]["parameters_sha256"] in result.out
-    log = (path / layout.LOG).read_text().splitlines()
+    log = (path / writer.LOG).read_text().splitlines()
     assert set(lines) - set(log) <= {line for line in lines if "step" in line}
     told = (job.folder / "told").read_text().split()
     assert (told.count("step"), told[-1]) == (4, "end")
@@ -75,7 +75,7 @@ def test_all_that_looks_at_a_run(job: JobFolder) -> None:
     found = EventAccumulator(str(curves)).Reload()
     assert [point.step for point in found.Scalars("loss")] == [1, 2, 3, 4]
     assert {node.name for node in found.Graph().node} >= {"stage0", "stage1"}
-    trace = chrome.read(path / layout.TRACE)
+    trace = chrome.read(path / writer.TRACE)
     for track in trace.tracks:
         assert {span.step for span in track.spans} == {1, 2, 3, 4}
     made = CliRunner().invoke(cli, ["report", str(path)])
@@ -100,7 +100,7 @@ FULL_DISK = """
 import resource, sys
 from pathlib import Path
 from rpcmp.cli.observing import observers
-from rpcmp.observers.watch import watching
+from rpcmp.observability.observers import watching
 from tests.support import runs
 
 resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, 30_000))  # where a full disk would begin

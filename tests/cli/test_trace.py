@@ -10,7 +10,7 @@ from click.testing import CliRunner, Result
 
 from rpcmp.cli import cli
 from rpcmp.errors import ConfigError
-from rpcmp.trace import chrome
+from rpcmp.observability.trace import chrome
 from tests.support.traces import SLOW_LINKS, drawn
 
 

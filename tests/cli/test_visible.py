@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rpcmp.runfolder import layout
+from rpcmp.observability.run_folder import writer
 from tests.support.processes import rpcmp
 
 HOSTILE = "x\x1b]0;owned\x07\x1b[2J\x9b31m\u202eevil\x00\x7f"
@@ -19,12 +19,12 @@ SHOWN = r"x\x1b]0;owned\x07\x9b31m\u202eevil\x00\x7f"
 def run_folder(path: Path) -> Path:
     """The folder of a run whose name, error and stages carry HOSTILE."""
     path.mkdir()
-    info = layout.RunInfo(name="job", started=0.0, outcome="failed", error=HOSTILE)
-    (path / layout.RUN).write_text(info.model_dump_json())
-    (path / layout.CONFIG).write_text("{}")
+    info = writer.RunInfo(name="job", started=0.0, outcome="failed", error=HOSTILE)
+    (path / writer.RUN).write_text(info.model_dump_json())
+    (path / writer.CONFIG).write_text("{}")
     event = {"event": "step", "time": 1.0, "step": 1, "loss": 0.5, "busy": {HOSTILE: 0.5}}
-    (path / layout.METRICS).write_text(f"{json.dumps(event)}\n")
-    (path / layout.EVENTS).touch()
+    (path / writer.METRICS).write_text(f"{json.dumps(event)}\n")
+    (path / writer.EVENTS).touch()
     return path
 
 
@@ -37,7 +37,7 @@ def test_a_run_folder_from_elsewhere_does_not_drive_the_terminal(tmp_path: Path)
 
 def test_an_error_and_a_misuse_do_not_drive_the_terminal(tmp_path: Path) -> None:
     path = run_folder(tmp_path / "run")
-    (path / layout.RUN).write_text(json.dumps({"name": "job", "started": HOSTILE}))
+    (path / writer.RUN).write_text(json.dumps({"name": "job", "started": HOSTILE}))
     for arguments in (["report", str(path / HOSTILE.replace("\x00", ""))], [f"no\x1b]0;{1}\x07"]):
         found = rpcmp(*arguments)
         assert found.code == 2

@@ -13,12 +13,12 @@ import grpc
 import pytest
 import torch
 
-from rpcmp import handoff
-from rpcmp.balance import profile
-from rpcmp.config import Config
-from rpcmp.control.options import versions
-from rpcmp.examination.facts import HostFacts, Order
-from rpcmp.plan import Assignment
+from rpcmp.config.schema import Config
+from rpcmp.pipelining import layer_profile
+from rpcmp.pipelining.assignment import Assignment
+from rpcmp.rpc import tensors
+from rpcmp.server.connection import versions
+from rpcmp.server.host_facts.facts import HostFacts, Order
 from rpcmp.v1 import control_pb2 as pb
 from rpcmp.v1 import doctor_pb2
 from rpcmp.v1.control_pb2_grpc import ControlStub, SnapshotsStub
@@ -61,10 +61,10 @@ def test_a_server_runs_nothing_that_is_not_allowed(
         kwargs = {"argv" if layers.startswith("pty") else "command": f"touch {canary}"}
         model = {"layers": layers, "kwargs": kwargs, "num_stages": 1}
         config = Config.model_validate({"loss": "torch.nn:MSELoss", "model": model, "steps": 1})
-        sample = handoff.dumps([torch.ones(2, 2), torch.ones(2, 2)])
+        sample = tensors.dump_message([torch.ones(2, 2), torch.ones(2, 2)])
         measured = pb.ProfileRequest(
             job=pb.PrepareRequest(versions=versions(), threads=1),
-            order=profile.Order(config=config, differentiates=False).model_dump_json(),
+            order=layer_profile.ProfileOrder(config=config, differentiates=False).model_dump_json(),
             sample=sample,
         )
         with pytest.raises(grpc.RpcError, match="--allow or --no-code"):

@@ -16,18 +16,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rpcmp import sealed
-from rpcmp.checkpoint.inside import beneath
-from rpcmp.control.options import machine
+from rpcmp.checkpoint.paths import beneath
+from rpcmp.checkpoint.slots import NUM_SLOTS, Slots
 from rpcmp.errors import ConfigError, JobError, UnreachableError, from_wire
 from rpcmp.job.outputs import Outputs
+from rpcmp.net.dialer import Dialer
+from rpcmp.net.security import Security
+from rpcmp.process import descriptors
 from rpcmp.process.activity import Activity
-from rpcmp.server import mirror, saving
-from rpcmp.server.stream import MEMORY, receive
-from rpcmp.snapshot.slots import NUM_SLOTS, Slots
+from rpcmp.server import snapshot_saver
+from rpcmp.server.connection import machine
+from rpcmp.server.snapshot_service import MEMORY, receive
 from rpcmp.v1 import control_pb2 as pb
-from rpcmp.wire.dialer import Dialer
-from rpcmp.wire.security import Security
 from tests.support.processes import JobFolder, rpcmp, running_servers
 
 
@@ -41,7 +41,7 @@ def request(fds: list[int], pid: int = 0) -> pb.MirrorRequest:
 
 def test_a_neighbours_memory_is_memory_of_snapshots(tmp_path: Path) -> None:
     slots = Slots.create()
-    opened = mirror._open(request(list(slots.fds)))
+    opened = snapshot_saver._open(request(list(slots.fds)))
     assert opened is not None
     opened.close()
     path = tmp_path / "file"
@@ -54,10 +54,10 @@ def test_a_neighbours_memory_is_memory_of_snapshots(tmp_path: Path) -> None:
             list(reversed(slots.fds)),
             [*slots.fds, slots.fds[-1]],
         ):
-            assert mirror._open(request(fds)) is None
+            assert snapshot_saver._open(request(fds)) is None
     assert path.read_bytes() == b"kept" * 4096
     other = [os.memfd_create("rpcmp-other") for _ in range(1 + NUM_SLOTS)]
-    assert mirror._open(request(other)) is None
+    assert snapshot_saver._open(request(other)) is None
     for fd in other:
         os.close(fd)
     slots.close()
@@ -92,7 +92,7 @@ def test_a_header_of_a_snapshot_is_read_within_bounds(tmp_path: Path) -> None:
     os.ftruncate(fd, 2**27 + 8)
     os.pwrite(fd, data, 0)
     snapshot = slots.commit(0, 1, 2**27 + 8)
-    saved = saving._save(slots, snapshot, "a", beneath(tmp_path, str(tmp_path / "job")))
+    saved = snapshot_saver._save(slots, snapshot, "a", beneath(tmp_path, str(tmp_path / "job")))
     assert "header has" in saved.error
     slots.close()
 
@@ -104,7 +104,7 @@ def test_a_snapshot_whose_memory_was_cut_off_is_an_error(tmp_path: Path) -> None
     os.pwrite(slots.fd(0), data, 0)
     for length, error in ((2**23, "memory has been cut off"), (len(data), "")):
         place = beneath(tmp_path, str(tmp_path / "job"))
-        saved = saving._save(slots, slots.commit(0, 1, length), "a", place)
+        saved = snapshot_saver._save(slots, slots.commit(0, 1, length), "a", place)
         assert saved.error.endswith(error)
         assert bool(saved.error) == bool(error)
     (file,) = tmp_path.rglob("*.safetensors")
@@ -117,7 +117,7 @@ def test_memory_of_another_server_than_the_neighbours_is_not_opened() -> None:
     async def opened_of(pid: int, address: str) -> bool:
         wanted = request(list(slots.fds), pid)
         wanted.machine, wanted.address = machine(), address
-        found = await mirror.open_memory(wanted, Dialer(Security()))
+        found = await snapshot_saver.open_memory(wanted, Dialer(Security()))
         if found is not None:
             found.close()
         return found is not None
@@ -174,7 +174,7 @@ def test_only_files_of_the_driver_process_are_delivered(tmp_path: Path) -> None:
 
 
 def test_shared_memory_is_not_cut_off() -> None:
-    fd = sealed.memory("test", 4096)
+    fd = descriptors.memory("test", 4096)
     for size in (0, 8192):
         with pytest.raises(PermissionError):
             os.ftruncate(fd, size)
@@ -186,7 +186,7 @@ GARBAGE = st.binary(min_size=40, max_size=40)
 
 @given(GARBAGE)
 def test_whatever_lies_in_shared_memory_is_something_to_say(garbage: bytes) -> None:
-    fd = sealed.memory("test", mmap.PAGESIZE)
+    fd = descriptors.memory("test", mmap.PAGESIZE)
     os.pwrite(fd, garbage, 0)
     told = pb.Doing(**Activity(fd).read()._asdict())
     assert 0.0 <= told.seconds <= time.monotonic()

@@ -6,9 +6,9 @@ import asyncio
 
 import pytest
 
-from rpcmp.bench import cases
-from rpcmp.bench.peers.group import stage_times
 from rpcmp.errors import ConfigError
+from rpcmp.tools.bench import cases
+from rpcmp.tools.bench.peers.group import stage_times
 from tests.support.processes import JobFolder
 
 

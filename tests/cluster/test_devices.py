@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from rpcmp import devices
-from rpcmp.page.state import State
+from rpcmp.observability.dashboard.state import State
+from rpcmp.pipelining import devices
 from tests.support.processes import JobFolder, rpcmp
 
 
@@ -22,7 +22,7 @@ def test_a_run_tells_which_device_auto_was(job: JobFolder) -> None:
     page = State()
     for event in result.events:
         page.take(event)
-    found = torch.empty(0, device=devices.resolve("auto")).device
+    found = torch.empty(0, device=devices.resolve_device("auto")).device
     places = result.event("generation")["workers"]
     assert {label: place["device"] for label, place in places.items()} == {
         "stage0": str(found),

@@ -10,8 +10,8 @@ import re
 import subprocess
 from collections import Counter
 
-from rpcmp import configfile
-from rpcmp.trace import chrome
+from rpcmp.config import loader
+from rpcmp.observability.trace import chrome
 from tests.support.faults import committed
 from tests.support.localgroup import local_group
 from tests.support.places import EXAMPLES
@@ -100,7 +100,7 @@ def test_a_process_that_loads_samples_changes_no_bit_and_says_nothing(job: JobFo
     text = "steps = 4" + MADE["mappings"].replace("[data]", "[data]\nbatch_size = 7")
     text = text.replace('test = "samples:Mapped"', "")  # which would have a process of its own
     config = job.config(text)
-    with local_group(configfile.load(config)) as local:  # which loads them in this process
+    with local_group(loader.load_config(config)) as local:  # which loads them in this process
         local.train()
         expected = local.committed()
     before = FORKS.said()

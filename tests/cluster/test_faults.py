@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from rpcmp.control.client import StageClient
+from rpcmp.server.client import StageClient
 from tests.support.places import EXAMPLES
 from tests.support.pool import PooledServer, lent
 from tests.support.processes import (

@@ -15,10 +15,10 @@ from pathlib import Path
 import grpc
 import pytest
 
+from rpcmp.net import authority, identity
+from rpcmp.net.identity import CA, CERTIFICATE, GRPC, KEY, RELAY
 from rpcmp.v1 import control_pb2 as pb
 from rpcmp.v1.control_pb2_grpc import ControlStub
-from rpcmp.wire import authority, role
-from rpcmp.wire.credentials import CA, CERTIFICATE, GRPC, KEY, RELAY
 from tests.support.lan import cli, issue, serving
 from tests.support.processes import (
     JobFolder,
@@ -41,12 +41,12 @@ def certs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Good certificates, and every kind of bad one."""
     folder = issue(tmp_path_factory.mktemp("certs"), HERE, HERE)
     now, day = datetime.now(UTC), timedelta(days=1)
-    authority.issue(folder, "expired", role.DRIVER, [], 1, now - 3 * day)
-    authority.issue(folder, "early", role.DRIVER, [], 1, now + 3 * day)
-    authority.issue(folder, "elsewhere", role.stage(0), ["host-b"], 1)
-    authority.issue(folder, "driver-here", role.DRIVER, [HERE], 1)
-    authority.issue(folder, "spare", role.SPARE, [HERE], 1)
-    authority.issue(folder, "stage0-expired", role.stage(0), [HERE], 1, now - 3 * day)
+    authority.issue(folder, "expired", identity.DRIVER, [], 1, now - 3 * day)
+    authority.issue(folder, "early", identity.DRIVER, [], 1, now + 3 * day)
+    authority.issue(folder, "elsewhere", identity.stage(0), ["host-b"], 1)
+    authority.issue(folder, "driver-here", identity.DRIVER, [HERE], 1)
+    authority.issue(folder, "spare", identity.SPARE, [HERE], 1)
+    authority.issue(folder, "stage0-expired", identity.stage(0), [HERE], 1, now - 3 * day)
     other = tmp_path_factory.mktemp("other")
     cli(other, "init")
     stranger = folder / "stranger"  # trusts us, but is of another family
@@ -111,7 +111,7 @@ def test_nor_is_who_has_none_or_speaks_something_old(server: Server, certs: Path
 
 
 def test_a_certificate_without_a_role_is_good_for_nothing(server: Server, certs: Path) -> None:
-    class Nobody(role.Role):
+    class Nobody(identity.Role):
         uri = "rpcmp://stage/"
 
     authority.issue(certs, "nobody", Nobody("stage"), [HERE], 1)
@@ -163,10 +163,10 @@ def test_nor_can_one_whose_driver_does_not_look(server: Server, certs: Path) -> 
     code = f"""
 import asyncio
 from pathlib import Path
-from rpcmp.control.client import StageClient
+from rpcmp.server.client import StageClient
 from rpcmp.v1 import control_pb2 as pb
-from rpcmp.wire.dialer import Dialer
-from rpcmp.wire.security import Security
+from rpcmp.net.dialer import Dialer
+from rpcmp.net.security import Security
 
 async def main():
     dialer = Dialer(Security(Path({str(certs / "stage1")!r})))
@@ -206,7 +206,7 @@ def test_a_server_that_is_not_who_it_should_be_gets_no_job(
 import asyncio
 from pathlib import Path
 from rpcmp.server.server import StageServer
-from rpcmp.wire.security import Security
+from rpcmp.net.security import Security
 
 async def main():
     server = StageServer(0, security=Security(Path({str(certs / name)!r})))
@@ -239,8 +239,8 @@ def test_a_server_that_is_drained_says_so_before_it_hangs_up() -> None:
     """The answer is written after the server has begun to close."""
     code = f"""
 import asyncio
-from rpcmp.server.control import ControlServicer
-from rpcmp.server.doors import Doors
+from rpcmp.server.services import ControlServicer
+from rpcmp.server.endpoints import Doors
 from rpcmp.server.serve import serve
 from rpcmp.server.server import StageServer
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import rpcmp
-from rpcmp.config import Config
+from rpcmp.config.schema import Config
 from rpcmp.errors import ConfigError, NonFiniteLossError, StageError, WorkerDiedError
 from tests.support.places import ZOO
 from tests.support.pool import POOL, lent

@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from rpcmp import configfile, data, tree
-from rpcmp.work import Drawn
-from rpcmp.worker.loaders import Loaders
+from rpcmp.config import loader
+from rpcmp.data import batches
+from rpcmp.data.stage_loader import Loaders
+from rpcmp.pipelining import pytree
+from rpcmp.rpc.messages import Drawn
 from tests.support.forkedcall import in_a_fork
 from tests.support.places import ZOO
 from tests.support.processes import JobFolder, rpcmp
@@ -48,8 +50,8 @@ def test_stages_that_sample_and_collate_have_the_bits_of_one_process(job: JobFol
 
 def require_equal(found: Any, expected: Any) -> None:
     """Two trees of tensors are equal to the last bit."""
-    assert tree.describe(found) == tree.describe(expected)
-    pairs = zip(tree.tensors(found), tree.tensors(expected), strict=True)
+    assert pytree.describe(found) == pytree.describe(expected)
+    pairs = zip(pytree.tensors(found), pytree.tensors(expected), strict=True)
     assert all(torch.equal(ours, theirs) for ours, theirs in pairs)
 
 
@@ -62,10 +64,10 @@ def test_processes_of_a_stage_load_what_this_one_does(job: JobFolder, name: str)
 def require_that_loaders_load(path: str) -> None:
     """The loaders of a stage load what this process does, which forks them."""
     sys.path.insert(0, str(ZOO))
-    config = configfile.load(Path(path))
+    config = loader.load_config(Path(path))
     section = config.require_data("training")
     here = section.model_copy(update={"at": "driver", "num_workers": 0})
-    alone = data.load(here.train, "data.train", here, config.seed, training=True)
+    alone = batches.load_batches(here.train, "data.train", here, config.seed, training=True)
     loaders = Loaders(config, "stage0")
     answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
     try:
@@ -80,6 +82,6 @@ def require_that_loaders_load(path: str) -> None:
             batch = dict(zip(("input", "target"), loaded, strict=True))
             loaders.load(Drawn(number, "train", *key), answers.put)
             for reference, part in answers.get(timeout=30).items():
-                require_equal(part, tree.select(batch[reference.producer], reference.path))
+                require_equal(part, pytree.select(batch[reference.producer], reference.path))
     finally:
         loaders.close()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import rpcmp as library
-from rpcmp import configfile
+from rpcmp.config import loader
 from rpcmp.errors import LossScaleError
 from tests.support.faults import Faults, drive
 from tests.support.halfprecision import PIPELINES, SCALED, SPIKED, batch, hopeless, launched, use
@@ -20,7 +20,7 @@ from tests.support.processes import JobFolder, Result, forked
 
 def in_this_process(config: Path) -> list[Any]:
     """The steps of a job that loses nothing, as `steps_of` tells them, and its parameters."""
-    with local_group(configfile.load(config)) as local:
+    with local_group(loader.load_config(config)) as local:
         local.train()
         return [*steps_of(local.of("step")), local.group.parameters_sha256()]
 

@@ -6,7 +6,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import rpcmp as library
-from rpcmp import configfile
+from rpcmp.config import loader
 from tests.support.localgroup import unsplit
 from tests.support.plainjob import STAGES
 from tests.support.processes import JobFolder, rpcmp
@@ -20,7 +20,7 @@ def test_the_plain_model_gives_the_weights_to_start_from_and_takes_those_of_the_
     plain = Plain()
     save_file({n: v.clone() for n, v in plain.state_dict().items()}, job.folder / "begin")
     config = job.config('init = "begin"\n' + STAGES)
-    reference = unsplit(configfile.load(config))
+    reference = unsplit(loader.load_config(config))
     done = rpcmp("drive", config, "--json")
     assert done.code == 0, done.err
     assert rpcmp("export", job.folder / "saved", job.folder / "end").code == 0

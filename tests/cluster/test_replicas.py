@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 
-from rpcmp import configfile, parameters_sha256
+from rpcmp import parameters_sha256
+from rpcmp.config import loader
 from tests.support.faults import STEP, Faults, committed, drive
 from tests.support.localgroup import unsplit
 from tests.support.pool import lent
@@ -61,7 +62,7 @@ def test_a_run_of_replicas_has_the_bits_of_one_process_and_is_resumed_with_them(
     assert [part.name for part in manifest.stages] == ["stage0", "stage1"]
     resumed = rpcmp("drive", config, "--json", "--resume", "--set", "steps=6", *bundled)
     assert resumed.event("resumed")["step"] == 4
-    whole = unsplit(configfile.load(config, ["steps=6", bundled[-1]]))
+    whole = unsplit(loader.load_config(config, ["steps=6", bundled[-1]]))
     assert [*first.losses, *resumed.losses] == whole.losses
     assert resumed.event("summary")["parameters_sha256"] == parameters_sha256(whole.state)
 
@@ -96,7 +97,7 @@ def test_a_slow_replica_gets_less_and_a_resumed_run_leaves_it_at_that(job: JobFo
     assert resumed.code == 0, resumed.err
     assert resumed.event("shares")["shares"] == {"stage0": shares}
     shared = ["balance_replicas=false", f"stages.0.shares={shares}"]
-    whole = unsplit(configfile.load(config, ["steps=4", *shared]))
+    whole = unsplit(loader.load_config(config, ["steps=4", *shared]))
     assert resumed.event("summary")["parameters_sha256"] == parameters_sha256(whole.state)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rpcmp.wire.credentials import CRL
+from rpcmp.net.identity import CRL
 from tests.support.lan import cli, issue, serving
 from tests.support.processes import JobFolder, rpcmp, running
 

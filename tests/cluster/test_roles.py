@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from rpcmp.control.client import StageClient
 from rpcmp.errors import CheckpointError, RpcmpError, SecurityError
+from rpcmp.net.dialer import Dialer
+from rpcmp.net.identity import GRPC, RELAY
+from rpcmp.net.security import Security
+from rpcmp.net.tls import End
+from rpcmp.server.client import StageClient
 from rpcmp.v1 import control_pb2 as pb
-from rpcmp.wire.credentials import GRPC, RELAY
-from rpcmp.wire.dialer import Dialer
-from rpcmp.wire.end import End
-from rpcmp.wire.security import Security
 from tests.support.lan import cli, issue, serving
 from tests.support.processes import JobFolder, Server, connect, poll_for, running
 

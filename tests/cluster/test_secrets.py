@@ -18,9 +18,9 @@ import pytest
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from rpcmp.checkpoint.redaction import redacted
-from rpcmp.wire.authority import CA_KEY
-from rpcmp.wire.credentials import KEY
+from rpcmp.config.redaction import redacted
+from rpcmp.net.authority import CA_KEY
+from rpcmp.net.identity import KEY
 from tests.support.faults import Faults
 from tests.support.lan import issue, serving
 from tests.support.processes import FORKS, JobFolder, rpcmp, running

@@ -7,15 +7,14 @@ from collections.abc import Sequence
 
 import pytest
 
-from rpcmp import configfile
-from rpcmp.config import Config
+from rpcmp.config import loader
+from rpcmp.config.schema import Config, ScheduleOptions
 from rpcmp.job.segments import Segments
-from rpcmp.setting import Setting
 from tests.support.processes import JobFolder, rpcmp
 from tests.support.settings import setting
 
 
-def train(config: Config, order: Sequence[tuple[Setting, int]]) -> list[float]:
+def train(config: Config, order: Sequence[tuple[ScheduleOptions, int]]) -> list[float]:
     """The losses of a few steps under one setting after the other."""
 
     async def run() -> list[float]:
@@ -38,7 +37,7 @@ def train(config: Config, order: Sequence[tuple[Setting, int]]) -> list[float]:
 
 def test_each_segment_runs_under_its_own_setting(job: JobFolder) -> None:
     text = 'loss = "zoo:output_mean"\n[model]\nlayers = "zoo:counting"\nnum_stages = 2'
-    config = configfile.load(job.config(text))
+    config = loader.load_config(job.config(text))
     order = [("1f1b", 5), ("gpipe", 5), ("gpipe", 2), ("zero-bubble", 10), ("gpipe", 10)]
     losses = train(config, [(setting(number, schedule), 1) for schedule, number in order])
     assert losses == pytest.approx([1.0, 3.0, 1.5, 1.0, 5.5])
@@ -49,4 +48,4 @@ def test_a_change_of_the_schedule_leaves_the_bits(job: JobFolder) -> None:
     order = [(setting(4, "zero-bubble", 6), 2), (setting(4, "1f1b"), 2), (setting(4, "gpipe"), 1)]
     plain = rpcmp("drive", path, "--json", "--steps", "5")
     assert plain.code == 0, plain.err
-    assert train(configfile.load(path), order) == plain.losses
+    assert train(loader.load_config(path), order) == plain.losses

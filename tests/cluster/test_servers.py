@@ -13,7 +13,7 @@ import psutil
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from rpcmp import addresses
+from rpcmp.config import addresses
 from rpcmp.v1 import control_pb2 as pb
 from rpcmp.v1.control_pb2_grpc import ControlStub
 from rpcmp.v1.doctor_pb2 import ExamineRequest
@@ -132,7 +132,8 @@ def test_a_message_of_a_generation_that_is_gone_is_refused(idle: list[Server]) -
 
 FREE = """
 import sys
-from rpcmp import addresses, cli
+from rpcmp import cli
+from rpcmp.config import addresses
 stage = sys.argv[1]
 addresses.default_port = lambda index, replica=0: {(int(stage), 0): 0}[index, replica]
 sys.argv = sys.argv[4:]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 
-from rpcmp import configfile
+from rpcmp.config import loader
 from tests.support.faults import committed
 from tests.support.localgroup import local_group
 from tests.support.processes import JobFolder
@@ -16,7 +16,7 @@ READERS = 2  # the first stage and the last
 def test_stages_that_load_their_samples_and_die_train_as_if_the_driver_sent_them(
     job: JobFolder,
 ) -> None:
-    with local_group(configfile.load(config(job, "driver"), ["steps=10"])) as local:
+    with local_group(loader.load_config(config(job, "driver"), ["steps=10"])) as local:
         local.train(evaluate=True)
         sent = local.committed()
     loaded = drive(config(job, "stage", mortal=True), "data.num_workers=2")
@@ -28,7 +28,7 @@ def test_stages_that_load_their_samples_and_die_train_as_if_the_driver_sent_them
     # The driver, which has built none, can have sent no sample.
     datasets, num_workers, generations = 2, 2, 2
     expected = datasets * num_workers * READERS * generations
-    assert built(job, "stage") == {"rpcmp.data": expected}
+    assert built(job, "stage") == {"rpcmp.data.batches": expected}
 
 
 def test_replicas_that_load_their_samples_and_die_train_as_if_the_driver_sent_them(

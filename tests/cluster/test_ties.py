@@ -8,7 +8,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from rpcmp import configfile
+from rpcmp.config import loader
 from tests.support.faults import Committed, committed, drive
 from tests.support.localgroup import local_group
 from tests.support.processes import JobFolder, rpcmp
@@ -45,7 +45,7 @@ def test_a_run_with_replicas_that_loses_a_stage_ends_with_the_same_bits_and_is_e
 
 def in_this_process(config: Path, *overrides: str) -> Committed:
     """What the job commits: the bits of the unsplit model, see tests/group/test_ties.py."""
-    with local_group(configfile.load(config, overrides).without_recovery()) as local:
+    with local_group(loader.load_config(config, overrides).without_recovery()) as local:
         local.train()
         return local.committed()
 

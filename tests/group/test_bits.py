@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rpcmp import configfile
+from rpcmp.config import loader
 from tests.support.chains import CHAINS, GRAPH
 from tests.support.localgroup import local_group, require_same_bits
 from tests.support.processes import JobFolder
@@ -17,7 +17,7 @@ BUNDLES = ["microbatches_per_message=2", "max_in_flight=64"]
 def prove(job: JobFolder, text: str, *overrides: str) -> None:
     """Some steps have the losses and the parameters of one process."""
     steps = 3 if "num_microbatches = 32" in text else 6
-    found = require_same_bits(configfile.load(job.config(text), [f"steps={steps}", *overrides]))
+    found = require_same_bits(loader.load_config(job.config(text), [f"steps={steps}", *overrides]))
     assert len(found.losses) == steps
 
 
@@ -48,7 +48,7 @@ def test_one_hash_for_every_balance_and_schedule(job: JobFolder) -> None:
     hashes = set()
     for num_stages, schedule in ((1, "1f1b"), (2, "gpipe"), (3, "zero-bubble"), (4, "1f1b")):
         cut = [f"model.num_stages={num_stages}", f"schedule={schedule}"]
-        with local_group(configfile.load(path, ["steps=3", *cut])) as local:
+        with local_group(loader.load_config(path, ["steps=3", *cut])) as local:
             local.train()
             hashes.add(local.group.parameters_sha256())
     assert len(hashes) == 1
@@ -67,5 +67,5 @@ def test_jitter_in_every_action_does_not_hang(job: JobFolder, schedule: str, ste
         train = { callable = "zoo:regression", kwargs = { samples = 64 } }
         batch_size = 16
     """)
-    with local_group(configfile.load(path, [f"steps={steps}", f"schedule={schedule}"])) as local:
+    with local_group(loader.load_config(path, [f"steps={steps}", f"schedule={schedule}"])) as local:
         assert len(local.train().losses) == steps

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rpcmp import configfile
-from rpcmp.config import Config
+from rpcmp.config import loader
+from rpcmp.config.schema import Config
 from rpcmp.errors import ConfigError
 from tests.support.localgroup import LocalGroup, local_group
 from tests.support.processes import JobFolder
@@ -41,7 +41,7 @@ def refused(config: Config, which: str = "first") -> str:
 
 
 def test_what_is_evaluated_does_not_change_what_is_trained(job: JobFolder) -> None:
-    config = configfile.load(job.config(EVALUATED))
+    config = loader.load_config(job.config(EVALUATED))
     with local_group(config) as local:
         evaluated = local.train(evaluate=True)
         assert [event["step"] for event in local.of("eval")] == [2, 4, 6, 8, 10, 12]
@@ -63,7 +63,7 @@ def test_an_evaluation_is_the_same_for_every_cut_and_wherever_samples_are_loaded
 ) -> None:
     found = []
     for override in ("model.num_stages=1", "model.num_stages=3", "data.at=stage"):
-        with local_group(configfile.load(job.config(EVALUATED), [override])) as local:
+        with local_group(loader.load_config(job.config(EVALUATED), [override])) as local:
             local.train(evaluate=True)
             found.append(evaluations(local))
     assert found[0] == found[1] == found[2] != []
@@ -74,7 +74,7 @@ def test_a_key_that_a_metric_does_not_have_ends_the_run_before_its_first_step(
 ) -> None:
     stopping = 'early_stopping={metric="fit.mse"}'
     said = "early_stopping.metric = 'fit.mse': an evaluation gives loss, error, fit.r2, fit.samples"
-    with local_group(configfile.load(job.config(EVALUATED), [stopping])) as local:
+    with local_group(loader.load_config(job.config(EVALUATED), [stopping])) as local:
         with pytest.raises(ConfigError, match=said):
             local.train(evaluate=True)
         assert not local.of("step")
@@ -92,7 +92,7 @@ def test_a_metric_that_fails_does_so_before_the_first_step(
     job: JobFolder, at: str, metric: str, said: str
 ) -> None:
     wrong = [f"metrics.wrong={metric}", f"data.at={at}"]
-    assert said in refused(configfile.load(job.config(EVALUATED), wrong))
+    assert said in refused(loader.load_config(job.config(EVALUATED), wrong))
 
 
 @AT
@@ -109,7 +109,7 @@ def test_an_evaluation_that_fails_does_so_before_the_first_step_without_any_metr
         test = {{ callable = "torch:ones", kwargs = {{ size = [20, 7] }} }}
         at = "{at}"
     """)
-    assert "mat1 and mat2 shapes cannot be multiplied" in refused(configfile.load(path))
+    assert "mat1 and mat2 shapes cannot be multiplied" in refused(loader.load_config(path))
 
 
 @AT
@@ -127,13 +127,13 @@ def test_an_evaluation_whose_last_mini_batch_is_too_small_fails_before_the_first
         batch_size = 8
         at = "{at}"
     """)
-    said = refused(configfile.load(path), "last")
+    said = refused(loader.load_config(path), "last")
     assert "Expected more than 1 value per channel" in said
 
 
 def test_a_metric_for_which_one_mini_batch_is_not_enough_is_a_warning(job: JobFolder) -> None:
     path = job.config(EVALUATED.replace("steps = 12", "steps = 3"))
-    with local_group(configfile.load(path, ["metrics.late=untrained:Late"])) as local:
+    with local_group(loader.load_config(path, ["metrics.late=untrained:Late"])) as local:
         found = local.train(evaluate=True)
         (text,) = [event["text"] for event in local.of("warning")]
         assert local.of("eval")[-1]["late"] == 1 / 13
@@ -142,5 +142,5 @@ def test_a_metric_for_which_one_mini_batch_is_not_enough_is_a_warning(job: JobFo
         "mini-batch of data.test before the first step."
     )
     assert "\n" not in text
-    with local_group(configfile.load(path)) as local:
+    with local_group(loader.load_config(path)) as local:
         assert local.train().losses == found.losses

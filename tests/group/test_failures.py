@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from rpcmp import configfile
+from rpcmp.config import loader
 from rpcmp.errors import JobError, NonFiniteLossError, StageConfigError, StageError
 from tests.support.localgroup import local_group
 from tests.support.processes import JobFolder
@@ -16,7 +16,7 @@ SCHEDULES = pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero-bubble"]
 
 def failed(job: JobFolder, text: str, *overrides: str) -> JobError:
     """What a job ends with, none of whose stages waits for anything then."""
-    config = configfile.load(job.config(text), overrides).without_recovery()
+    config = loader.load_config(job.config(text), overrides).without_recovery()
     with local_group(config) as local:
         with pytest.raises(JobError) as raised:
             local.train()
@@ -88,7 +88,7 @@ def test_an_output_that_cannot_travel_is_refused(job: JobFolder) -> None:
 
 def unbuilt(job: JobFolder, text: str, *overrides: str) -> StageConfigError:
     """Why a stage of a job cannot be built."""
-    config = configfile.load(job.config(text), overrides)
+    config = loader.load_config(job.config(text), overrides)
     with pytest.raises(StageConfigError, match="failed in build") as raised, local_group(config):
         pass
     return raised.value

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from rpcmp import configfile
-from rpcmp.config import Config
+from rpcmp.config import loader
+from rpcmp.config.schema import Config
 from rpcmp.errors import ConfigError
 from tests.support.localgroup import local_group, require_same_bits
 from tests.support.processes import JobFolder
@@ -29,7 +29,7 @@ AT = pytest.mark.parametrize("at", ["driver", "stage"])
 
 def normalized(job: JobFolder, samples: int, *overrides: str) -> Config:
     """A job with batch normalization; 8 samples a mini-batch, in 4 micro-batches."""
-    return configfile.load(job.config(NORMALIZED.replace("SAMPLES", str(samples))), overrides)
+    return loader.load_config(job.config(NORMALIZED.replace("SAMPLES", str(samples))), overrides)
 
 
 def refused(config: Config) -> str:
@@ -82,10 +82,10 @@ def test_batch_normalization_of_maps_is_refused_one_sample_unless_the_config_all
     path = job.config(
         NORMALIZED.replace("SAMPLES", "17").replace("zoo:mlp", "zoo:cnn").replace("2, 2", "3, 3")
     )
-    said = refused(configfile.load(path))
+    said = refused(loader.load_config(path))
     assert "the last mini-batch of an epoch has 1 sample" in said
     assert "its maps have more than one value per channel" in said
-    require_same_bits(configfile.load(path, ["data.min_microbatch=1"]))
+    require_same_bits(loader.load_config(path, ["data.min_microbatch=1"]))
 
 
 def test_fewer_micro_batches_than_were_asked_for_are_told_and_replicas_without_any(
@@ -93,7 +93,7 @@ def test_fewer_micro_batches_than_were_asked_for_are_told_and_replicas_without_a
 ) -> None:
     replicated = NORMALIZED.replace("[data]", "[[stages]]\nreplicas = 3\n[[stages]]\n[data]")
     path = job.config(replicated.replace("SAMPLES", "8"))
-    with local_group(configfile.load(path, ["data.batch_size=4"])) as local:
+    with local_group(loader.load_config(path, ["data.batch_size=4"])) as local:
         assert len(local.train().losses) == 4
         fewer, idle = [event["text"] for event in local.of("warning")]
     assert fewer.startswith("4 samples make 2 micro-batches of at least 2, and not 4")
@@ -118,7 +118,7 @@ def test_samples_of_every_kind_have_the_bits_of_one_process(
     job: JobFolder, name: str, at: str
 ) -> None:
     text = MADE[name].replace("[data]", f'[data]\nbatch_size = 7\nat = "{at}"')
-    assert len(require_same_bits(configfile.load(job.config(f"steps = 9\n{text}"))).losses) == 9
+    assert len(require_same_bits(loader.load_config(job.config(f"steps = 9\n{text}"))).losses) == 9
 
 
 @AT
@@ -127,13 +127,13 @@ def test_a_sampled_run_is_gone_on_with_in_the_middle_of_an_epoch(
 ) -> None:
     text = PADDED.replace("[data]", f'[data]\nbatch_size = 7\nat = "{at}"')
     path = job.config("steps = 12\n" + text)
-    with local_group(configfile.load(path)) as local:
+    with local_group(loader.load_config(path)) as local:
         whole = local.train()
-    with local_group(configfile.load(path, ["steps=8"])) as local:
+    with local_group(loader.load_config(path, ["steps=8"])) as local:
         local.train()
         begin = local.kept(tmp_path / "kept")
     assert (begin.progress.epoch, begin.progress.batch) == (2, 2)  # of six
-    with local_group(configfile.load(path), begin) as local:
+    with local_group(loader.load_config(path), begin) as local:
         resumed = local.train()
     assert resumed.losses == whole.losses[8:]
     assert all(torch.equal(resumed.state[name], value) for name, value in whole.state.items())

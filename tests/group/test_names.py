@@ -7,8 +7,8 @@ import sys
 import torch
 from safetensors.torch import save_file
 
-from rpcmp import configfile
-from rpcmp.config import Config
+from rpcmp.config import loader
+from rpcmp.config.schema import Config
 from tests.support.localgroup import require_same_bits
 from tests.support.localpipeline import local_pipeline
 from tests.support.nearness import assert_near
@@ -22,7 +22,7 @@ def test_stages_that_begin_as_the_plain_model_have_the_bits_of_one_process(job: 
     torch.manual_seed(5)
     plain = Plain()
     save_file({n: v.clone() for n, v in plain.state_dict().items()}, job.folder / "begin")
-    found = require_same_bits(configfile.load(job.config('init = "begin"\n' + STAGES)))
+    found = require_same_bits(loader.load_config(job.config('init = "begin"\n' + STAGES)))
     assert (len(found.losses), len(found.state)) == (3, 7)
     assert found.state.keys() == plain.state_dict().keys()
     plain.load_state_dict(found.state, strict=True)

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from rpcmp import configfile
-from rpcmp.config import Config
+from rpcmp.config import loader
+from rpcmp.config.schema import Config
 from rpcmp.errors import StageError
 from tests.support.localgroup import local_group, require_same_bits
 from tests.support.optimizedjobs import JOB, OPTIMIZERS
@@ -19,7 +19,7 @@ from tests.zoo import ownoptimizers as optimizers
 def config(job: JobFolder, optimizer: str, *overrides: str) -> Config:
     """The job, without the files of checkpoints."""
     path = job.config(JOB.replace("MORTAL", "") + optimizer)
-    return configfile.load(path, overrides).model_copy(update={"checkpoint": None})
+    return loader.load_config(path, overrides).model_copy(update={"checkpoint": None})
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

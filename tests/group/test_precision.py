@@ -9,8 +9,8 @@ from typing import Any, NoReturn
 import pytest
 import torch
 
-from rpcmp import configfile
-from rpcmp.driver.scaler import LossScaler
+from rpcmp.config import loader
+from rpcmp.driver.loss_scaler import LossScaler
 from rpcmp.errors import JobError, LossScaleError, NonFiniteLossError
 from rpcmp.process.channel import Message
 from tests.support.chains import CHAINS, GRAPH
@@ -76,7 +76,7 @@ CELLS = [
 
 def prove(job: JobFolder, text: str, *overrides: str) -> int:
     """Six steps have the losses and the parameters of one process; how many were skipped."""
-    found = require_same_bits(configfile.load(job.config(text), ["steps=6", *overrides]))
+    found = require_same_bits(loader.load_config(job.config(text), ["steps=6", *overrides]))
     assert len(found.losses) == 6
     return found.skipped
 
@@ -115,13 +115,13 @@ def test_steps_are_skipped_and_counted_and_a_run_is_gone_on_with_after_one_with_
     job: JobFolder, tmp_path: Path
 ) -> None:
     path = Faults(job).config(SCALED)
-    with local_group(configfile.load(path)) as local:
+    with local_group(loader.load_config(path)) as local:
         whole = local.train()
         assert scaling(local) == STEPS
-    with local_group(configfile.load(path, ["steps=2"])) as local:
+    with local_group(loader.load_config(path, ["steps=2"])) as local:
         local.train()
         begin = local.kept(tmp_path / "kept")
-    with local_group(configfile.load(path, ["model.balance=[2, 1]"]), begin) as local:
+    with local_group(loader.load_config(path, ["model.balance=[2, 1]"]), begin) as local:
         resumed = local.train()
         assert scaling(local) == STEPS[2:]
     assert resumed.losses == whole.losses[2:]
@@ -138,7 +138,7 @@ def test_a_run_whose_gradients_are_never_finite_ends(job: JobFolder) -> None:
         layers = "zoo:in_place"
         balance = [2, 2]
     """
-    with local_group(configfile.load(job.config(text))) as local:
+    with local_group(loader.load_config(job.config(text))) as local:
         with pytest.raises(LossScaleError, match=r"the loss scale fell to 6\.6e-08 at step 5"):
             local.train()
         assert are_finite(local.of("step")) == [True, False, False, False]
@@ -149,7 +149,7 @@ def are_finite(steps: list[Message]) -> list[bool]:
 
 
 def test_a_step_that_one_replica_cannot_do_is_skipped_by_all(job: JobFolder) -> None:
-    config = configfile.load(Faults(job).config(SPIKED, stages=2, sections=PIPELINES))
+    config = loader.load_config(Faults(job).config(SPIKED, stages=2, sections=PIPELINES))
     with local_group(config) as local:
         local.train()
         assert [skipped for _, _, skipped, _ in scaling(local)] == [False, False, True] * 2
@@ -173,7 +173,7 @@ batch_size = 6
 
 
 def test_losses_that_are_infinite_both_ways_are_a_skipped_step(job: JobFolder) -> None:
-    config = configfile.load(job.config(INFINITE), ["steps=6"])
+    config = loader.load_config(job.config(INFINITE), ["steps=6"])
     with local_group(config) as local:
         local.train(evaluate=True)
         assert are_finite(local.of("step")) == [False, True] * 3
@@ -183,7 +183,7 @@ def test_losses_that_are_infinite_both_ways_are_a_skipped_step(job: JobFolder) -
     unscaled = job.config(INFINITE.replace("loss_scaling", "# loss_scaling"))
     with (
         pytest.raises(NonFiniteLossError, match="the loss is inf in micro-batch 0 at step 1"),
-        local_group(configfile.load(unscaled)) as local,
+        local_group(loader.load_config(unscaled)) as local,
     ):
         local.train()
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from rpcmp import configfile
-from rpcmp.config import Config
+from rpcmp.config import loader
+from rpcmp.config.schema import Config
 from rpcmp.errors import ConfigError, StageError
 from tests.support.localgroup import local_group, require_same_bits
 from tests.support.localpipeline import local_pipeline
@@ -39,7 +39,7 @@ BUNDLES = "microbatches_per_message=2"
 def test_replicas_give_the_bits_of_one_process(
     job: JobFolder, text: str, overrides: list[str]
 ) -> None:
-    found = require_same_bits(configfile.load(job.config(text), ["steps=6", *overrides]))
+    found = require_same_bits(loader.load_config(job.config(text), ["steps=6", *overrides]))
     assert len(found.losses) == 6
 
 
@@ -47,11 +47,11 @@ def test_a_run_of_replicas_goes_on_with_the_bits_of_one_that_was_not_cut(
     job: JobFolder, tmp_path: Path
 ) -> None:
     path = job.config(PIPELINES)
-    whole = require_same_bits(configfile.load(path, ["steps=6"]))
-    with local_group(configfile.load(path, ["steps=4"])) as local:
+    whole = require_same_bits(loader.load_config(path, ["steps=6"]))
+    with local_group(loader.load_config(path, ["steps=4"])) as local:
         local.train()
         begin = local.kept(tmp_path / "kept")
-    with local_group(configfile.load(path, ["steps=6"]), begin) as local:
+    with local_group(loader.load_config(path, ["steps=6"]), begin) as local:
         resumed = local.train()
         local.group.parameters_sha256()  # fails where replicas differ
     assert resumed.losses == whole.losses[4:]
@@ -64,13 +64,13 @@ def test_a_run_goes_on_with_another_number_of_replicas(
 ) -> None:
     """Another number is another sum, so it is the same run but for its last bits."""
     path = job.config(PIPELINES)
-    with local_group(configfile.load(path, ["steps=6"])) as local:
+    with local_group(loader.load_config(path, ["steps=6"])) as local:
         whole = local.train()
-    with local_group(configfile.load(path, ["steps=4"])) as local:
+    with local_group(loader.load_config(path, ["steps=4"])) as local:
         local.train()
         begin = local.kept(tmp_path / "kept")
     other = ["steps=6", f"stages.0.replicas={first}", f"stages.1.replicas={second}"]
-    with local_group(configfile.load(path, other), begin) as local:
+    with local_group(loader.load_config(path, other), begin) as local:
         assert local.train().losses == pytest.approx(whole.losses[4:], rel=1e-4)
         assert len(local.workers) == first + second
 
@@ -79,7 +79,7 @@ def test_a_run_goes_on_with_another_number_of_replicas(
 
 
 def test_replicas_of_other_shapes_are_refused_before_the_first_step(job: JobFolder) -> None:
-    config = configfile.load(job.config(ALONE.replace("zoo:mlp", "zoo:wider")))
+    config = loader.load_config(job.config(ALONE.replace("zoo:mlp", "zoo:wider")))
     with pytest.raises(ConfigError) as refused, local_group(config):
         pass
     said = str(refused.value)

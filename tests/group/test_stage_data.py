@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rpcmp import configfile
+from rpcmp.config import loader
 from rpcmp.errors import ConfigError
 from tests.support.localgroup import local_group, require_same_bits
 from tests.support.processes import JobFolder
@@ -29,7 +29,7 @@ def test_stages_that_load_their_samples_train_as_if_the_driver_sent_them(
 ) -> None:
     found = []
     for at in ("driver", "stage"):
-        with local_group(configfile.load(config(job, at), ["steps=10", *settings])) as local:
+        with local_group(loader.load_config(config(job, at), ["steps=10", *settings])) as local:
             losses = local.train(evaluate=True).losses
             found.append((losses, local.group.parameters_sha256(), evaluations(local.events)))
     assert found[0] == found[1]
@@ -37,12 +37,12 @@ def test_stages_that_load_their_samples_train_as_if_the_driver_sent_them(
 
 
 def test_what_stages_load_is_what_one_process_loads(job: JobFolder) -> None:
-    found = require_same_bits(configfile.load(config(job, "stage"), ["steps=10"]))
+    found = require_same_bits(loader.load_config(config(job, "stage"), ["steps=10"]))
     assert len(found.losses) == 10
 
 
 def test_hosts_with_other_data_end_the_job_before_a_step(job: JobFolder) -> None:
-    other = configfile.load(config(job, "stage", shrinks=True), ["steps=10"])
+    other = loader.load_config(config(job, "stage", shrinks=True), ["steps=10"])
     with local_group(other) as local, pytest.raises(ConfigError) as refused:
         local.train()
     assert not local.of("step")

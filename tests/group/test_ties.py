@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from rpcmp import configfile, digest
-from rpcmp.config import Config
-from rpcmp.driver.planning import plan_job
+from rpcmp.config import loader
+from rpcmp.config.schema import Config
+from rpcmp.driver.process import plan_job
 from rpcmp.errors import ConfigError, StageError
-from rpcmp.verify import Run
+from rpcmp.rpc import tensors
+from rpcmp.tools.verify.compare import Run
 from tests.support.localgroup import local_group, require_same_bits
 from tests.support.localpipeline import local_pipeline
 from tests.support.places import ZOO
@@ -20,27 +21,27 @@ from tests.support.tiedjobs import BODY, REPLICAS
 
 
 def sha256(run: Run) -> str:
-    return digest.parameters_sha256(run.state)
+    return tensors.parameters_sha256(run.state)
 
 
 def test_stages_that_share_a_weight_give_the_bits_of_one_process_wherever_the_cuts_are(
     job: JobFolder,
 ) -> None:
     path = job.config(BODY)
-    cut = require_same_bits(configfile.load(path))
-    whole = require_same_bits(configfile.load(path, ["model.balance=[4]"]))
+    cut = require_same_bits(loader.load_config(path))
+    whole = require_same_bits(loader.load_config(path, ["model.balance=[4]"]))
     assert (len(cut.losses), len(cut.state)) == (6, 6)  # one of the tensors stands twice
     assert sha256(cut) == sha256(whole)
-    with local_group(configfile.load(path, ["tied=[]"])) as local:
+    with local_group(loader.load_config(path, ["tied=[]"])) as local:
         assert sha256(local.train()) != sha256(cut)
 
 
 def test_a_group_holds_for_a_shared_weight_by_its_second_name(job: JobFolder) -> None:
     path = job.config(BODY)
     three = ["steps=3", 'optimizer.groups=[{match=["head.weight"],lr=0.5}]']
-    cut = require_same_bits(configfile.load(path, three))
-    whole = require_same_bits(configfile.load(path, [*three, "model.balance=[4]"]))
-    plain = require_same_bits(configfile.load(path, ["steps=3"]))
+    cut = require_same_bits(loader.load_config(path, three))
+    whole = require_same_bits(loader.load_config(path, [*three, "model.balance=[4]"]))
+    plain = require_same_bits(loader.load_config(path, ["steps=3"]))
     assert (len(cut.losses), len(cut.state)) == (3, 6)
     assert sha256(cut) == sha256(whole) != sha256(plain)
 
@@ -48,7 +49,7 @@ def test_a_group_holds_for_a_shared_weight_by_its_second_name(job: JobFolder) ->
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zero-bubble"])
 def test_so_they_do_under_other_schedules_and_with_replicas(job: JobFolder, schedule: str) -> None:
     path = job.config(BODY + REPLICAS)
-    assert len(require_same_bits(configfile.load(path, [f"schedule={schedule}"])).losses) == 6
+    assert len(require_same_bits(loader.load_config(path, [f"schedule={schedule}"])).losses) == 6
 
 
 def program(**more: Any) -> Config:
@@ -100,7 +101,7 @@ def test_nobody_waits_for_an_owner_whose_optimizer_fails(job: JobFolder, owner: 
         text = text.replace('["embed.weight", "head.weight"]', '["head.weight", "embed.weight"]')
     troubled = '\n[[stages]]\noptimizer = "zoo:TroubledSGD"\n'
     text += "\n[[stages]]\n" * owner + troubled + "\n[[stages]]\n" * (2 - owner)
-    config = configfile.load(job.config(text)).without_recovery()
+    config = loader.load_config(job.config(text)).without_recovery()
     with local_group(config) as local, pytest.raises(StageError) as raised:
         local.train()
     said = f"stage 'stage{owner}' failed in optimizer at step 2: ValueError: planted"
@@ -124,7 +125,7 @@ def test_what_cannot_be_one_is_refused_before_anything_starts(
     job: JobFolder, tied: str, said: str
 ) -> None:
     with pytest.raises(ConfigError) as refused:
-        plan_job(configfile.load(job.config(BODY), [f"tied={tied}"]))
+        plan_job(loader.load_config(job.config(BODY), [f"tied={tied}"]))
     assert said in str(refused.value)
 
 
@@ -133,6 +134,6 @@ def test_a_frozen_stage_cannot_share_with_one_that_is_trained(job: JobFolder) ->
     said = "'head.weight' is torch.float32 of shape .11, 8., trained, but"
     with (
         pytest.raises(ConfigError, match=said),
-        local_group(configfile.load(job.config(text))),
+        local_group(loader.load_config(job.config(text))),
     ):
         pass

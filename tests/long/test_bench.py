@@ -6,10 +6,10 @@ import asyncio
 
 import pytest
 
-from rpcmp.bench import cases, lineup, rounds
-from rpcmp.bench.peers import group
-from rpcmp.bench.peers.group import stage_times
 from rpcmp.errors import UnfitError
+from rpcmp.tools.bench import benchmark, cases, comparison
+from rpcmp.tools.bench.peers import group
+from rpcmp.tools.bench.peers.group import stage_times
 from tests.support.contestants import compare
 from tests.support.processes import JobFolder
 
@@ -22,14 +22,14 @@ def test_the_real_peers_train_the_same_from_the_same_start(
     monkeypatch.setattr(group, "TRIAL_SECONDS", 0.0)
     case = cases.load("sleep", num_stages=2, num_microbatches=2, overrides=TINY)
     names = ["torch-1f1b", "torch-best", "one-process-1-thread"]
-    peers = [lineup.CONTESTANTS[name](case) for name in names]
+    peers = [benchmark.CONTESTANTS[name](case) for name in names]
     done = compare(*peers, pairs=1)
     assert done.unfit == {}
     assert [one.name for one in done.series] == names
-    rounds.require_equal_losses(done.series)
+    comparison.require_equal_losses(done.series)
     losses = done.series[0].losses
-    assert len(set(losses)) == len(losses) == rounds.WARMUP_STEPS + 2
-    assert done.series[1].settings["schedule"] in lineup.BEST_SCHEDULES
+    assert len(set(losses)) == len(losses) == comparison.WARMUP_STEPS + 2
+    assert done.series[1].settings["schedule"] in benchmark.BEST_SCHEDULES
 
 
 def test_ones_own_chain_is_measured_alone_on_equal_micro_batches(job: JobFolder) -> None:

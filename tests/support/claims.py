@@ -5,7 +5,7 @@ from __future__ import annotations
 import uuid
 from typing import Any
 
-from rpcmp.control.options import versions
+from rpcmp.server.connection import versions
 from rpcmp.v1 import control_pb2 as pb
 from tests.support.processes import Addressed
 

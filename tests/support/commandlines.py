@@ -9,9 +9,9 @@ from typing import Any
 
 import click
 
-from rpcmp import configfile
 from rpcmp.cli import cli
-from rpcmp.config import Config
+from rpcmp.config import loader
+from rpcmp.config.schema import Config
 from tests.support.places import EXAMPLES
 
 
@@ -39,7 +39,7 @@ def config_of(drive: dict[str, Any]) -> Config:
     """The config of a parsed `rpcmp drive`, which is one of the examples that are in the image."""
     folder, name = Path(drive["config"]).parent, Path(drive["config"]).name
     assert folder == Path("/examples")
-    return configfile.load(EXAMPLES / name, drive["overrides"])
+    return loader.load_config(EXAMPLES / name, drive["overrides"])
 
 
 def instructions(dockerfile: Path) -> list[tuple[str, str]]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 
-from rpcmp.bench import rounds
-from rpcmp.bench.contestant import Contestant, Segment
 from rpcmp.errors import UnfitError
+from rpcmp.tools.bench import comparison
+from rpcmp.tools.bench.contestant import Contestant, Segment
 
 
 class Pretender:
@@ -38,5 +38,5 @@ class Pretender:
         self._log.append(f"close {self.name}")
 
 
-def compare(*contestants: Contestant, pairs: int = 3) -> rounds.Rounds:
-    return asyncio.run(rounds.compare(contestants, pairs, 2, lambda what, left: None))
+def compare(*contestants: Contestant, pairs: int = 3) -> comparison.Rounds:
+    return asyncio.run(comparison.compare(contestants, pairs, 2, lambda what, left: None))

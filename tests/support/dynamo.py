@@ -9,7 +9,7 @@ from typing import Any
 
 BEGIN = """
 import inspect, json, os, sys, torch
-from rpcmp import lazydynamo
+from rpcmp.pipelining import lazy_dynamo as lazydynamo
 def is_there():
     return "torch._dynamo.eval_frame" in sys.modules
 def optimizer(kind=torch.optim.AdamW):

@@ -13,7 +13,7 @@ import sys
 import traceback
 from collections.abc import Callable
 
-from rpcmp.process.forking import MAX_BYTES
+from rpcmp.process.fork_client import MAX_BYTES
 from tests.support.processes import FORKS
 from tests.support.sharedforks import DRIVE, ask_for_fork
 

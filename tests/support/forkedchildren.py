@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from rpcmp.process.child import Child
-from rpcmp.process.environment import compute_environment
-from rpcmp.process.forking import Forks
+from rpcmp.process.fork_client import Forks
+from rpcmp.process.interpreter import compute_environment
 
 ONE_THREAD = compute_environment(threads=1)
 

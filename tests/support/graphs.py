@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from rpcmp import graph
-from rpcmp.graph import Graph
-from rpcmp.members import Member
+from rpcmp.config import topology
+from rpcmp.config.topology import Graph, Member
 
 
 @st.composite
@@ -20,7 +19,7 @@ def graphs(draw: st.DrawFn) -> Graph:
             read = {name for references in inputs.values() for name in references}
             earlier |= {i for i in range(index) if f"s{i}" not in read}
         inputs[f"s{index}"] = [f"s{i}" for i in sorted(earlier)] or ["input"]
-    return graph.build(inputs)
+    return topology.build_graph(inputs)
 
 
 def workers(*stages: str, replicas: int = 1) -> list[Member]:

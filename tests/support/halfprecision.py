@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from rpcmp.config import Config
-from rpcmp.pipeline import Pipeline
+from rpcmp.config.schema import Config
+from rpcmp.job.pipeline import Pipeline
 from tests.support.places import ZOO
 from tests.zoo import zoo
 

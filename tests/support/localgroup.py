@@ -29,27 +29,30 @@ from typing import Any, NamedTuple, cast
 import pytest
 import torch.nn.functional as F  # noqa: N812
 
-from rpcmp import data, plan, split, ties, unpickling
-from rpcmp.config import Config
+from rpcmp.checkpoint.slots import Slots
+from rpcmp.config.schema import Config
+from rpcmp.config.topology import DRIVER
+from rpcmp.data import loader_process
+from rpcmp.data.batch_server import Source
+from rpcmp.data.batches import OwnSampler, Samples, load_batches
+from rpcmp.data.stage_loader import Loaders
 from rpcmp.driver.datasets import Datasets
-from rpcmp.driver.group import Group
 from rpcmp.driver.metrics import Metrics
-from rpcmp.driver.planning import Planned, plan_job
+from rpcmp.driver.process import Planned, plan_job
 from rpcmp.driver.progress import Progress
+from rpcmp.driver.stage_group import Group
 from rpcmp.driver.training import Training
 from rpcmp.errors import JobError, from_wire
-from rpcmp.members import DRIVER
-from rpcmp.plan import Assignment
+from rpcmp.pipelining import assignment, parameter_names
+from rpcmp.pipelining.assignment import Assignment
 from rpcmp.process.activity import Activity
 from rpcmp.process.channel import Bond, Message
-from rpcmp.reference.training import UnsplitModel
-from rpcmp.snapshot.slots import Slots
-from rpcmp.source import Source
-from rpcmp.verify import Run, first_difference
-from rpcmp.work import Holding
-from rpcmp.worker import loading, process
-from rpcmp.worker.execution import Execution
-from rpcmp.worker.loaders import Loaders
+from rpcmp.rpc import unpickler
+from rpcmp.rpc.messages import Holding
+from rpcmp.tools.verify.compare import Run, first_difference
+from rpcmp.tools.verify.reference.training import UnsplitModel
+from rpcmp.worker import process, weight_grad
+from rpcmp.worker.forward import Execution
 from rpcmp.worker.optimizer import StageOptimizer
 from tests.support.faults import Committed
 from tests.support.instances import noted
@@ -109,7 +112,7 @@ class LocalLoaders(Loaders):
         self._stage = stage
         self._references = config.graph().parts(stage)
         self._threads = ThreadPoolExecutor(1, "local-loader")
-        self._loading = loading._Loading(config, stage)
+        self._loading = loader_process._Loading(config, stage)
 
     def holding(self) -> Holding:
         return Holding(self._stage, _answered(self._loading.build())["sizes"])
@@ -208,7 +211,7 @@ class LocalGroup:
         losses = [event["loss"] for event in self.of("step")]
         scaler = self.training.progress.scaler
         skipped = 0 if scaler is None else scaler.skipped
-        state = ties.under_all_names(self.group.state_dict(), self.config.tied_to)
+        state = parameter_names.under_all_names(self.group.state_dict(), self.config.tied_to)
         return Run(losses, state, skipped=skipped)
 
     def committed(self) -> Committed:
@@ -255,16 +258,16 @@ def local_group(
             (Execution, "_compute"),
             (Execution, "_infer"),
             (StageOptimizer, "_step"),
-            (data.Samples, "__getitem__"),
-            (data.OwnSampler, "indices"),
+            (Samples, "__getitem__"),
+            (OwnSampler, "indices"),
         ):
             patch.setattr(owner, name, _one_at_a_time(getattr(owner, name)))
-        unpickling.allow(config.modules)
+        unpickler.allow(config.modules)
         planned = plan_job(config, load_data=load_data)
         if any(limits.splits for part in planned.assignments for limits in part.all_limits):
-            for name in ("linear", *split.CONVOLUTIONS):
+            for name in ("linear", *weight_grad.CONVOLUTIONS):
                 patch.setattr(F, name, getattr(F, name))  # so that it is itself again afterwards
-            split.install()
+            weight_grad.install()
         services: dict[str, Any] = {DRIVER: Source()}
         peers = LocalTransport(services)
         stack.callback(peers.close)
@@ -284,8 +287,10 @@ def local_group(
 def unsplit(config: Config) -> Run:
     """The same job in one process, by code that shares nothing with the stages'."""
     section = config.require_data("training the unsplit model")
-    batches = data.load(section.train, "data.train", section, config.seed, training=True)
-    model = UnsplitModel(config, {part.stage_name: part.layers for part in plan.assign(config)})
+    batches = load_batches(section.train, "data.train", section, config.seed, training=True)
+    model = UnsplitModel(
+        config, {part.stage_name: part.layers for part in assignment.assign(config)}
+    )
     assert config.steps is not None
     losses = list(model.train(batches, config.steps))
     return Run(losses, {name: value.detach() for name, value in model.state_dict().items()})

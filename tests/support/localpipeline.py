@@ -6,11 +6,11 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-from rpcmp.config import Config
+from rpcmp.config.schema import Config
 from rpcmp.driver import calls
 from rpcmp.driver.calls import Calls
 from rpcmp.errors import from_wire
-from rpcmp.pipeline import Pipeline, PipelineOptimizer
+from rpcmp.job.pipeline import Pipeline, PipelineOptimizer
 from tests.support.localgroup import local_group
 
 

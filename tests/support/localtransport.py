@@ -18,15 +18,15 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 from torch.futures import Future
 
-from rpcmp import unpickling
-from rpcmp.transport import attempt
+from rpcmp.rpc import unpickler
+from rpcmp.rpc.transport import attempt
 
 NUM_THREADS = 4
 """Threads of the pool; as in a worker, no handler blocks one."""
 
 
 class LocalTransport:
-    """The members of a group that are all in this process; see rpcmp.transport.Transport.
+    """The members of a group that are all in this process; see rpcmp.rpc.transport.Transport.
 
     Args:
         services: what each member serves, by its name; may be filled in later.
@@ -109,7 +109,7 @@ def copied(message: Any) -> Any:
             tensors.append(value)
             return len(tensors) - 1
 
-    class Unpickler(unpickling.Unpickler):
+    class Unpickler(unpickler.Unpickler):
         def persistent_load(self, number: Any) -> Tensor:
             sent = tensors[number]
             with torch.enable_grad():

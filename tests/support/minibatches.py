@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from rpcmp import data
-from rpcmp.kinds import Factory
-from rpcmp.sections import DataConfig
+from rpcmp.config.sections import DataConfig
+from rpcmp.config.types import Factory
+from rpcmp.data.batches import Batches
 
 
 class Transformed(Dataset[tuple[Tensor, int]]):
@@ -37,14 +37,14 @@ class AllAtOnce(Transformed):
         return [super(AllAtOnce, self).__getitem__(index) for index in indices]
 
 
-def batches_of(dataset: Dataset[Any], **options: Any) -> data.Batches:
+def batches_of(dataset: Dataset[Any], **options: Any) -> Batches:
     """The mini-batches of a dataset, for training."""
     unused = Factory(callable="tests.zoo.models:numbers")
     section = DataConfig(train=unused, **{"batch_size": 3, **options})
-    return data.Batches(dataset, section, seed=0, training=True)
+    return Batches(dataset, section, seed=0, training=True)
 
 
-def values(batches: data.Batches, epoch: int, first: int = 0) -> list[tuple[Any, Any]]:
+def values(batches: Batches, epoch: int, first: int = 0) -> list[tuple[Any, Any]]:
     """The mini-batches in a form that compares by bits."""
     return [(inputs.tolist(), targets.tolist()) for inputs, targets in batches.epoch(epoch, first)]
 

@@ -9,7 +9,7 @@ import os
 import sys
 
 from rpcmp.process.__main__ import main
-from rpcmp.process.forking import DRIVERS, WORKERS
+from rpcmp.process.fork_client import DRIVERS, WORKERS
 
 if __name__ == "__main__":
     module, line, parent, err = sys.argv

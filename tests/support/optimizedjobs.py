@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rpcmp import configfile
-from rpcmp.digest import parameters_sha256
+from rpcmp.config import loader
+from rpcmp.rpc.tensors import parameters_sha256
 from tests.support.faults import committed, drive
 from tests.support.localgroup import unsplit
 from tests.support.processes import JobFolder, rpcmp
@@ -51,7 +51,7 @@ OPTIMIZERS = {
 
 def reference(config: Path, steps: int) -> str:
     """The parameters of one process."""
-    return parameters_sha256(unsplit(configfile.load(config, [f"steps={steps}"])).state)
+    return parameters_sha256(unsplit(loader.load_config(config, [f"steps={steps}"])).state)
 
 
 def require_recovery_and_resume(job: JobFolder, name: str) -> None:

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from rpcmp.runfolder.layout import RunInfo
-from rpcmp.runfolder.reader import Record
+from rpcmp.observability.run_folder.reader import Record
+from rpcmp.observability.run_folder.writer import RunInfo
 
 Event = dict[str, Any]
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rpcmp.errors import SecurityError
-from rpcmp.wire.inspection import Inspection, Pipes
+from rpcmp.net.rpc_inspection import Inspection, Pipes
 from tests.support.processes import poll_for
 
 AGENTS = """

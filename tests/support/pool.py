@@ -1,6 +1,6 @@
 """Stage servers that the jobs of this process share, each with the next job: started once.
 
-    in the place of rpcmp.job.localservers.LocalServers
+    in the place of rpcmp.job.server_pool.LocalServers
     job ──start──> takes servers from the pool, which starts what is missing
         ──stop───> puts them back, once they are idle and hold nothing of it any more
 
@@ -27,9 +27,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import grpc
 
-from rpcmp.job.localservers import LocalServers
-from rpcmp.members import Member
-from rpcmp.process.forking import Forks
+from rpcmp.config.topology import Member
+from rpcmp.job.server_pool import LocalServers
+from rpcmp.process.fork_client import Forks
 from rpcmp.v1 import control_pb2 as pb
 from tests.support import processes
 from tests.support.reaper import TOKEN

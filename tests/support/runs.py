@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rpcmp import configfile
 from rpcmp.checkpoint.folder import CheckpointFolder
 from rpcmp.checkpoint.runs import newest_in
-from rpcmp.config import Config
+from rpcmp.config import loader
+from rpcmp.config.schema import Config
+from rpcmp.observability.run_folder.writer import RunFolder
 from rpcmp.process.channel import Message
-from rpcmp.runfolder.writer import RunFolder
 
 STAGES = ("lift", "head")
 LOST = {"bubble": 0.2, "network": 0.05, "overhead": 0.0}
@@ -36,7 +36,7 @@ def config(folder: Path, **more: Any) -> Config:
         "data": {"train": "zoo:regression", "test": "zoo:regression"},
         **more,
     }
-    return configfile.parse(data).with_folder(folder)
+    return loader.parse_config(data).with_folder(folder)
 
 
 def run(of: Config) -> Message:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from rpcmp.setting import Setting
+from rpcmp.config.schema import ScheduleOptions
 
 
-def setting(num_microbatches: int, schedule: str, max_in_flight: int | None = None) -> Setting:
+def setting(
+    num_microbatches: int, schedule: str, max_in_flight: int | None = None
+) -> ScheduleOptions:
     """For brevity."""
-    return Setting.model_validate(
+    return ScheduleOptions.model_validate(
         {
             "num_microbatches": num_microbatches,
             "schedule": schedule,

@@ -26,8 +26,8 @@ from pathlib import Path
 
 import psutil
 
-from rpcmp.process.environment import compute_environment
-from rpcmp.process.forking import DRIVERS, MAX_BYTES, WORKERS, Forks
+from rpcmp.process.fork_client import DRIVERS, MAX_BYTES, WORKERS, Forks
+from rpcmp.process.interpreter import compute_environment
 
 BEFORE = dict(os.environ)
 """The environment before any test: what all share must not have that of the test which is first."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rpcmp import split
+from rpcmp.worker import weight_grad
 
 
 def install(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have layers split for the time of a test; in a worker the functions stay replaced."""
-    for name in ("linear", *split.CONVOLUTIONS):
+    for name in ("linear", *weight_grad.CONVOLUTIONS):
         monkeypatch.setattr(torch.nn.functional, name, getattr(torch.nn.functional, name))
-    split.install()
+    weight_grad.install()

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rpcmp import configfile
+from rpcmp.config import loader
 from tests.support.faults import committed
 from tests.support.localgroup import local_group
 from tests.support.processes import JobFolder, Result, rpcmp
@@ -71,7 +71,7 @@ def require_same_if_one_dies(job: JobFolder, settings: Sequence[str]) -> None:
     What they load themselves they are trained and evaluated with as if the driver had sent it.
     """
     settings = ["stages.0.replicas=2", "stages.2.replicas=3", *settings]
-    with local_group(configfile.load(config(job, "driver"), ["steps=10", *settings])) as local:
+    with local_group(loader.load_config(config(job, "driver"), ["steps=10", *settings])) as local:
         local.train(evaluate=True)
         sent = local.committed()
     loaded = drive(config(job, "stage", mortal=True), *settings)
@@ -79,4 +79,4 @@ def require_same_if_one_dies(job: JobFolder, settings: Sequence[str]) -> None:
     assert evaluations(loaded.events) == evaluations(local.events)
     assert [event["event"] for event in loaded.events].count("fault") == 1
     datasets, readers, generations = 2, 2 + 3, 2
-    assert built(job, "stage") == {"rpcmp.data": datasets * readers * generations}
+    assert built(job, "stage") == {"rpcmp.data.batches": datasets * readers * generations}

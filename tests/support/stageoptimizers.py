@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from rpcmp import plan
-from rpcmp.configfile import parse
-from rpcmp.schedule import policy
-from rpcmp.snapshot.state import StageState
-from rpcmp.worker.compute import ComputeThread
+from rpcmp.checkpoint.stage_state import StageState
+from rpcmp.config.loader import parse_config
+from rpcmp.pipelining.assignment import assign
+from rpcmp.pipelining.schedule import policy
+from rpcmp.worker.executor import ComputeThread
 from rpcmp.worker.model import StageModel
 from rpcmp.worker.optimizer import StageOptimizer
 
@@ -16,8 +16,8 @@ from rpcmp.worker.optimizer import StageOptimizer
 def made(*stages: dict[str, Any], of: int = 0, **job: Any) -> tuple[StageModel, StageOptimizer]:
     """The optimizer of one of these stages, and the model that it trains."""
     data = {"loss": "torch.nn:MSELoss", "model": {"layers": "tests.zoo.models:layers"}, **job}
-    config = parse({**data, "stages": list(stages), "scheduler_interval": "step"})
-    assignment = plan.assign(config)[of]
+    config = parse_config({**data, "stages": list(stages), "scheduler_interval": "step"})
+    assignment = assign(config)[of]
     model = StageModel(assignment)
     compute = ComputeThread(policy(config.schedule))
     return model, StageOptimizer(model, assignment, compute)

@@ -11,9 +11,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from textwrap import dedent
 
-from rpcmp.trace.causes import Causes
-from rpcmp.trace.idle import Loss, idle
-from rpcmp.trace.spans import NO_MICROBATCH, Kind, Span, Trace, Track
+from rpcmp.observability.trace.critical_path import Causes, Loss, idle
+from rpcmp.observability.trace.spans import NO_MICROBATCH, Kind, Span, Trace, Track
 
 CELL_NS = 1_000_000
 
@@ -33,7 +32,7 @@ def drawn(picture: str, producers: Mapping[str, tuple[str, ...]] | None = None) 
 
 
 def redrawn(trace: Trace) -> str:
-    """The picture of a trace, with the idle time that `rpcmp.trace.idle` finds."""
+    """The picture of a trace, with the idle time that the trace's own analysis finds."""
     causes, rows = Causes(trace), []
     for track in trace.tracks:
         cells = {_cell(span.start_ns): _name(span) for span in track.spans}

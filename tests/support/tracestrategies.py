@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from rpcmp.trace.clock import Clock
-from rpcmp.trace.spans import NO_MICROBATCH, Kind, Span, Trace, Track
+from rpcmp.observability.trace.spans import NO_MICROBATCH, Clock, Kind, Span, Trace, Track
 
 clocks = st.builds(
     Clock,

@@ -14,9 +14,8 @@ import pytest
 from grpc_health.v1.health_pb2 import HealthCheckRequest
 from grpc_health.v1.health_pb2_grpc import HealthStub
 
-from rpcmp.wire.dialer import Dialer
-from rpcmp.wire.security import Security
-from rpcmp.wire.tunnel import Tunnel
+from rpcmp.net.dialer import Dialer, Tunnel
+from rpcmp.net.security import Security
 from tests.support.fuzz import http2
 from tests.support.lan import issue, serving
 

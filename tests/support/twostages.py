@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from rpcmp.config import Config
-from rpcmp.configfile import parse
+from rpcmp.config.loader import parse_config
+from rpcmp.config.schema import Config
 
 STAGES = ("stage0", "stage1")
 
@@ -14,4 +14,4 @@ def job(**more: Any) -> Config:
     """Two steps an epoch."""
     data = {"train": "tests.zoo.models:dataset", "batch_size": 5}
     model = {"layers": "tests.zoo.models:layers", "num_stages": 2}
-    return parse({"loss": "torch.nn:MSELoss", "model": model, "data": data, **more})
+    return parse_config({"loss": "torch.nn:MSELoss", "model": model, "data": data, **more})

@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from rpcmp.bench.peers import group
+from rpcmp.tools.bench.peers import group
 from tests.support.processes import JobFolder, rpcmp
 
 

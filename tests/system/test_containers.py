@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 import rpcmp
-from rpcmp.addresses import default_port, parse
+from rpcmp.config.addresses import default_port, parse
 from rpcmp.server.server import DRAIN_SECONDS
 from tests.support.commandlines import config_of, instructions, parsed
 from tests.support.places import DEPLOY, ROOT

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from rpcmp import addresses, configfile
+from rpcmp.config import addresses, loader
 from rpcmp.examples import stdlib_gpt
 from tests.support.places import EXAMPLES, ROOT
 from tests.support.processes import Result, rpcmp
@@ -82,7 +82,7 @@ def hugging_faces(state: dict[str, torch.Tensor]) -> torch.nn.Module:
     """The model of `transformers` for the example's config, with these weights."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    config = configfile.load(EXAMPLES / "llama.toml").model
+    config = loader.load_config(EXAMPLES / "llama.toml").model
     assert config is not None
     model = LlamaForCausalLM(LlamaConfig(tie_word_embeddings=False, **config.kwargs))
     model.load_state_dict(state, strict=True)
@@ -94,7 +94,7 @@ def hugging_faces(state: dict[str, torch.Tensor]) -> torch.nn.Module:
 def test_llamas_layers_are_hugging_faces_by_name_and_by_what_they_compute() -> None:
     from rpcmp.examples import llama
 
-    config = configfile.load(EXAMPLES / "llama.toml").model
+    config = loader.load_config(EXAMPLES / "llama.toml").model
     assert config is not None
     made = {name: layer() for name, layer in llama.layers(**config.kwargs)}
     model = hugging_faces(

@@ -17,10 +17,10 @@ from cloudcoil.models.cert_manager import v1 as cert_manager
 from kubeflow_trainer_api.models import JobsetV1alpha2JobSet
 
 import rpcmp
-from rpcmp.addresses import default_port, parse
+from rpcmp.config.addresses import default_port, parse
+from rpcmp.net import identity
+from rpcmp.net.identity import KEY, require_private
 from rpcmp.server.server import DRAIN_SECONDS
-from rpcmp.wire import role
-from rpcmp.wire.credentials import KEY, require_private
 from tests.support.commandlines import config_of, instructions, parsed
 from tests.support.places import DEPLOY
 
@@ -253,8 +253,10 @@ def test_each_pod_has_its_own_certificate_and_no_other(job_set: Resource) -> Non
             for one in certificates.values()
             if one["spec"]["secretName"] == secret["secretName"]
         ]
-        found = role.find(spec["uris"])
-        assert found == (role.DRIVER if name == "driver" else role.stage(STAGES.index(name)))
+        found = identity.find(spec["uris"])
+        assert found == (
+            identity.DRIVER if name == "driver" else identity.stage(STAGES.index(name))
+        )
         assert spec.get("dnsNames", []) == ([] if name == "driver" else [host(job_set, name)])
         assert {"server auth", "client auth"} <= set(spec["usages"])
         assert (spec["privateKey"]["algorithm"], spec["privateKey"]["size"]) == ("ECDSA", 256)

@@ -14,12 +14,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from rpcmp.control.client import StageClient
 from rpcmp.errors import SecurityError, UnreachableError
-from rpcmp.wire.credentials import RELAY
-from rpcmp.wire.dialer import Dialer
-from rpcmp.wire.localpeer import is_trusted, owner
-from rpcmp.wire.security import Security
+from rpcmp.net.dialer import Dialer
+from rpcmp.net.identity import RELAY
+from rpcmp.net.local_peer import is_trusted, owner
+from rpcmp.net.security import Security
+from rpcmp.server.client import StageClient
 from tests.support.processes import (
     DEADLINE,
     JobFolder,
@@ -49,7 +49,7 @@ sys.stdin.read()
 
 NAMESPACED = """
 import ctypes, os, socket, sys
-from rpcmp.wire.localpeer import is_trusted, owner
+from rpcmp.net.local_peer import is_trusted, owner
 user = int(sys.argv[1])
 os.setgroups([]), os.setgid(user), os.setuid(user)
 assert not ctypes.CDLL(None).prctl(4, 1, 0, 0, 0)  # who has changed users may not write its map

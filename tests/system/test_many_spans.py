@@ -6,7 +6,7 @@ import gzip
 import json
 from pathlib import Path
 
-from rpcmp.trace import chrome
+from rpcmp.observability.trace import chrome
 from tests.support.memory import MOST_MIB, measured
 from tests.support.tracefiles import GOOD_SPAN
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from rpcmp import scratch
-from rpcmp.server import codefolder
+from rpcmp.process.tempdirs import sweep
+from rpcmp.server import claim_log
 from tests.support.codefolders import LEAVES
 from tests.support.lan import issue, serving
 from tests.support.needs import needs, needs_root
@@ -35,7 +35,7 @@ def apart(*options: str) -> tuple[str, ...]:
 
 ORDINARY = """
 import ctypes, encodings.idna, json, os, signal, socket, sys
-from rpcmp.process import network
+from rpcmp.process import namespace as network
 from rpcmp.process.confinement import Reach, enter
 
 own, scratch = sys.argv[1:]
@@ -154,10 +154,10 @@ def test_what_another_server_uses_stays(temporary: Path) -> None:
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as server:
         assert server.stdout is not None
         used = Path(server.stdout.readline().strip())
-        scratch.sweep(codefolder.PREFIX)
+        sweep(claim_log.PREFIX)
         assert (used / "model.py").exists()
         server.communicate("")
-    scratch.sweep(codefolder.PREFIX)
+    sweep(claim_log.PREFIX)
     assert not used.exists()
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from rpcmp.wire import authority, role
-from rpcmp.wire.credentials import CA, CERTIFICATE
+from rpcmp.net import authority, identity
+from rpcmp.net.identity import CA, CERTIFICATE
 from tests.support.lan import issue
 from tests.support.needs import needs
 
@@ -31,11 +31,11 @@ def verified(certs: Path, name: str) -> subprocess.CompletedProcess[str]:
     ],
 )
 def test_a_name_that_is_not_permitted_is_not_believed(tmp_path: Path, uri: str, host: str) -> None:
-    """See the test of that name in tests/unit/wire/test_revocation.py."""
+    """See the test of that name in tests/unit/net/test_revocation.py."""
     certs = issue(tmp_path / "certs", HERE)
     ca = (certs / CA).read_bytes()
 
-    class Any(role.Role):
+    class Any(identity.Role):
         @property
         def uri(self) -> str:
             return uri

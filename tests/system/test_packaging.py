@@ -119,7 +119,7 @@ def test_who_builds_later_elsewhere_as_somebody_else_gets_the_same_bytes(
 def test_the_wheel_has_the_package_the_protos_and_the_license(built: dict[str, Path]) -> None:
     wheel = names(built["wheel"])
     protos = {f"rpcmp/{name}" for name in shipped("protos")}
-    vendored = "rpcmp/page/assets/vendor"
+    vendored = "rpcmp/observability/dashboard/assets/vendor"
     licenses = {f"licenses/{vendored}/{of}.LICENSE" for of in ("dagre", "uPlot")}
     papers = {"METADATA", "WHEEL", "RECORD", "entry_points.txt", "licenses/LICENSE"} | licenses
     assert wheel == shipped("rpcmp") | protos | {f"{DIST_INFO}/{name}" for name in papers}

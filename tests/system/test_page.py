@@ -13,12 +13,12 @@ import pytest
 from playwright.sync_api import Browser, Locator, expect
 from playwright.sync_api import Page as Tab
 
-from rpcmp.page.entries import LIMIT as LINES
-from rpcmp.page.place import Place
-from rpcmp.page.report import html
-from rpcmp.page.series import LIMIT as ROWS
-from rpcmp.page.server import Page
-from rpcmp.wire import authority, role
+from rpcmp.net import authority, identity
+from rpcmp.observability.dashboard.app import Place
+from rpcmp.observability.dashboard.curves import LIMIT as ROWS
+from rpcmp.observability.dashboard.entries import LIMIT as LINES
+from rpcmp.observability.dashboard.html import html
+from rpcmp.observability.dashboard.server import Page
 from tests.support import pageevents
 from tests.support.browsers import chromium, opened
 from tests.support.pageevents import Event
@@ -383,7 +383,7 @@ def test_with_a_token_and_tls_the_page_works_and_hides_the_token(
     browser: Browser, tmp_path: Path
 ) -> None:
     authority.create(tmp_path / "certs")
-    folder = authority.issue(tmp_path / "certs", "driver", role.DRIVER, ["localhost"], 1)
+    folder = authority.issue(tmp_path / "certs", "driver", identity.DRIVER, ["localhost"], 1)
     place = Place.open("0.0.0.0:0", folder)
     with serving(going_on(20), place) as (_, url):
         with opened(browser, url) as (tab, seen):

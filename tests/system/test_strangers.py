@@ -10,9 +10,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rpcmp.page.place import Place
-from rpcmp.page.server import Page
-from rpcmp.wire.budget import Budget
+from rpcmp.net.connection_limits import Budget
+from rpcmp.observability.dashboard.app import Place
+from rpcmp.observability.dashboard.server import Page
 from tests.support.lan import issue, issue_to_driver
 from tests.support.needs import needs
 from tests.support.processes import (

@@ -13,9 +13,9 @@ from tests.support.instances import noted
 def pytest_collection_finish() -> None:
     """Spare this process what stages are spared as well: two seconds for the first optimizer."""
     if "torch" in sys.modules:
-        from rpcmp import lazydynamo
+        from rpcmp.pipelining import lazy_dynamo
 
-        lazydynamo.defer()
+        lazy_dynamo.defer()
 
 
 @pytest.fixture(autouse=True)
@@ -24,7 +24,7 @@ def _threads_end(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
     if "worker" not in request.path.parts and "trace" not in request.path.parts:
         yield
         return
-    from rpcmp.worker.compute import ComputeThread
+    from rpcmp.worker.executor import ComputeThread
 
     started = noted(monkeypatch, ComputeThread)
     yield

@@ -1,8 +1,8 @@
 """What rpcmp relies on in torch and torch does not promise; one test for each point.
 
-When a new torch fails one of these, rpcmp/transport.py or rpcmp/split.py has to change. A process
-joins one group at most, so a child process forms a group of one, calls itself, and prints what it
-found.
+When a new torch fails one of these, rpcmp/rpc/transport.py or rpcmp/worker/weight_grad.py has to
+change. A process joins one group at most, so a child process forms a group of one, calls itself,
+and prints what it found.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch.distributed import Store, rpc  # type: ignore[attr-defined]
 from torch.futures import Future
 from torch.utils.checkpoint import checkpoint
 
-from rpcmp import transport, unpickling
+from rpcmp.rpc import transport, unpickler
 from tests.support.places import ROOT
 
 TEXT = "Zürich →"
@@ -119,7 +119,7 @@ def find() -> Findings:
         for connection in psutil.Process().net_connections(kind="inet")
     ]
     found["evil"] = _error(lambda: rpc.rpc_async(ALONE, os.getpid).wait())
-    unpickling._PLAIN[__name__] = set(globals())  # from here on, functions of this file
+    unpickler._PLAIN[__name__] = set(globals())  # from here on, functions of this file
     found["interop_threads"] = torch.get_num_interop_threads()
     found["debug_info"] = sorted(rpc._get_debug_info())
     found["agent_is_current"] = _is_current_rpc_agent_set()
@@ -273,7 +273,7 @@ def test_what_a_callback_raises_stays_in_a_future_that_nobody_waits_for() -> Non
         after.wait()
 
 
-# What rpcmp/split.py relies on.
+# What rpcmp/worker/weight_grad.py relies on.
 
 
 class Untold(torch.autograd.Function):

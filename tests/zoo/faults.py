@@ -28,8 +28,8 @@ import torch
 import zoo  # type: ignore[import-not-found]
 from torch import Tensor, nn
 
-from rpcmp import transport
-from rpcmp.snapshot import writer
+from rpcmp.checkpoint import slot_writer
+from rpcmp.rpc import transport
 
 
 class Planted:
@@ -211,7 +211,7 @@ def _watch_process(planted: Planted) -> None:
     if _planted:
         return
     _planted.append(planted)
-    join, write = transport.join, writer.SnapshotWriter.write
+    join, write = transport.join, slot_writer.SnapshotWriter.write
 
     def watched_join(*args: Any) -> str:
         planted.begin("joining", 0)
@@ -222,4 +222,4 @@ def _watch_process(planted: Planted) -> None:
         return write(self, slot, step, *args, **kwargs)
 
     transport.join = watched_join  # type: ignore[assignment]
-    writer.SnapshotWriter.write = watched_write  # type: ignore[method-assign]
+    slot_writer.SnapshotWriter.write = watched_write  # type: ignore[method-assign]

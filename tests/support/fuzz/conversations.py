@@ -8,7 +8,7 @@ import ssl
 import struct
 from collections.abc import Iterator
 
-from rpcmp.wire.credentials import GRPC, RELAY
+from rpcmp.net.identity import GRPC, RELAY
 from tests.support.fuzz import http2
 from tests.support.fuzz.messages import Job, calls
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from rpcmp.wire.credentials import CA, CERTIFICATE, GRPC, KEY, RELAY
+from rpcmp.net.identity import CA, CERTIFICATE, GRPC, KEY, RELAY
 from tests.support.fuzz.conversations import greetings, grpc_calls, hellos, other_protocols
 from tests.support.fuzz.messages import Job
 

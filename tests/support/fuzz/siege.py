@@ -15,10 +15,10 @@ from pathlib import Path
 
 import psutil
 
-from rpcmp.control.client import StageClient
 from rpcmp.errors import RpcmpError
-from rpcmp.wire.dialer import Dialer
-from rpcmp.wire.security import Security
+from rpcmp.net.dialer import Dialer
+from rpcmp.net.security import Security
+from rpcmp.server.client import StageClient
 from tests.support.fuzz import http2
 from tests.support.fuzz.doors import Door
 from tests.support.fuzz.inputs import Input

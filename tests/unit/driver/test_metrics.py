@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rpcmp.configfile import parse
+from rpcmp.config.loader import parse_config
 from rpcmp.driver.metrics import Metrics
 from rpcmp.errors import ConfigError, FactoryError, JobError
 
@@ -99,7 +99,7 @@ def load(more: dict[str, Any] | None = None, **metrics: Any) -> Metrics:
     data = {"train": "m:train", "test": "m:test"}
     model = {"layers": "m:layers"}
     given = {"loss": "m:loss", "model": model, "data": data, "metrics": named, **(more or {})}
-    return Metrics.load(parse(given))
+    return Metrics.load(parse_config(given))
 
 
 def gives(result: Any) -> dict[str, float]:

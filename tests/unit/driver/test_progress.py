@@ -14,12 +14,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rpcmp import configfile
-from rpcmp.config import Config
-from rpcmp.driver import saves as saves_module
+from rpcmp.config import loader
+from rpcmp.config.schema import Config
+from rpcmp.driver import checkpoint_schedule as saves_module
+from rpcmp.driver.checkpoint_schedule import AT_ONCE, DEFAULT_SECONDS, Saves
+from rpcmp.driver.loss_scaler import ScalerState
 from rpcmp.driver.progress import Progress
-from rpcmp.driver.saves import AT_ONCE, DEFAULT_SECONDS, Saves
-from rpcmp.driver.scaler import ScalerState
 
 JOIN_SECONDS = 30.0
 """How long to wait for a thread that must end by itself."""
@@ -133,7 +133,7 @@ def config(**section: Any) -> Config:
     }
     if section:
         data["checkpoint"] = {"dir": "runs", **section}
-    return configfile.parse(data)
+    return loader.parse_config(data)
 
 
 def due(saves: Saves, last: int) -> list[int]:

@@ -12,23 +12,22 @@ from typing import Any, cast
 
 import pytest
 
-from rpcmp.config import Config
-from rpcmp.data import Loaded
-from rpcmp.driver.best import Best
+from rpcmp.config.schema import Config
+from rpcmp.config.topology import Member
+from rpcmp.data.batches import Loaded
 from rpcmp.driver.datasets import Datasets
 from rpcmp.driver.evaluation import Evaluation
-from rpcmp.driver.group import Group
 from rpcmp.driver.metrics import Metrics
-from rpcmp.driver.progress import Progress
+from rpcmp.driver.progress import Best, Progress
 from rpcmp.driver.rounds import Batch, Round
-from rpcmp.driver.tracer import Tracer
+from rpcmp.driver.stage_group import Group
+from rpcmp.driver.tracing import Tracer
 from rpcmp.driver.training import Training
 from rpcmp.errors import ConfigError, JobError
-from rpcmp.members import Member
+from rpcmp.observability.trace import chrome
+from rpcmp.observability.trace.spans import Kind, Span
 from rpcmp.process.channel import Message
-from rpcmp.trace import chrome
-from rpcmp.trace.spans import Kind, Span
-from rpcmp.work import End, Mode, StepReport, Trained, Work
+from rpcmp.rpc.messages import End, Mode, StepReport, Trained, Work
 from tests.support.twostages import STAGES, job
 
 
@@ -230,7 +229,7 @@ def test_a_trace_has_all_spans_on_one_clock(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stages = Recording()
-    monkeypatch.setattr("rpcmp.driver.clocks.time.perf_counter_ns", lambda: stages.now)
+    monkeypatch.setattr("rpcmp.driver.tracing.time.perf_counter_ns", lambda: stages.now)
     tracer = Tracer(job(), cast(Group, stages))
     for step in range(1, 101):
         stages.now += 10**6

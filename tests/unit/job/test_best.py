@@ -10,7 +10,7 @@ import pytest
 
 from rpcmp.checkpoint.folder import CheckpointFolder, remove
 from rpcmp.checkpoint.manifest import BestMark, Manifest
-from rpcmp.configfile import parse
+from rpcmp.config.loader import parse_config
 from rpcmp.job.best import BestCheckpoint, mark_of
 from rpcmp.process.channel import Message
 from tests.support.manifests import manifest
@@ -23,7 +23,7 @@ class Run:
 
     def __init__(self, path: Path, best: str | None = "loss") -> None:
         section = {"dir": "saved"} if best is None else {"dir": "saved", "best": best}
-        config = parse(
+        config = parse_config(
             {
                 "loss": "m:loss",
                 "model": {"layers": "m:layers"},

@@ -11,13 +11,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from rpcmp import sealed
 from rpcmp.process import activity as activity_module
-from rpcmp.process import links as links_module
-from rpcmp.process import pulse as pulse_module
+from rpcmp.process import descriptors
+from rpcmp.process import liveness as pulse_module
+from rpcmp.process import tcp_stats as links_module
 from rpcmp.process.activity import NO_MICROBATCH, Activity, Doing
-from rpcmp.process.links import SILENT_SECONDS, Links
-from rpcmp.process.pulse import Pulse
+from rpcmp.process.liveness import Pulse
+from rpcmp.process.tcp_stats import SILENT_SECONDS, Links
 
 
 class Clock:
@@ -67,7 +67,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 @pytest.fixture
 def memory() -> Iterator[int]:
     """Memory that two processes share."""
-    fd = sealed.memory("test-activity", mmap.PAGESIZE)
+    fd = descriptors.memory("test-activity", mmap.PAGESIZE)
     yield fd
     os.close(fd)
 

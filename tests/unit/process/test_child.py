@@ -7,10 +7,9 @@ import signal
 import socket
 import sys
 
-from rpcmp.logs.receiver import Receiver
-from rpcmp.process.activity import Activity
+from rpcmp.process.activity import Activity, Stacks
 from rpcmp.process.child import Child
-from rpcmp.process.stacks import Stacks
+from rpcmp.process.logging.receiver import Receiver
 
 
 async def child_that(code: str) -> Child:

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from rpcmp import errors
-from rpcmp.process import confinement, landlock, syscallfilter
+from rpcmp.process import confinement, landlock, syscall_filter
 from rpcmp.process.child import Child
 from rpcmp.process.confinement import Reach, hidden_by
-from rpcmp.process.environment import compute_environment
-from rpcmp.process.forking import Forks
+from rpcmp.process.fork_client import Forks
+from rpcmp.process.interpreter import compute_environment
 from tests.support.processes import makes_networks
 
 
@@ -60,7 +60,7 @@ def test_a_certificates_folder_is_hidden_and_an_authoritys(tmp_path: Path) -> No
 PROBE = """
 import ctypes, json, mmap, multiprocessing, os, resource, signal, socket, sys, tempfile, threading
 import torch
-from rpcmp.process import network
+from rpcmp.process import namespace as network
 from rpcmp.process.channel import begin_child
 
 libc = ctypes.CDLL(None, use_errno=True)
@@ -297,7 +297,7 @@ def test_a_kernel_that_lacks_something_is_told_of(monkeypatch: pytest.MonkeyPatc
     assert confinement.told() == "Landlock ABI 2, seccomp"
     assert "signal other processes" in confinement.lacks()
     monkeypatch.setattr(landlock, "abi", lambda: 0)
-    monkeypatch.setattr(syscallfilter, "is_available", lambda: False)
+    monkeypatch.setattr(syscall_filter, "is_available", lambda: False)
     assert confinement.told() == "no Landlock, no seccomp"
     assert "open all files of its user" in confinement.lacks()
     assert "Unix sockets" in confinement.lacks()

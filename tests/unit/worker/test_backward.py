@@ -12,15 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from rpcmp.errors import StageError, from_wire
-from rpcmp.schedule import Action, Limits, policy
-from rpcmp.split import WeightGradients, splittable
-from rpcmp.work import Bundle, Mode, Outputs, Work
-from rpcmp.worker.backward import Backwards, Kept, Memory
+from rpcmp.pipelining.schedule import Action, Limits, policy
+from rpcmp.rpc.messages import Bundle, Mode, Outputs, Work
+from rpcmp.worker.backward import Backwards, Failures, Kept, Memory, Missing
 from rpcmp.worker.boundary import LocalTape
-from rpcmp.worker.compute import ComputeThread
-from rpcmp.worker.failure import Failures
-from rpcmp.worker.missing import Missing
-from rpcmp.worker.rounds import Round, Task
+from rpcmp.worker.executor import ComputeThread, Round, Task
+from rpcmp.worker.weight_grad import WeightGradients, splittable
 from tests.support.gradients import lists
 
 SECONDS = 30.0  # after which a test that hangs fails

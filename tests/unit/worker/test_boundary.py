@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rpcmp import tree
-from rpcmp.work import Outputs
+from rpcmp.pipelining import pytree
+from rpcmp.rpc.messages import Outputs
 from rpcmp.worker.boundary import LocalTape, connect, sum_gradients, tensors_of
 from tests.support.gradients import lists
 
@@ -211,7 +211,7 @@ def test_outputs_of_several_kinds_are_connected_in_order() -> None:
 
     received = torch.tensor([1.0, -3.0], requires_grad=True)
     outputs = run_stage(split, [Outputs(received)])
-    assert [tree.describe(output) for output in outputs] == [
+    assert [pytree.describe(output) for output in outputs] == [
         "float32[2]",
         "int64[]",
         "bool[2]",

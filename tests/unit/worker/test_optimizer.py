@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from rpcmp.checkpoint.stage_state import StageState
 from rpcmp.errors import CheckpointError, ConfigError
-from rpcmp.snapshot.state import StageState
 from rpcmp.worker.model import StageModel
 from rpcmp.worker.optimizer import StageOptimizer
 from tests.support.stageoptimizers import made, state

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
 
-from rpcmp import plan
-from rpcmp.configfile import parse
+from rpcmp.config.loader import parse_config
 from rpcmp.errors import ConfigError
-from rpcmp.schedule import policy
-from rpcmp.work import Mode, Work
+from rpcmp.pipelining.assignment import assign
+from rpcmp.pipelining.schedule import policy
+from rpcmp.rpc.messages import Mode, Work
 from rpcmp.worker import precision
-from rpcmp.worker.compute import ComputeThread
+from rpcmp.worker.executor import ComputeThread
 from rpcmp.worker.model import StageModel
 from rpcmp.worker.optimizer import StageOptimizer
 from rpcmp.worker.precision import LossScale
@@ -122,7 +122,7 @@ def casts(output: Tensor) -> int:
 
 def test_a_weight_is_cast_once_a_layer_and_autocast_ends_with_it() -> None:
     job = {"loss": "torch.nn:MSELoss", "model": {"layers": f"{__name__}:weighed_layers"}}
-    model = StageModel(plan.assign(parse({**job, "autocast": "bfloat16"}))[0])
+    model = StageModel(assign(parse_config({**job, "autocast": "bfloat16"}))[0])
     work = Work(1, 1, 0, 1, 0, 2, 2, Mode.TRAIN)
     output = model.forward([torch.randn(2, 4)], work)
     assert output.dtype is torch.bfloat16
@@ -135,14 +135,14 @@ def test_a_weight_is_cast_once_a_layer_and_autocast_ends_with_it() -> None:
 
 
 def test_a_parameter_whose_gradient_cannot_be_unscaled_is_named() -> None:
-    config = parse(
+    config = parse_config(
         {
             "loss": "torch.nn:MSELoss",
             "model": {"layers": f"{__name__}:half_layers"},
             "loss_scaling": {},
         }
     )
-    assignment = plan.assign(config)[0]
+    assignment = assign(config)[0]
     model = StageModel(assignment)
     compute = ComputeThread(policy(config.schedule))
     with pytest.raises(ConfigError, match=r"the parameter 'half\.weight' is float16, so"):

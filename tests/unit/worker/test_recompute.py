@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rpcmp import seeds
-from rpcmp.split import Splitter, WeightGradients
-from rpcmp.work import Outputs
+from rpcmp.pipelining import layers
+from rpcmp.rpc.messages import Outputs
 from rpcmp.worker.boundary import LocalTape
 from rpcmp.worker.recompute import Buffers, Replay
+from rpcmp.worker.weight_grad import Splitter, WeightGradients
 from tests.support import splitlayers
 
 CPU = torch.device("cpu")
@@ -69,7 +69,7 @@ def micro_batches() -> list[Tensor]:
 
 def seeded(module: nn.Module, number: int) -> Forward:
     def compute(inputs: list[Any]) -> Any:
-        seeds.seed_all(0, "train", 1, number, "layer")
+        layers.seed_all(0, "train", 1, number, "layer")
         return module(*inputs)
 
     return compute

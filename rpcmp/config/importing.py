@@ -1,0 +1,277 @@
+"""Resolving "module:callable" names from a config.
+
+What a config may name on a host that was started with `--allow` or `--no-code`.
+
+Under an allow list, a name leads through modules that the list has, and to a function or a class
+that is defined in one of them: not to what such a module merely imports. `__module__` says where
+something is defined; only code of an allowed module could make its own say something else, and that
+code is trusted. A decorated function is where `functools.wraps` says. Anything without a
+trustworthy `__module__` is refused: instances, `functools.partial`, functions written in C.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import traceback
+from collections.abc import Callable, Iterable, Sequence
+from types import FunctionType, ModuleType
+from typing import Any
+
+from rpcmp.config.suggestion import what_there_is
+from rpcmp.config.types import Factory
+from rpcmp.errors import FactoryError, RpcmpError, one_line
+
+_MODELS = frozenset({"layers", "dataset", "loss", "entropy_ratio", "ink_accuracy"})
+
+BUILT_IN = {
+    "torch.nn": frozenset({"Module"}),
+    "torch.nn.functional": frozenset({"function"}),
+    "torch.optim": frozenset({"Optimizer"}),
+    "torch.optim.lr_scheduler": frozenset({"LRScheduler"}),
+    "rpcmp.metrics": frozenset({"accuracy"}),
+    "rpcmp.examples.branches": _MODELS | {"Module"},
+    "rpcmp.examples.digits": _MODELS,
+    "rpcmp.examples.encoder_decoder": _MODELS | {"Module"},
+    "rpcmp.examples.hybrid_devices": _MODELS | {"Module"},
+    "rpcmp.examples.residual_ddp": _MODELS | {"Module"},
+    "rpcmp.examples.resnet50": _MODELS,
+    "rpcmp.examples.stdlib_gpt": _MODELS,
+    "rpcmp.examples.two_parts": _MODELS | {"Module"},
+    "rpcmp.examples.two_towers": _MODELS | {"Module"},
+    "rpcmp.examples.unet": _MODELS | {"Module"},
+}
+"""What every allow list has, by module: names, and kinds of what is defined there. Nothing in it
+opens a file that its arguments name, or runs a program; `rpcmp.examples.llama` may do both."""
+
+
+class AllowList:
+    """The callables that jobs may use: those of BUILT_IN and of some modules.
+
+    Args:
+        prefixes: the modules; what lies below them is allowed as well.
+    """
+
+    def __init__(self, prefixes: Sequence[str]) -> None:
+        self._prefixes = tuple(prefixes)
+
+    def has_module(self, module: object) -> bool:
+        """Whether a name may lead through the module of this name."""
+        return self._is_below(module) or module in BUILT_IN
+
+    def find(self, module: str, attribute: str) -> Callable[..., Any]:
+        """Return what "module:attribute" names; imports nothing that is not allowed.
+
+        Raises:
+            FactoryError: it is not allowed; says why.
+            Exception: a module does not import, or has no such attribute.
+        """
+        for step in (*module.split("."), *attribute.split(".")):
+            if not step.isidentifier() or step.startswith("__"):
+                raise FactoryError(f"{step!r} is no name that a job may use")
+        if not self.has_module(module):
+            raise FactoryError(self._not_here(f"the module {module!r}"))
+        if not self._is_below(module):
+            return _built_in(module, attribute)
+        target: Any = self._imported(module)
+        for step in attribute.split("."):
+            target = self._step(target, step)
+        if not callable(target):
+            raise FactoryError(f"{attribute!r} is a module")
+        found: Callable[..., Any] = target
+        return found
+
+    def _is_below(self, module: object) -> bool:
+        if not isinstance(module, str):
+            return False
+        return any(f"{module}.".startswith(f"{prefix}.") for prefix in self._prefixes)
+
+    def _imported(self, module: str) -> ModuleType:
+        """Import a module step by step: none of its parents may be another module's second name."""
+        parts = module.split(".")
+        names = [".".join(parts[: count + 1]) for count in range(len(parts))]
+        for name in filter(self._is_below, names):
+            found = importlib.import_module(name)
+            if not self._is_below(getattr(found, "__name__", None)):
+                raise FactoryError(self._not_here(f"{name!r}, which is another module,"))
+        return importlib.import_module(module)
+
+    def _step(self, owner: object, name: str) -> object:
+        """An attribute of an allowed module or class, which has to be allowed itself."""
+        if isinstance(owner, ModuleType):
+            found = defined = getattr(owner, name)  # the module may import it only now
+            if isinstance(found, ModuleType) and self._is_below(found.__name__):
+                return found
+        elif isinstance(owner, type):
+            raw = inspect.getattr_static(owner, name)
+            defined = raw.__func__ if isinstance(raw, staticmethod | classmethod) else raw
+            found = getattr(owner, name) if isinstance(defined, FunctionType | type) else raw
+        else:
+            raise FactoryError(f"{name!r} is an attribute of {type(owner).__name__}")
+        if isinstance(defined, ModuleType):
+            raise FactoryError(self._not_here(f"the module {defined.__name__!r}"))
+        if not isinstance(defined, FunctionType | type):
+            what = f"{name!r} is {type(defined).__name__}, not a function or a class"
+            raise FactoryError(f"{what}: write a function around it")
+        if not self._is_below(defined.__module__):
+            raise FactoryError(self._not_here(f"{defined.__module__}.{defined.__qualname__}"))
+        return found
+
+    def _not_here(self, what: str) -> str:
+        given = f", and --allow adds {', '.join(self._prefixes)}" if self._prefixes else ""
+        return (
+            f"{what} is not among what this host allows: torch.nn, torch.optim, rpcmp.metrics and "
+            f"rpcmp.examples{given}"
+        )
+
+
+def _built_in(module: str, attribute: str) -> Callable[..., Any]:
+    """What a module of BUILT_IN has under a name, if it is of the kinds that are listed."""
+    found: Any = getattr(importlib.import_module(module), attribute, None)
+    if not attribute.startswith("_") and _is_built_in(module, attribute, found):
+        built_in: Callable[..., Any] = found
+        return built_in
+    raise FactoryError(f"{attribute!r} is not among what hosts allow of {module}")
+
+
+def _is_built_in(module: str, name: str, found: object) -> bool:
+    from torch import nn, optim
+
+    kinds = BUILT_IN[module]
+    home = getattr(found, "__module__", None)
+    if isinstance(found, FunctionType):
+        return home == module and bool(kinds & {name, "function"})
+    if not isinstance(found, type) or not isinstance(home, str):
+        return False
+    bases: dict[str, tuple[type, str]] = {
+        "torch.nn": (nn.Module, "torch.nn.modules."),
+        "torch.optim": (optim.Optimizer, "torch.optim."),
+        "torch.optim.lr_scheduler": (optim.lr_scheduler.LRScheduler, f"{module}."),
+    }
+    base, below = bases.get(module, (nn.Module, f"{module}."))
+    return base.__name__ in kinds and issubclass(found, base) and f"{home}.".startswith(below)
+
+
+_lists: list[AllowList] = []
+"""The allow list; empty where there is none, and anything may be named."""
+
+
+def limit(prefixes: Sequence[str] | None) -> None:
+    """Resolve only what an allow list has; see `rpcmp.config.importing`.
+
+    Args:
+        prefixes: modules that the list has besides what every list has; None: there is no list.
+    """
+    _lists[:] = [] if prefixes is None else [AllowList(prefixes)]
+
+
+def allowed_among(modules: Iterable[str]) -> list[str]:
+    """The modules among these that a job's callables may come from."""
+    return [module for module in modules if all(allowed.has_module(module) for allowed in _lists)]
+
+
+def resolve(name: str, what: str) -> Callable[..., Any]:
+    """The object named "module:callable".
+
+    Args:
+        name: module path and dotted attribute, such as "torch.optim:AdamW".
+        what: the config key, for the error message.
+
+    Raises:
+        FactoryError: it does not import, does not exist, is not callable, or not allowed here.
+    """
+    module_name, _, attribute = name.partition(":")
+    try:
+        for allowed in _lists:
+            return allowed.find(module_name, attribute)
+        target: Any = importlib.import_module(module_name)
+        for part in attribute.split("."):
+            target = getattr(target, part)
+    except FactoryError as error:
+        raise FactoryError(
+            f"{what} = {name!r} is refused by a server that was started with --allow or --no-code: "
+            f"{error}"
+        ) from error
+    except (Exception, SystemExit) as error:  # sys.exit() in a module must not end this process
+        raise FactoryError(f"{what} = {name!r} does not import: {explain_error(error)}") from error
+    if not callable(target):
+        raise FactoryError(f"{what} = {name!r} is {type(target).__name__}, not callable")
+    found: Callable[..., Any] = target
+    return found
+
+
+def accepting(factory: Factory, what: str, num_args: int = 0) -> Callable[..., Any]:
+    """The factory's callable, once its signature has the config's keyword arguments.
+
+    Args:
+        factory: the config's.
+        what: the config key, for the error message.
+        num_args: how many arguments it gets by position.
+
+    Raises:
+        FactoryError: it does not import, or takes no such keyword argument.
+    """
+    target = resolve(factory.callable, what)
+    known = _keywords(target, num_args)
+    for key in factory.kwargs:
+        if known is not None and key not in known:
+            raise FactoryError(
+                f"{what} = {factory.callable!r} got an unexpected keyword argument {key!r}"
+                f"{what_there_is(key, known)}"
+            )
+    return target
+
+
+def _keywords(target: Callable[..., Any], num_args: int) -> list[str] | None:
+    """Names of the arguments behind the first `num_args`; None if it may take any.
+
+    A decorator may take more than the function that it wraps, so its own signature counts.
+    """
+    try:
+        parameters = inspect.signature(target, follow_wrapped=False).parameters.values()
+    except (TypeError, ValueError):  # not written in Python
+        return None
+    if any(each.kind is each.VAR_KEYWORD for each in parameters):
+        return None
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    return [each.name for each in named if each not in positional[:num_args]]
+
+
+def create(factory: Factory, what: str, *args: Any) -> Any:
+    """What the factory's callable returns for `args` and the config's keyword arguments.
+
+    Raises:
+        FactoryError: it does not import, takes no such argument, or raised.
+    """
+    target = accepting(factory, what, len(args))
+    try:
+        return target(*args, **factory.kwargs)
+    except RpcmpError:
+        raise
+    except Exception as error:
+        raise FactoryError(
+            f"{what} = {factory.callable!r} failed: {explain_error(error)}"
+        ) from error
+
+
+def function(factory: Factory, what: str) -> Callable[..., Any]:
+    """A function of tensors, such as a loss or a metric.
+
+    A class (torch.nn:CrossEntropyLoss) is built with the keyword arguments and its instance called;
+    a function gets the keyword arguments in every call.
+    """
+    target = resolve(factory.callable, what)
+    if isinstance(target, type):
+        instance: Callable[..., Any] = create(factory, what)
+        return instance
+    return functools.partial(accepting(factory, what), **factory.kwargs)
+
+
+def explain_error(error: BaseException) -> str:
+    """The error in one line, then the part of its traceback that lies in the user's code."""
+    frames = traceback.extract_tb(error.__traceback__)
+    user = [frame for frame in frames if "importlib" not in frame.filename][1:]
+    lines = "".join(traceback.format_list(user)).rstrip()
+    return f"{one_line(error)}\n{lines}" if lines else one_line(error)

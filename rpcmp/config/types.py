@@ -1,0 +1,230 @@
+"""The kinds of values that sections of a configuration are made of.
+
+Strict, so that neither a wrong type nor an unknown key is taken for something else in silence.
+
+Sizes of memory as people write them: "8 GiB".
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    JsonValue,
+    PrivateAttr,
+    Tag,
+    TypeAdapter,
+    model_validator,
+)
+
+from rpcmp.errors import ConfigError
+
+UNITS = {
+    "B": 1,
+    **{f"{prefix}B": 1000**power for power, prefix in enumerate("kMGT", start=1)},
+    **{f"{prefix}iB": 1024**power for power, prefix in enumerate("KMGT", start=1)},
+}
+"""Bytes of each unit."""
+
+
+def parse_size(text: str) -> int:
+    """Bytes of "8 GiB" or "1.5 GB".
+
+    Raises:
+        ConfigError: it is no number and unit, or less than one byte.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([A-Za-z]+)", text)
+    size = int(float(match[1]) * UNITS.get(match[2], 0)) if match else 0
+    if size < 1:
+        raise ConfigError(f'{text!r} is no size; write one like "8 GiB" ({", ".join(UNITS)})')
+    return size
+
+
+def format_size(size: int) -> str:
+    """`size` bytes with a binary unit that leaves few digits, "1.5 GiB"."""
+    unit = next((unit for unit in ("TiB", "GiB", "MiB", "KiB") if abs(size) >= UNITS[unit]), "B")
+    return f"{size / UNITS[unit]:,.1f} {unit}" if unit != "B" else f"{size} B"
+
+
+_PLAIN: TypeAdapter[dict[str, JsonValue]] = TypeAdapter(dict[str, JsonValue])
+
+
+def _plain(arguments: dict[str, Any]) -> dict[str, Any]:
+    return _PLAIN.validate_python(_without_tuples(arguments))
+
+
+def _without_tuples(value: Any) -> Any:
+    """Tuples as lists: `betas=(0.9, 0.99)` is usual in code, and JSON has no other form for it."""
+    if isinstance(value, dict):
+        return {key: _without_tuples(item) for key, item in value.items()}
+    if isinstance(value, tuple | list):
+        return [_without_tuples(item) for item in value]
+    return value
+
+
+Arguments = Annotated[dict[str, Any], AfterValidator(_plain)]
+"""Keyword arguments: plain values only, since they travel to other hosts as JSON."""
+
+NAME = r"^[A-Za-z0-9_-]+$"
+
+
+class Strict(BaseModel):
+    """Base of all sections: unknown keys and wrong types are errors."""
+
+    model_config = ConfigDict(
+        extra="forbid", strict=True, frozen=True, ser_json_inf_nan="constants"
+    )
+
+
+class Factory(Strict):
+    """Something the job builds: a callable and its keyword arguments."""
+
+    callable: str = Field(
+        pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$", description='"module:callable"'
+    )
+    kwargs: Arguments = Field(default_factory=dict, description="its keyword arguments")
+
+    def adapted(self, own: Self | dict[str, Any]) -> Self:
+        """What a stage gets in the place of the job's factory, this one; see Own."""
+        if isinstance(own, Factory):
+            return own
+        return self.model_copy(update={"kwargs": {**self.kwargs, **own}})
+
+
+class ParameterGroup(BaseModel):
+    """Parameters that have options of their own: whatever else is given beside `match`."""
+
+    model_config = ConfigDict(extra="allow", strict=True, frozen=True, ser_json_inf_nan="constants")
+
+    match: list[str] = Field(
+        min_length=1,
+        description='their names in the unsplit model, with * and ?, such as "*.bias"',
+    )
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The optimizer's options that hold for them."""
+        return dict(self.__pydantic_extra__ or {})
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_options(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        options = _plain({key: value for key, value in given.items() if key != "match"})
+        if not options:
+            raise ValueError("what is different for them? give an option, such as lr = 0.1")
+        if "params" in options:
+            raise ValueError("`match` says which parameters; `params` is no option")
+        return {**given, **options}
+
+
+class OptimizerFactory(Factory):
+    """An optimizer."""
+
+    groups: list[ParameterGroup] = Field(
+        default_factory=list,
+        description="parameters that have other options, such as "
+        '[{ match = ["*.bias"], weight_decay = 0.0 }]; the first that matches holds',
+    )
+
+    _tied: list[list[str]] = PrivateAttr(default_factory=list)
+
+    def with_tied(self, tied: list[list[str]]) -> Self:
+        """A copy that knows the parameters with several names; `tied` is the config's."""
+        copy = self.model_copy()
+        copy._tied = tied
+        return copy
+
+    def names_of(self, parameter: str) -> list[str]:
+        """All names of a parameter in the unsplit model; its groups may match any of them."""
+        return next((names for names in self._tied if parameter in names), [parameter])
+
+
+def _expand(value: Any) -> Any:
+    return {"callable": value} if isinstance(value, str) else value
+
+
+FactoryOrName = Annotated[Factory, BeforeValidator(_expand)]
+"""A Factory; a bare "module:callable" stands for one without arguments."""
+
+OptimizerOrName = Annotated[OptimizerFactory, BeforeValidator(_expand)]
+"""The same for an optimizer."""
+
+
+def _own(value: Any) -> Any:
+    """A stage's table: a factory of its own, or arguments of the job's, but not both."""
+    value = _expand(value)
+    if isinstance(value, dict) and "callable" in value:
+        mixed = ", ".join(f"`{key}`" for key in value if key not in OptimizerFactory.model_fields)
+        if mixed:
+            raise ValueError(
+                f"{mixed} beside `callable`: what a stage has of its own is written "
+                "{ callable = ..., kwargs = { ... } }; a table without `callable` holds arguments "
+                "that override the job's"
+            )
+    elif isinstance(value, dict) and isinstance(value.get("kwargs"), dict):
+        raise ValueError(
+            "`kwargs` without `callable`: write arguments that override the job's as they are, "
+            "such as { lr = 0.1 }"
+        )
+    elif isinstance(value, dict) and "groups" in value:
+        raise ValueError(
+            "`groups` without `callable`: give them in the job's [optimizer], where `match` says "
+            "which parameters of which stage they are"
+        )
+    return value
+
+
+def _kind(value: Any) -> str:
+    is_factory = isinstance(value, Factory) or (isinstance(value, dict) and "callable" in value)
+    return "<factory>" if is_factory else "<arguments>"
+
+
+Own = Annotated[
+    Annotated[Factory, Tag("<factory>")] | Annotated[Arguments, Tag("<arguments>")],
+    Discriminator(_kind),
+    BeforeValidator(_own),
+]
+"""What one stage has instead of the job's: a factory, or arguments for the job's own. Tags in
+brackets are no keys: errors leave them out."""
+
+OwnOptimizer = Annotated[
+    Annotated[OptimizerFactory, Tag("<factory>")] | Annotated[Arguments, Tag("<arguments>")],
+    Discriminator(_kind),
+    BeforeValidator(_own),
+]
+"""The same for an optimizer."""
+
+Positive = Annotated[int, Field(ge=1)]
+
+Schedule = Literal["gpipe", "1f1b", "zero-bubble"]
+"""The names of rpcmp.pipelining.schedule's policies."""
+
+Autocast = Literal["bfloat16", "float16"]
+"""What `torch.autocast` computes in, where it does not have to be float32."""
+
+Balance = Annotated[
+    Annotated[list[Positive], Tag("<list>")] | Annotated[Literal["auto"], Tag("<auto>")],
+    Discriminator(lambda value: "<auto>" if isinstance(value, str) else "<list>"),
+]
+"""Layers of each stage, or "auto"."""
+
+
+def _size(text: str) -> str:
+    try:
+        parse_size(text)
+    except ConfigError as error:
+        raise ValueError(str(error)) from error
+    return text
+
+
+Size = Annotated[str, AfterValidator(_size)]
+"""A size such as "8 GiB"; see `rpcmp.config.types`."""

@@ -1,0 +1,154 @@
+"""Which code a module name stands for on this host, and what else a job has brought in here.
+
+Which Python files belong to the code in a folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.util
+import sys
+from collections.abc import Iterable, Iterator
+from importlib import metadata
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import BuiltinFunctionType, FunctionType, ModuleType
+
+
+def python_files(folder: Path) -> Iterator[Path]:
+    """Modules and packages: *.py, and folders with an __init__.py; nothing hidden.
+
+    Raises:
+        OSError: the folder cannot be read.
+    """
+    for path in sorted(folder.iterdir()):
+        if path.name.startswith("."):
+            continue
+        if path.suffix == ".py" and path.is_file():
+            yield path
+        elif path.is_dir() and (path / "__init__.py").is_file():
+            yield from python_files(path)
+
+
+COMPARED_BY_VERSION = ("torch",)
+"""Packages whose files need not be read: a release of theirs is always the same."""
+
+_RELEASES = {*COMPARED_BY_VERSION, *sys.stdlib_module_names}
+"""Packages of which a host's release is compared when it is asked to take part in a job."""
+
+
+def sha256_of(module: str) -> str:
+    """The hash of all Python files of a top-level module or package; without those in archives.
+
+    Of a package all, since what a job names imports from the rest of it: the files that a job
+    would send along, where it does.
+
+    Raises:
+        OSError: a file cannot be read.
+        ImportError: there is no such module.
+    """
+    spec = importlib.util.find_spec(module)
+    if spec is None:
+        raise ImportError(f"there is no module {module!r}")
+    digest = hashlib.sha256()
+    folders = [Path(folder) for folder in spec.submodule_search_locations or ()]
+    for folder in filter(Path.is_dir, folders):  # it may be an archive
+        for path in python_files(folder):
+            _add(digest, path.relative_to(folder).as_posix(), path)
+    if not folders and spec.origin and Path(spec.origin).exists():
+        _add(digest, Path(spec.origin).name, Path(spec.origin))
+    return digest.hexdigest()
+
+
+def of_job(named: Iterable[str]) -> dict[str, str]:
+    """What this process computes with, by what it is: "the code of 'my_model'" and its hash.
+
+    That is all of the modules that the job names, and the user's other ones that these have
+    imported by now: those that lie in the same folders. Of installed packages among them, or that
+    either of them uses, it is the release: their files differ where they were built otherwise.
+
+    Args:
+        named: modules, which can be imported here.
+
+    Raises:
+        OSError: a file cannot be read.
+        ImportError: there is no such module.
+    """
+    loaded = {name: module for name, module in list(sys.modules.items()) if "." not in name}
+    given = {name: _folders(importlib.util.find_spec(name)) for name in _tops(named)}
+    releases = {name: _release(name) for name in given if _is_package(given[name])}
+    folders = {folder for places in given.values() for folder in places if not _is_shared(folder)}
+    own = {name for name in given if releases.get(name) is None} | {
+        name
+        for name in _tops(loaded)
+        if name != "rpcmp" and folders & _folders(getattr(loaded[name], "__spec__", None))
+    }
+    releases |= {name: _release(name) for name in _used_by(own - {"rpcmp"}) - own}
+    return {
+        **{f"the code of {name!r}": sha256_of(name)[:12] for name in sorted(own)},
+        **{
+            f"the version of {name!r}": version
+            for name, version in sorted(releases.items())
+            if version is not None and name != "rpcmp"
+        },
+    }
+
+
+def _tops(modules: Iterable[str]) -> set[str]:
+    """The packages that these are in, but for those of which a host's release is known anyway."""
+    return {_top(name) for name in modules} - _RELEASES
+
+
+def _release(package: str) -> str | None:
+    """Its version without how it was built, "0.20.1" of "0.20.1+cpu"; None: it does not say."""
+    version = getattr(sys.modules.get(package), "__version__", None)
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        version = version or metadata.version(package)
+    return version.partition("+")[0] if isinstance(version, str) else None
+
+
+def _top(module: str) -> str:
+    return module.partition(".")[0]
+
+
+def _folders(spec: ModuleSpec | None) -> set[Path]:
+    """Where a top-level module of Python files was found."""
+    if spec is None:
+        return set()
+    places = list(spec.submodule_search_locations or ())
+    if not places and spec.has_location and spec.origin and spec.origin.endswith(".py"):
+        places = [spec.origin]
+    return {Path(place).parent for place in places}
+
+
+def _is_package(places: set[Path]) -> bool:
+    """Whether a module that was found in these folders was installed."""
+    return any(map(_is_shared, places))
+
+
+def _is_shared(folder: Path) -> bool:
+    """Whether what lies beside a module there has nothing to do with it."""
+    is_known = folder.name in ("site-packages", "dist-packages")
+    return is_known or any(folder.glob("*.dist-info"))
+
+
+def _used_by(packages: set[str]) -> set[str]:
+    """The packages whose modules, functions and classes the modules of `packages` have names for.
+
+    What these packages themselves need is not looked for: their versions stand for it.
+    """
+    modules = [module for name, module in list(sys.modules.items()) if _top(name) in packages]
+    values = [
+        value for module in modules for value in list(getattr(module, "__dict__", {}).values())
+    ]
+    names = [value.__name__ for value in values if isinstance(value, ModuleType)]
+    kinds = (type, FunctionType, BuiltinFunctionType)
+    names += [value.__module__ for value in values if isinstance(value, kinds) and value.__module__]
+    return _tops(name for name in names if isinstance(name, str))
+
+
+def _add(digest: hashlib._Hash, name: str, path: Path) -> None:
+    content = path.read_bytes()
+    digest.update(f"{name}\0{len(content)}\0".encode())
+    digest.update(content)

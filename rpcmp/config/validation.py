@@ -1,0 +1,215 @@
+"""What the keys of a configuration have to do with each other, beyond each section's own rules.
+
+Whatever contradicts itself is refused before anything starts, with the keys that do.
+
+What an event `eval` says: the loss and the metrics, beside what every event has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from rpcmp.config import addresses, topology
+from rpcmp.config.suggestion import did_you_mean, nearest
+from rpcmp.config.topology import DRIVER, num_bundles
+from rpcmp.config.types import Factory
+from rpcmp.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rpcmp.config.schema import Config
+    from rpcmp.config.sections import StageConfig
+
+
+EVALUATION_KEYS = ("event", "step", "epoch", "time", "generation")
+"""Of the event; no metric can have such a name."""
+
+
+def evaluation_values(event: Mapping[str, Any]) -> dict[str, Any]:
+    """Loss and metrics by name."""
+    return {name: value for name, value in event.items() if name not in EVALUATION_KEYS}
+
+
+RESERVED_METRICS = {*EVALUATION_KEYS, "loss"}
+"""What an evaluation's event holds besides the metrics."""
+
+
+def check(config: Config) -> None:
+    """Check all of them.
+
+    Raises:
+        ValueError: which keys do not go together; pydantic makes it an error of the config's.
+    """
+    for rule in RULES:
+        rule(config)
+
+
+def warnings(config: Config) -> list[str]:
+    """What is allowed and hardly meant: replicas that compute nothing of any step."""
+    stages = zip(config.stage_names, config.stages, strict=False)
+    found = ((name, stage.shares, _idle(config, name)) for name, stage in stages)
+    return [
+        f"stage {name!r}: {_counted('replica', idle)} will have nothing to do, since a step has "
+        f"only {_step(config)}; {_remedy(config, shares)}"
+        for name, shares, idle in found
+        if idle
+    ]
+
+
+def _num_bundles(config: Config) -> int:
+    return num_bundles(config.num_full_microbatches, config.microbatches_per_message)
+
+
+def _idle(config: Config, stage: str) -> list[int]:
+    """The replicas of a stage whose turn never comes; see rpcmp.config.topology."""
+    turns = config.turns_of(stage)
+    count = _num_bundles(config)
+    return [r for r in range(turns.num_replicas) if not turns.numbers(r, count)]
+
+
+def _step(config: Config) -> str:
+    """What a step has, in words."""
+    count = config.num_full_microbatches
+    microbatches = f"{count} micro-batch{'es' if count > 1 else ''}"
+    if config.microbatches_per_message == 1:
+        return microbatches
+    messages = _num_bundles(config)
+    return f"{messages} message{'s' if messages > 1 else ''} of {microbatches}"
+
+
+def _remedy(config: Config, shares: list[int] | None) -> str:
+    is_short = config.num_full_microbatches < config.num_microbatches
+    found = ["raise data.batch_size" if is_short else "raise num_microbatches"]
+    if config.microbatches_per_message > 1:
+        found.insert(0, "lower microbatches_per_message")
+    if shares:
+        found.append("make its shares more equal")
+    return " or ".join(found)
+
+
+def _counted(what: str, numbers: list[int]) -> str:
+    return f"{what}{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
+
+
+def _check_stages(config: Config) -> None:
+    if config.model is None and not config.stages:
+        raise ValueError("a job needs [model] with layers, or [[stages]] with modules")
+    names = config.stage_names
+    for name in names:
+        if names.count(name) > 1 or name in (*topology.SOURCES, DRIVER):
+            raise ValueError(f"the stage name {name!r} is taken twice or reserved")
+    with_address = sum(bool(stage.addresses) for stage in config.stages)
+    if with_address not in (0, config.num_stages):
+        raise ValueError(
+            f"{with_address} of {config.num_stages} stages have addresses; give one to each, or "
+            "to none to run all on localhost"
+        )
+    for index in range(config.num_stages):
+        _check_stage(config, names[index], config.stage(index))
+
+
+def _check_tied(config: Config) -> None:
+    for names in config.tied:
+        if len(names) < 2:
+            raise ValueError(f"tied: {names} names one parameter; name at least two")
+    every = [name for names in config.tied for name in names]
+    if twice := sorted({name for name in every if every.count(name) > 1}):
+        raise ValueError(f"tied: {', '.join(twice)} is named twice; list all that are one together")
+
+
+def _check_replicas(config: Config) -> None:
+    if config.balance_replicas and not config.is_replicated:
+        raise ValueError(
+            "balance_replicas = true, but no stage has replicas: give one several `addresses`, "
+            "or `replicas`"
+        )
+
+
+def _check_stage(config: Config, name: str, stage: StageConfig) -> None:
+    if config.model is None and stage.module is None:
+        raise ValueError(f"stage {name!r} needs a `module`, or the job a [model]")
+    if config.model is not None and (
+        stage.module or stage.inputs or stage.kwargs or stage.prefix is not None
+    ):
+        raise ValueError(
+            f"stage {name!r}: `module`, `kwargs`, `prefix` and `inputs` do not go with [model], "
+            "whose named layers form a chain"
+        )
+    if config.scheduler is None and stage.scheduler and not isinstance(stage.scheduler, Factory):
+        raise ValueError(
+            f"stage {name!r}: `scheduler` gives arguments to the job's, which has none; give "
+            "the job a `scheduler`, or the stage one of its own: { callable = ... }"
+        )
+    for address in stage.addresses:
+        try:
+            addresses.parse(address)
+        except ConfigError as error:
+            raise ValueError(f"stage {name!r}: {error}") from error
+
+
+def _check_metrics(config: Config) -> None:
+    if taken := RESERVED_METRICS & set(config.metrics):
+        raise ValueError(f"no metric can be called {', '.join(map(repr, sorted(taken)))}")
+    known = ["loss", *config.metrics]
+    for key, watched in config.watched.items():
+        # Which keys a metric has that gives a dict only the first evaluation shows.
+        if watched not in known and not any(watched.startswith(f"{m}.") for m in config.metrics):
+            hint = did_you_mean(nearest(watched, known))
+            raise ValueError(f"{key} = {watched!r} is not among {', '.join(known)}{hint}")
+
+
+def _check_evaluation(config: Config) -> None:
+    if config.evaluate_every and config.evaluate_every_steps:
+        raise ValueError("give `evaluate_every` (epochs) or `evaluate_every_steps`, not both")
+    needing = {
+        "evaluate_every_steps": config.evaluate_every_steps,
+        "[early_stopping]": config.early_stopping,
+        "checkpoint.best": config.checkpoint and config.checkpoint.best,
+    }
+    wanted = [key for key, value in needing.items() if value is not None]
+    if wanted and (config.data is None or config.data.test is None):
+        raise ValueError(f"{wanted[0]} needs an evaluation dataset: give `test` in [data]")
+    if config.early_stopping and not (config.evaluate_every_epochs or config.evaluate_every_steps):
+        raise ValueError("[early_stopping] needs evaluations, and evaluate_every is 0")
+
+
+def _check_loss_scaling(config: Config) -> None:
+    in_float16 = [
+        repr(name)
+        for index, name in enumerate(config.stage_names)
+        if config.autocast_of(index) == "float16"
+    ]
+    if in_float16 and config.loss_scaling is None:
+        raise ValueError(
+            f'autocast = "float16" (stage {", ".join(in_float16)}) loses small gradients '
+            "without loss scaling: add a section [loss_scaling], which may be empty, or take "
+            '"bfloat16"'
+        )
+
+
+def _check_count(config: Config) -> None:
+    model = config.model
+    if model is None:
+        return
+    counts = {
+        "balance": len(model.balance) if isinstance(model.balance, list) else None,
+        "num_stages": model.num_stages,
+        "[[stages]]": len(config.stages) or None,
+    }
+    given = {key: count for key, count in counts.items() if count}
+    if len(set(given.values())) > 1:
+        said = ", ".join(f"{key} says {count}" for key, count in given.items())
+        raise ValueError(f"how many stages? {said}")
+    if config.is_balanced_by_measurement and not given:
+        raise ValueError('balance = "auto" for how many stages? give num_stages or [[stages]]')
+
+
+RULES = (
+    _check_stages,
+    _check_tied,
+    _check_replicas,
+    _check_metrics,
+    _check_evaluation,
+    _check_loss_scaling,
+    _check_count,
+)

@@ -1,1 +1,0 @@
-"""The control plane: health, job control and rendezvous over gRPC."""

@@ -1,0 +1,114 @@
+"""What a stage reads of the batch, fetched from the driver a few micro-batches at a time.
+
+One question for every micro-batch would double the messages of a stage that reads the batch. Not
+all at once either: a stage must not hold more of a mini-batch because that has more micro-batches.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+from torch.futures import Future
+
+from rpcmp.config.topology import DRIVER, ReplicaShare
+from rpcmp.data.batch_server import Source
+from rpcmp.rpc.messages import Bundle, Outputs, microbatches_of
+from rpcmp.rpc.transport import NOBODY, Raised, Transport, attempt, outcome, when_all
+
+GROUP = 8
+"""Micro-batches that are fetched together."""
+
+
+class _Key(NamedTuple):
+    round: int
+    kind: str
+    path: tuple[str, ...]
+    reader: int
+    group: int
+
+
+class Slices:
+    """The slices that were asked for and not taken yet. Thread-safe.
+
+    Args:
+        own: the bundles that this worker computes; it fetches nothing for others.
+        peers: the other members of the group; the driver is one.
+    """
+
+    def __init__(self, own: ReplicaShare, peers: Transport) -> None:
+        self._own = own
+        self._peers = peers
+        self._lock = threading.Lock()
+        self._caller = ThreadPoolExecutor(1, "rpcmp-slices")
+        self._groups: dict[_Key, Future[Any]] = {}
+        self._left: dict[_Key, int] = {}
+
+    def get(self, bundle: Bundle, kind: str, path: tuple[str, ...], reader: int) -> Future[Any]:
+        """Outputs, one for each micro-batch of a bundle, or a Raised; to be asked for once.
+
+        Args:
+            bundle: which micro-batches.
+            kind, path: what of them; see `Source.slices`.
+            reader: which input of the stage it is for. Each gets tensors of its own, so that a
+                layer that works in place changes no other input.
+        """
+        own = microbatches_of(bundle, self._own.numbers(bundle.num_bundles))
+        places = [own.index(work.microbatch) for work in bundle.works]
+        with self._lock:
+            groups = [self._group(bundle, own, at, kind, path, reader) for at in places]
+        answer: Future[Any] = Future()
+
+        def arrived(found: list[Any]) -> None:
+            failed = next((group for group in found if isinstance(group, Raised)), None)
+            slices = zip(places, found, strict=True)
+            answer.set_result(failed or [Outputs(group[at % GROUP]) for at, group in slices])
+
+        when_all([(NOBODY, group) for group in groups], arrived)
+        return answer
+
+    def _group(
+        self,
+        bundle: Bundle,
+        own: Sequence[int],
+        at: int,
+        kind: str,
+        path: tuple[str, ...],
+        reader: int,
+    ) -> Future[Any]:
+        """The slices of the group that has the micro-batch `own[at]`."""
+        key = _Key(bundle.round, kind, path, reader, at // GROUP)
+        group = self._groups.get(key)
+        if group is None:
+            wanted = list(own[key.group * GROUP :][:GROUP])
+            group = self._fetch(bundle.round, kind, path, wanted)
+            self._groups[key], self._left[key] = group, len(wanted)
+        self._left[key] -= 1
+        if not self._left[key]:
+            del self._groups[key], self._left[key]
+        return group
+
+    def _fetch(self, *what: Any) -> Future[Any]:
+        """Ask the driver, on a thread of its own: outside of the micro-batch's autograd context.
+
+        Inside, torch would make the driver a part of that context, with a message more to leave it.
+        """
+        answer: Future[Any] = Future()
+
+        def ask() -> None:
+            called = attempt(lambda: self._peers.call(DRIVER, Source.slices, *what))
+            if isinstance(called, Raised):
+                answer.set_result(called)
+            else:
+                called.add_done_callback(lambda done: answer.set_result(outcome(done, DRIVER)))
+
+        self._caller.submit(ask)
+        return answer
+
+    def forget(self) -> None:
+        """Let go of what was asked for and will not be taken: a round was aborted."""
+        with self._lock:
+            self._groups.clear()
+            self._left.clear()

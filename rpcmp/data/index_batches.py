@@ -1,0 +1,125 @@
+"""Mini-batches as the driver sees them where the stages load the samples: indices, and no tensor.
+
+    draw 5, 6, 7 ──announce──> every stage that reads the batch: loads them in the background
+    step 5       ──────────── "the mini-batch with number 5" ───────> takes slices of what is there
+    draw 8       ──announce──> ...
+
+So many are announced ahead as loader processes can begin at once, and as many again.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+
+from rpcmp.data.batches import Key, Order
+from rpcmp.rpc.messages import Drawn
+
+AHEAD = 2
+"""Mini-batches for each loader process that are loaded before they are needed."""
+
+
+class Announcer(NamedTuple):
+    """What all datasets of a job share.
+
+    Attributes:
+        tell: tells the stages of mini-batches that they will be asked for.
+        num_ahead: how many of them before they are needed.
+        numbers: of the mini-batches, in the order in which they are drawn.
+    """
+
+    tell: Callable[[Sequence[Drawn]], None]
+    num_ahead: int
+    numbers: Iterator[int]
+
+
+class SampledThere:
+    """The order of samples by the config's own sampler, which is where the samples are.
+
+    Args:
+        ask: gives the indices of an epoch's samples, int64; counted from 0.
+    """
+
+    def __init__(self, ask: Callable[[int], torch.Tensor]) -> None:
+        self._ask = ask
+        self._indices: list[int] = ask(0).tolist()
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+    def set_epoch(self, epoch: int) -> None:
+        """See rpcmp.data.batches.Epochs."""
+        self._indices = self._ask(epoch).tolist()
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._indices)
+
+
+class Draws:
+    """The mini-batches of one dataset, epoch after epoch, those of `rpcmp.data.batches.Batches`.
+
+    Args:
+        dataset: "train" or "test".
+        order: of its samples.
+        announcer: told of each mini-batch in advance.
+        total: mini-batches that will be asked for, epoch after epoch, so that an epoch's first ones
+            are loaded while the one before ends; 0: each epoch is asked for by itself.
+    """
+
+    def __init__(self, dataset: str, order: Order, announcer: Announcer, total: int = 0) -> None:
+        self._dataset = dataset
+        self._order = order
+        self._announcer = announcer
+        self._total = total
+        self._announced: deque[Drawn] = deque()
+        self._coming: Iterator[Drawn] = iter(())
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    @property
+    def fewest(self) -> int:
+        """Samples of the smallest mini-batch, the last of an epoch."""
+        return self._order.fewest
+
+    def close(self) -> None:
+        """There is nothing to end: the stages load."""
+
+    def first(self) -> Drawn:
+        """The first mini-batch of the first epoch; no other is loaded for it."""
+        self._announced.clear()
+        (drawn,) = itertools.islice(self._draw(1, 0), 1)
+        self._announcer.tell([drawn])
+        return drawn
+
+    def epoch(self, epoch: int, first: int = 0) -> Iterator[Drawn]:
+        """Each mini-batch of `epoch`, counted from 1, from the one whose index is `first` on."""
+        if not self._announced or self._announced[0].place != (epoch, first):
+            self._announced.clear()
+            self._coming = self._draw(epoch, first)
+        for _ in range(first, len(self)):
+            self._announce()
+            yield self._announced.popleft()
+
+    def _announce(self) -> None:
+        """The one that is needed now, and some of those after it."""
+        missing = 1 + self._announcer.num_ahead - len(self._announced)
+        if drawn := list(itertools.islice(self._coming, missing)):
+            self._announcer.tell(drawn)
+            self._announced.extend(drawn)
+
+    def _draw(self, epoch: int, first: int) -> Iterator[Drawn]:
+        last = max(epoch * len(self), self._total)
+        left = range(first + (epoch - 1) * len(self), last)
+        for _, key in zip(left, self._keys(epoch, first), strict=False):
+            yield Drawn(next(self._announcer.numbers), self._dataset, *key)
+
+    def _keys(self, epoch: int, first: int) -> Iterator[Key]:
+        while True:
+            self._order.begin(epoch, first)
+            yield from self._order
+            epoch, first = epoch + 1, 0

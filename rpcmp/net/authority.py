@@ -1,0 +1,403 @@
+"""A private certificate authority, for those who have none: a key and a certificate in a folder.
+
+    DIR/ca.crt, ca.key                     the authority; its key never leaves this folder
+    DIR/issued.txt                         what it has issued, see `rpcmp.net.certificates`
+    DIR/ca.crl                             what it has revoked, once it has revoked anything
+    DIR/stage1/ca.crt, tls.crt, tls.key    what stage 1's host gets, and ca.crl if there is one
+
+Elliptic curve P-256 throughout: every TLS library has it, and a handshake takes well under a
+millisecond of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+from rpcmp.errors import SecurityError
+from rpcmp.net import certificates, name_constraints
+from rpcmp.net.certificates import Issued, write
+from rpcmp.net.identity import CA, CERTIFICATE, CRL, KEY, Role, require_private
+
+CA_KEY = "ca.key"
+CA_DAYS = 730
+SKEW = timedelta(minutes=5)
+"""What hosts' clocks may differ by: a fresh certificate is valid from so long ago."""
+NEVER = datetime(9999, 12, 31, 23, 59, 59, tzinfo=UTC)
+"""When a CRL expires. It is copied by hand: one that was not copied again must not stop runs."""
+
+PEM = serialization.Encoding.PEM
+
+
+class Authority:
+    """An authority's key and certificate, to sign with.
+
+    Attributes:
+        folder: where they lie.
+        certificate: its own.
+    """
+
+    def __init__(
+        self, folder: Path, key: ec.EllipticCurvePrivateKey, certificate: x509.Certificate
+    ) -> None:
+        self.folder = folder
+        self.certificate = certificate
+        self._key = key
+
+    @classmethod
+    def load(cls, folder: Path) -> Authority:
+        """Load the authority in `folder`.
+
+        Raises:
+            SecurityError: there is none, or its files cannot be used.
+        """
+        try:
+            require_private(folder / CA_KEY)
+            key = serialization.load_pem_private_key((folder / CA_KEY).read_bytes(), None)
+            certificate = x509.load_pem_x509_certificate((folder / CA).read_bytes())
+        except FileNotFoundError as error:
+            raise SecurityError(
+                f"{error.filename} is missing: `rpcmp certs init {folder}` makes an authority"
+            ) from error
+        except (OSError, ValueError, TypeError) as error:
+            raise SecurityError(f"the authority in {folder} cannot be used: {error}") from error
+        if not isinstance(key, ec.EllipticCurvePrivateKey):
+            raise SecurityError(f"{folder / CA_KEY} is no elliptic curve key, so not one of ours")
+        return cls(folder, key, certificate)
+
+    @property
+    def permitted(self) -> list[x509.GeneralName] | None:
+        """Names that it may certify; None: all of them, as rpcmp 0.1.0 made authorities."""
+        return name_constraints.of(self.certificate)
+
+    @property
+    def not_after(self) -> datetime:
+        """Its expiry, UTC."""
+        return self.certificate.not_valid_after_utc
+
+    @property
+    def is_aged(self) -> bool:
+        """Whether less than half of its life is left."""
+        begin = self.certificate.not_valid_before_utc
+        return datetime.now(UTC) > begin + (self.not_after - begin) / 2
+
+    @property
+    def issued(self) -> list[Path]:
+        """The folders that it has issued certificates into."""
+        return sorted(path.parent for path in self.folder.glob(f"*/{CERTIFICATE}"))
+
+    def sign(self, builder: x509.CertificateBuilder) -> x509.Certificate:
+        """Certify what a builder describes."""
+        ours = x509.AuthorityKeyIdentifier.from_issuer_public_key(self._key.public_key())
+        builder = builder.issuer_name(self.certificate.subject)
+        return builder.add_extension(ours, critical=False).sign(self._key, hashes.SHA256())
+
+    def renew(self, days: int, permitted: Sequence[x509.GeneralName] | None) -> None:
+        """Certify itself anew, under the same key and name, in every folder that it has issued.
+
+        Raises:
+            SecurityError: a file cannot be written.
+        """
+        self.certificate = _own(self._key, self.certificate.subject, days, permitted)
+        for folder in (self.folder, *self.issued):
+            write(folder / CA, self.certificate.public_bytes(PEM), 0o644)
+
+    def revoke(self, serials: Iterable[int]) -> None:
+        """Add certificates to the CRL, in every folder that it has issued.
+
+        Raises:
+            SecurityError: a file cannot be read or written.
+        """
+        now = datetime.now(UTC)
+        before = self.revoked()
+        number = 1 + max((_number(crl) for crl in before), default=0)
+        ours = x509.AuthorityKeyIdentifier.from_issuer_public_key(self._key.public_key())
+        builder = (
+            x509.CertificateRevocationListBuilder()
+            .issuer_name(self.certificate.subject)
+            .last_update(now - SKEW)
+            .next_update(NEVER)
+            .add_extension(x509.CRLNumber(number), critical=False)
+            .add_extension(ours, critical=False)
+        )
+        entries = {entry.serial_number: entry for crl in before for entry in crl}
+        for serial in serials:
+            entry = x509.RevokedCertificateBuilder().serial_number(serial).revocation_date(now)
+            entries.setdefault(serial, entry.build())
+        for one in entries.values():
+            builder = builder.add_revoked_certificate(one)
+        content = builder.sign(self._key, hashes.SHA256()).public_bytes(PEM)
+        for folder in (self.folder, *self.issued):
+            write(folder / CRL, content, 0o644)
+
+    def revoked(self) -> list[x509.CertificateRevocationList]:
+        """Return its CRL; nothing if it has revoked nothing yet.
+
+        Raises:
+            SecurityError: the CRL cannot be read, or another authority has signed it.
+        """
+        path = self.folder / CRL
+        try:
+            crl = x509.load_pem_x509_crl(path.read_bytes())
+        except FileNotFoundError:
+            return []
+        except (OSError, ValueError) as error:
+            raise SecurityError(
+                f"{path} cannot be used: {error}; copy the newest ca.crl of an issued folder or of "
+                "a host there, or what it revokes is valid again"
+            ) from error
+        if not crl.is_signature_valid(self._key.public_key()):
+            raise SecurityError(f"{path} is another authority's")
+        return [crl]
+
+
+def create(
+    folder: Path, hosts: Sequence[str] = (), permit: Sequence[str] = (), days: int = CA_DAYS
+) -> None:
+    """Make a certificate authority in `folder`, for names around `hosts` only.
+
+    Args:
+        folder: to make it in.
+        hosts: names and IP addresses; each permits its domain or private network.
+        permit: domains, hosts, addresses and networks that are permitted besides.
+        days: how long it is valid.
+
+    Raises:
+        SecurityError: there is one, the folder cannot be written, or a host is no name.
+    """
+    if (folder / CA_KEY).exists():
+        raise SecurityError(
+            f"{folder} has a certificate authority: to replace it would make all of its "
+            "certificates worthless. Choose another folder, or remove this one"
+        )
+    permitted = [*name_constraints.ALWAYS]
+    for subtree in (*map(name_constraints.asked, permit), *map(name_constraints.around, hosts)):
+        if not name_constraints.is_permitted(subtree, permitted):
+            permitted.append(subtree)
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "rpcmp private CA")])
+    certificate = _own(key, name, days, permitted)
+    write(folder / CA_KEY, _pem(key), 0o600)
+    write(folder / CA, certificate.public_bytes(PEM), 0o644)
+
+
+def permit(folder: Path, hosts: Sequence[str]) -> bool:
+    """Permit an authority to certify `hosts`, which other hosts believe once they have its ca.crt.
+
+    Returns:
+        whether it was widened; otherwise it was permitted already.
+
+    Raises:
+        SecurityError: there is no authority, a host is no name, or a file cannot be written.
+    """
+    authority = Authority.load(folder)
+    permitted = authority.permitted
+    if permitted is None:
+        return False
+    more = [
+        name_constraints.around(host)
+        for host in hosts
+        if not name_constraints.is_permitted(name_constraints.name_of(host), permitted)
+    ]
+    if more:
+        begin = authority.certificate.not_valid_before_utc
+        authority.renew((authority.not_after - begin).days, [*permitted, *dict.fromkeys(more)])
+    return bool(more)
+
+
+def renew(folder: Path) -> bool:
+    """Renew an authority of which less than half of its life is left; whether it was.
+
+    Raises:
+        SecurityError: there is none, or a file cannot be written.
+    """
+    authority = Authority.load(folder)
+    if authority.is_aged:
+        authority.renew(CA_DAYS, authority.permitted)
+        return True
+    return False
+
+
+def issue(
+    folder: Path,
+    name: str,
+    role: Role,
+    hosts: Sequence[str],
+    days: int,
+    begin: datetime | None = None,
+) -> Path:
+    """Issue a certificate, or renew one: servers that use it take up the new files by themselves.
+
+    Args:
+        folder: of the authority, which is permitted to certify the hosts if it was not.
+        name: of the folder in it that gets ca.crt, tls.crt and tls.key.
+        role: what its holder may be.
+        hosts: names and IP addresses that a server is reached at.
+        days: how long it is valid.
+        begin: from when on; None: now.
+
+    Returns:
+        that folder.
+
+    Raises:
+        SecurityError: there is no authority, a host is no name, or the authority expires before.
+    """
+    names = [x509.UniformResourceIdentifier(role.uri), *map(name_constraints.name_of, hosts)]
+    permit(folder, hosts)
+    authority = Authority.load(folder)
+    key = ec.generate_private_key(ec.SECP256R1())
+    usages = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
+    # Certificates without DNS names have a common name, which must not be taken for one: hence
+    # the space.
+    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"rpcmp {name}")])
+    builder = (
+        _builder(subject, key, days, begin)
+        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        .add_extension(_usage(signs_certificates=False), critical=True)
+        .add_extension(x509.ExtendedKeyUsage(usages), critical=False)
+        .add_extension(x509.SubjectAlternativeName(names), critical=False)
+    )
+    certificate = authority.sign(builder)
+    if certificate.not_valid_after_utc > authority.not_after:
+        raise SecurityError(
+            f"the authority in {folder} expires on {authority.not_after:%Y-%m-%d}, before a "
+            f"certificate of {days} days: give fewer --days, or `rpcmp certs renew {folder}`"
+        )
+    return _put(authority, name, key, certificate)
+
+
+def revoke(folder: Path, name: str) -> int:
+    """Revoke every valid certificate that was issued under `name`, in DIR/ca.crl and its copies.
+
+    Returns:
+        how many were revoked.
+
+    Raises:
+        SecurityError: there is no authority, or no certificate to revoke.
+    """
+    authority = Authority.load(folder)
+    _adopt(authority, name)
+    done = {entry.serial_number for crl in authority.revoked() for entry in crl}
+    now = datetime.now(UTC)
+    found = {
+        one.serial
+        for one in certificates.read(folder)
+        if one.name == name and one.not_after > now and one.serial not in done
+    }
+    if not found:
+        raise SecurityError(
+            f"{folder} has issued nothing under the name {name!r} that is valid, so there is "
+            "nothing to revoke"
+        )
+    authority.revoke(found)
+    return len(found)
+
+
+def is_revoked(folder: Path, name: str) -> bool:
+    """Return whether the certificate in DIR/NAME is revoked.
+
+    Raises:
+        SecurityError: there is no authority, or a file cannot be read.
+    """
+    authority = Authority.load(folder)
+    serial = _certificate(authority.folder / name / CERTIFICATE).serial_number
+    return any(crl.get_revoked_certificate_by_serial_number(serial) for crl in authority.revoked())
+
+
+def _put(
+    authority: Authority, name: str, key: ec.EllipticCurvePrivateKey, certificate: x509.Certificate
+) -> Path:
+    """Record a certificate, and then write its folder: what is in use can always be revoked."""
+    crl = authority.revoked()
+    _adopt(authority, name)
+    certificates.add(authority.folder, Issued.of(certificate, name))
+    issued = authority.folder / name
+    write(issued / KEY, _pem(key), 0o600)
+    write(issued / CERTIFICATE, certificate.public_bytes(PEM), 0o644)
+    write(issued / CA, authority.certificate.public_bytes(PEM), 0o644)
+    for one in crl:
+        write(issued / CRL, one.public_bytes(PEM), 0o644)
+    return issued
+
+
+def _adopt(authority: Authority, name: str) -> None:
+    """Record what rpcmp 0.1.0 has issued into DIR/NAME, which kept no record."""
+    try:
+        content = (authority.folder / name / CERTIFICATE).read_bytes()
+        found = x509.load_pem_x509_certificate(content)
+    except (FileNotFoundError, ValueError):  # none, or a broken one that issuing mends
+        return
+    if found.serial_number not in {one.serial for one in certificates.read(authority.folder)}:
+        certificates.add(authority.folder, Issued.of(found, name))
+
+
+def _certificate(path: Path) -> x509.Certificate:
+    try:
+        return x509.load_pem_x509_certificate(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise SecurityError(f"{path} is no certificate that can be read: {error}") from error
+
+
+def _number(crl: x509.CertificateRevocationList) -> int:
+    return crl.extensions.get_extension_for_class(x509.CRLNumber).value.crl_number
+
+
+def _own(
+    key: ec.EllipticCurvePrivateKey,
+    name: x509.Name,
+    days: int,
+    permitted: Sequence[x509.GeneralName] | None,
+) -> x509.Certificate:
+    """Return an authority's certificate of itself."""
+    builder = (
+        _builder(name, key, days)
+        .issuer_name(name)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .add_extension(_usage(signs_certificates=True), critical=True)
+    )
+    if permitted is not None:
+        builder = builder.add_extension(x509.NameConstraints(permitted, None), critical=True)
+    return builder.sign(key, hashes.SHA256())
+
+
+def _builder(
+    subject: x509.Name, key: ec.EllipticCurvePrivateKey, days: int, begin: datetime | None = None
+) -> x509.CertificateBuilder:
+    now = begin or datetime.now(UTC)
+    return (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - SKEW)
+        .not_valid_after(now + timedelta(days=days))
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+    )
+
+
+def _usage(signs_certificates: bool) -> x509.KeyUsage:
+    return x509.KeyUsage(
+        digital_signature=not signs_certificates,
+        key_cert_sign=signs_certificates,
+        crl_sign=signs_certificates,
+        content_commitment=False,
+        key_encipherment=False,
+        data_encipherment=False,
+        key_agreement=False,
+        encipher_only=False,
+        decipher_only=False,
+    )
+
+
+def _pem(key: ec.EllipticCurvePrivateKey) -> bytes:
+    return key.private_bytes(
+        serialization.Encoding.PEM,
+        serialization.PrivateFormat.PKCS8,
+        serialization.NoEncryption(),
+    )

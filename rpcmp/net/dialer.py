@@ -1,0 +1,279 @@
+"""Opening connections to stage servers.
+
+gRPC to a stage server, through a connection whose TLS is ours.
+
+gRPC cannot be told to insist on TLS 1.3, to look for a role in a certificate, or to ask whose a
+server is. So its channel ends at a Unix socket in this process, in a folder that only its user can
+look into, and what it sends there goes on over a connection of the Dialer. That has our
+certificate, so only this very process may connect: no other one of its user, such as a worker that
+runs a job's code.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+import ssl
+import struct
+
+from rpcmp.config.addresses import parse
+from rpcmp.errors import RpcmpError, SecurityError, UnreachableError
+from rpcmp.net.accept import connections
+from rpcmp.net.identity import GRPC
+from rpcmp.net.local_peer import require_own_server
+from rpcmp.net.security import Security
+from rpcmp.net.splice import splice
+from rpcmp.net.tls import End, Session, refusal
+from rpcmp.process import tempdirs
+from rpcmp.process.tcp_stats import keep_alive
+
+OPEN_SECONDS = 6.0
+"""How long a host may take to answer, handshake included."""
+
+HINT_SECONDS = 2.0
+"""How long to find out why it did not."""
+
+
+class Dialer:
+    """Opens connections to stage servers, as whom our certificate says that we are.
+
+    Args:
+        security: what this process was told about it.
+        server_name: whom their certificates have to be for; None: the host that is dialled.
+
+    Attributes:
+        security: as given.
+    """
+
+    def __init__(self, security: Security, server_name: str | None = None) -> None:
+        self.security = security
+        self._server_name = server_name
+
+    async def open(self, address: str, protocol: str, stage_index: int | None) -> End:
+        """A connection to the server at `address`.
+
+        Args:
+            protocol: what will be spoken, GRPC or RELAY.
+            stage_index: of the stage that it has to be; None: any.
+
+        Raises:
+            UnreachableError: nobody answers.
+            SecurityError: it is not who it should be.
+        """
+        try:
+            async with asyncio.timeout(OPEN_SECONDS):
+                return await self._open(address, protocol, stage_index)
+        except TimeoutError as error:
+            raise UnreachableError(
+                f"{address} does not answer within {OPEN_SECONDS:.0f} s"
+            ) from error
+        except ssl.SSLError as error:
+            raise SecurityError(f"{address} is not trusted: {refusal(error)}") from error
+        except EOFError as error:
+            raise UnreachableError(f"{address} hung up during the handshake") from error
+        except OSError as error:
+            raise UnreachableError(f"{address} cannot be reached: {_reason(error)}") from error
+
+    async def misunderstanding(self, address: str) -> SecurityError | None:
+        """Why a server that was spoken to in the open does not answer: it wants TLS. None: else."""
+        if self.security.credentials is not None:
+            return None
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # nothing is said to it
+        context.set_alpn_protocols([GRPC])
+        host, port = parse(address)
+        try:
+            async with asyncio.timeout(HINT_SECONDS):
+                connection = await _connect(host, port)
+                with connection:
+                    await self._require_own(connection, address)
+                    _, writer = await asyncio.open_connection(
+                        sock=connection, ssl=context, server_hostname=""
+                    )
+                    writer.transport.abort()  # not close: that waits for the other end's goodbye
+                    with contextlib.suppress(OSError):
+                        await writer.wait_closed()
+        except (OSError, TimeoutError, EOFError, SecurityError):
+            return None
+        return SecurityError(
+            f"{address} wants TLS, and is spoken to in the open: give --certs, a folder with a "
+            "certificate of its authority"
+        )
+
+    async def _open(self, address: str, protocol: str, stage_index: int | None) -> End:
+        host, port = parse(address)
+        session = self._session(protocol, host)
+        end = End(await _connect(host, port), session)
+        try:
+            await self._require_own(end.socket, address)
+            await end.shake_hands()
+            if session is not None:
+                self._require(session, address, stage_index)
+                self.security.establish(end)
+        except BaseException:
+            end.close()
+            raise
+        return end
+
+    async def _require_own(self, connection: socket.socket, address: str) -> None:
+        """Refuse another user's server, which without certificates gets no byte of ours.
+
+        Raises:
+            SecurityError: it is one, or the kernel does not say whose it is.
+        """
+        if self.security.credentials is None and not self.security.insecure:
+            await require_own_server(connection, address)
+
+    def _session(self, protocol: str, host: str) -> Session | None:
+        credentials = self.security.credentials
+        if credentials is None:
+            return None
+        name = host if self._server_name is None else self._server_name
+        try:
+            return Session(credentials.client(protocol), name)
+        except ValueError as error:
+            raise SecurityError(f"no certificate can be for a host called {name!r}") from error
+
+    @staticmethod
+    def _require(session: Session, address: str, stage_index: int | None) -> None:
+        found = session.peer_role
+        if found is None or not found.may_serve(stage_index):
+            wanted = "a stage" if stage_index is None else f"stage {stage_index}"
+            raise SecurityError(
+                f"{address} has a certificate for {found or 'no role of rpcmp'}, not for {wanted}"
+            )
+
+
+def _reason(error: OSError) -> str:
+    """What the system says; asyncio's own words repeat the address."""
+    if error.errno and error.errno > 0:
+        return os.strerror(error.errno)
+    return error.strerror or str(error)
+
+
+async def _connect(host: str, port: int) -> socket.socket:
+    loop = asyncio.get_running_loop()
+    found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    for index, (family, kind, number, _, address) in enumerate(found):
+        connection = socket.socket(family, kind, number)
+        connection.setblocking(False)
+        keep_alive(connection.fileno())
+        try:
+            async with asyncio.timeout(OPEN_SECONDS / len(found)):  # one of them may be a dead end
+                await loop.sock_connect(connection, address)
+        except OSError:
+            connection.close()
+            if index + 1 == len(found):
+                raise
+        except BaseException:
+            connection.close()
+            raise
+        else:
+            return connection
+    raise OSError(f"{host} has no address")
+
+
+PREFIX = "rpcmp-tunnel-"
+
+_CREDENTIALS = struct.Struct("iII")
+"""See `struct ucred` in unix(7): process, user, group."""
+
+log = logging.getLogger(__name__)
+
+
+class Tunnel:
+    """A Unix socket that leads to one stage server. Made in an event loop; closed by `close`.
+
+    Args:
+        dialer: opens the connections.
+        address: HOST:PORT of the server.
+        stage_index: of the stage that it has to be; None: any.
+
+    Attributes:
+        refused: done as soon as the server has turned out not to be who it should be, or has
+            refused us, with the error.
+        absent: done as soon as the host has said that nobody listens there, with the error; of a
+            server that is starting it may not be the last word.
+        failure: why the last attempt to reach the server failed; None: none has.
+    """
+
+    def __init__(self, dialer: Dialer, address: str, stage_index: int | None) -> None:
+        self._dialer, self._address, self._stage_index = dialer, address, stage_index
+        self._folder = tempdirs.create(PREFIX)
+        self._path = self._folder / "socket"
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listener.bind(str(self._path))
+        self._listener.listen()
+        self._listener.setblocking(False)
+        self.refused: asyncio.Future[SecurityError] = asyncio.get_running_loop().create_future()
+        self.absent: asyncio.Future[RpcmpError] = asyncio.get_running_loop().create_future()
+        self.failure: RpcmpError | None = None
+        self._carrying: set[asyncio.Task[None]] = set()
+        self._accepting = asyncio.create_task(self._accept())
+
+    @property
+    def target(self) -> str:
+        """What a gRPC channel connects to."""
+        return f"unix:{self._path}"
+
+    async def close(self) -> None:
+        """End all connections."""
+        tasks = [self._accepting, *self._carrying]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._listener.close()
+        tempdirs.remove(self._folder)
+        self.refused.cancel()
+        self.absent.cancel()
+
+    async def _accept(self) -> None:
+        async for connection in connections(self._listener):
+            if (pid := _pid_of_peer(connection)) != os.getpid():
+                log.warning("process %d has tried to reach %s by our socket", pid, self._address)
+                connection.close()
+                continue
+            task = asyncio.create_task(self._carry(End(connection)))
+            self._carrying.add(task)
+            task.add_done_callback(self._carrying.discard)
+
+    async def _carry(self, here: End) -> None:
+        try:
+            there = await self._dialer.open(self._address, GRPC, self._stage_index)
+        except RpcmpError as error:
+            here.close()
+            self.failure = error
+            if isinstance(error, SecurityError):
+                self._refuse(error)
+            elif isinstance(error.__cause__, ConnectionRefusedError) and not self.absent.done():
+                self.absent.set_result(error)
+            return
+        with contextlib.suppress(RpcmpError):
+            try:
+                await splice(here, there)
+            except (
+                ssl.SSLError
+            ) as error:  # of TLS 1.3 the first thing read says whether we are let in
+                if there.session is not None and not there.session.has_received:
+                    self._refuse(SecurityError(f"{self._address} refuses us: {refusal(error)}"))
+            except OSError:  # it is gone, and gRPC will see that
+                pass
+
+    def _refuse(self, error: SecurityError) -> None:
+        self.failure = error
+        if not self.refused.done():
+            self.refused.set_result(error)
+
+
+def _pid_of_peer(connection: socket.socket) -> int:
+    """The process that has connected; 0 if it is outside of this one's pid namespace.
+
+    The kernel notes the process and not the thread, and gives its id as this process sees it.
+    """
+    found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    pid: int
+    pid, _, _ = _CREDENTIALS.unpack(found)
+    return pid

@@ -1,0 +1,355 @@
+"""Whose the other end of a loopback connection is, as the kernel says.
+
+Without certificates the processes of one user, and root's, talk to each other and to no others:
+servers ask the kernel whose a connection is, and clients whose server they have reached. One
+question of netlink's sock_diag(7) is for one socket, so its cost does not grow with the number of
+connections of the machine. Questions are asked on a thread, as another process may hold the
+kernel's lock for them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import os
+import pwd
+import socket
+import struct
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+from rpcmp.errors import SecurityError
+from rpcmp.process import descriptors
+from rpcmp.process.tcp_stats import ESTABLISHED, LISTEN
+
+ANSWER_SECONDS = 2
+"""How long the kernel may take for one answer."""
+
+LAST_WORDS = 0.05
+"""Seconds between the end of a server's listener and that of its connections, at most."""
+
+ACCEPT_PAUSES = (0.001, 0.005, 0.02)
+"""Seconds between two looks whether a server has taken our connection; the last one repeats."""
+
+OVERFLOW_UID = 65534
+"""The kernel's default for users that have no number in a user namespace."""
+
+ALL_UIDS = 2**32 - 1
+
+SYN_RECEIVED = 3
+"""Of TCP's states: no process has the connection yet."""
+
+_SOCK_DIAG, _BY_FAMILY, _REQUEST, _ERROR = 4, 20, 1, 2
+
+_HEADER = struct.Struct("=IHHII")
+_QUESTION = struct.Struct("=BBBBI")
+_PORTS = struct.Struct("!HH")
+_REST = struct.Struct("=III")
+_ANSWER = struct.Struct("=BB62xII")
+"""Of `struct inet_diag_msg`: family, state, and far behind them the user and the inode."""
+
+Host = ipaddress.IPv4Address | ipaddress.IPv6Address
+Place = tuple[Host, int]
+
+_thread = ThreadPoolExecutor(1, "rpcmp-localpeer")
+
+
+class Found(NamedTuple):
+    """A TCP socket of this machine.
+
+    Attributes:
+        state: of TCP's.
+        uid: its user, as numbered in this process's user namespace.
+        inode: its number; 0: it belongs to no process, as before it is accepted.
+    """
+
+    state: int
+    uid: int
+    inode: int
+
+
+def owner(connection: socket.socket) -> int | None:
+    """Return the user id of the other end's process; None if there is none on this machine.
+
+    Raises:
+        SecurityError: the kernel does not answer.
+    """
+    try:
+        here, there = _place(connection.getsockname()), _place(connection.getpeername())
+        found = _ask(there, here)
+        # Had our own end been reset meanwhile, what was found could be the next one between the
+        # same two ports, another user's: while ours lasts, there is no other.
+        connection.getpeername()
+        if found is None:
+            _require_alive(connection)
+    except OSError:
+        return None
+    # Of one that is closing, or that no process has accepted, kernels say user 0.
+    return found.uid if found and found.state == ESTABLISHED and found.inode else None
+
+
+def is_trusted(uid: int | None) -> bool:
+    """Return whether a user's processes may do all that ours may: our own user's, and root's.
+
+    User 0 is root of this process's user namespace, who is above us in it; the kernel shows the
+    machine's root by that number only where the namespace has him. A user whom the namespace does
+    not have shows as the overflow uid, as do all others of them, so that one is nobody's own there:
+    not ours, should we be that number, and not root's, should an administrator have chosen 0.
+    """
+    if uid is None or uid not in (0, os.geteuid()):
+        return False
+    return uid != _overflow_uid() or _maps_all_users()
+
+
+async def owner_of(connection: socket.socket) -> int | None:
+    """Return `owner` of a connection, without holding up the event loop.
+
+    Raises:
+        SecurityError: the kernel does not answer.
+    """
+    return await asyncio.get_running_loop().run_in_executor(_thread, owner, connection)
+
+
+async def require_same_user(connection: socket.socket) -> None:
+    """Refuse a connection that another user's process has opened.
+
+    Raises:
+        SecurityError: it is another user's, or the kernel does not say whose.
+    """
+    if not is_trusted(await owner_of(connection)):
+        raise SecurityError("it is another user's")
+
+
+async def works_here(connection: socket.socket, parent: int) -> bool:
+    """Return whether the process at the other end of a connection may have this one work for it.
+
+    Args:
+        connection: on loopback, of this user or root.
+        parent: process id of the only one, with its children, that may; 0: any may that is not
+            confined, as code of jobs is. Root's are not asked: nobody may look into them.
+
+    Raises:
+        SecurityError: the kernel does not answer.
+    """
+    loop = asyncio.get_running_loop()
+    return await loop.run_in_executor(_thread, _works_here, connection, parent)
+
+
+def _works_here(connection: socket.socket, parent: int) -> bool:
+    try:
+        here, there = _place(connection.getsockname()), _place(connection.getpeername())
+    except OSError:
+        return False
+    found = _ask(there, here)
+    if found is None or not found.inode:
+        return False
+    if parent:
+        return descriptors.is_of_family(found.inode, parent)
+    return found.uid != os.geteuid() or descriptors.is_free(found.inode)
+
+
+async def is_process(connection: socket.socket, pid: int) -> bool:
+    """Return whether a process of this user has the other end of a connection.
+
+    Args:
+        connection: by whatever address; one that leads to another machine is nobody's here.
+        pid: process id.
+
+    Raises:
+        OSError: the connection is gone.
+        SecurityError: the kernel does not answer.
+    """
+    here, there = _place(connection.getsockname()), _place(connection.getpeername())
+    loop = asyncio.get_running_loop()
+    found = await loop.run_in_executor(_thread, _ask, there, here)
+    return found is not None and found.inode > 0 and descriptors.has_socket(pid, found.inode)
+
+
+async def require_own_server(connection: socket.socket, address: str) -> None:
+    """Refuse a server of another user, before a byte is sent to it.
+
+    Returns once the server has accepted the connection; bounded by the caller's timeout.
+
+    Args:
+        connection: has just been opened.
+        address: HOST:PORT that was dialled, for errors.
+
+    Raises:
+        SecurityError: another user serves there, or the kernel does not say who does.
+        OSError: the connection is gone.
+    """
+    loop = asyncio.get_running_loop()
+    # First the listener: another user's that never accepts is refused by name.
+    await loop.run_in_executor(_thread, _require_own_listener, connection, address)
+    # Then the other end. Asked alone, it could be one that waits to be accepted, for which kernels
+    # before 6.17 say user 0; a listener alone could be one that has replaced another. In this
+    # order nothing slips through: a listener that is closed takes with it what it has not
+    # accepted, and what it has accepted is its user's, who is found here. So is the service of a
+    # user whose listener root has opened. A connection in between, taken from the queue and not
+    # yet any process's, has no inode, and is looked at again.
+    pauses = iter(ACCEPT_PAUSES)
+    while not await loop.run_in_executor(_thread, _is_accepted, connection, address):
+        await asyncio.sleep(next(pauses, ACCEPT_PAUSES[-1]))
+
+
+def require_answers(listener: socket.socket) -> None:
+    """Check that the kernel says whose a socket is, by one of this process's that listens.
+
+    Raises:
+        SecurityError: it does not.
+    """
+    here = _place(listener.getsockname())
+    if _ask(here, _anywhere(here)) is None:
+        raise _silence("it does not know this process's own sockets")
+
+
+def _require_own_listener(connection: socket.socket, address: str) -> None:
+    there = _place(connection.getpeername())
+    found = _ask(there, _anywhere(there))
+    if found is None or found.state != LISTEN:
+        _require_alive(connection)
+        # A server that ends closes its listener first, and then what it has accepted.
+        time.sleep(LAST_WORDS)
+        _require_alive(connection)
+        raise SecurityError(
+            f"{address} is served by no process that this kernel shows, as if the port were "
+            "forwarded to a container: give --certs, so that the server proves who it is; or "
+            "--insecure, where nobody else is on this machine"
+        )
+    _require_trusted(found.uid, address)
+
+
+def _require_alive(connection: socket.socket) -> None:
+    """Check that our own end is as it was.
+
+    Raises:
+        OSError: the other one has hung up.
+        SecurityError: the kernel does not know our own end.
+    """
+    found = _ask(_place(connection.getsockname()), _place(connection.getpeername()))
+    connection.getpeername()  # which fails for one that has been reset: no kernel knows it then
+    if found is None:
+        raise _silence("it does not know this process's own sockets")
+    if found.state != ESTABLISHED:
+        raise ConnectionResetError("it has hung up")
+
+
+def _is_accepted(connection: socket.socket, address: str) -> bool:
+    here, there = _place(connection.getsockname()), _place(connection.getpeername())
+    found = _ask(there, here)
+    connection.getpeername()  # as above: while our end lasts, what was found is its other end
+    if found is not None and found.state == SYN_RECEIVED:
+        # The kernel keeps it back until we say something (TCP_DEFER_ACCEPT). It is still the
+        # listener's that was looked at, and gone if that is.
+        return True
+    if found is None or found.state != ESTABLISHED:
+        raise ConnectionResetError("it has hung up")
+    if not found.inode:
+        return False
+    _require_trusted(found.uid, address)
+    return True
+
+
+def _require_trusted(uid: int, address: str) -> None:
+    if not is_trusted(uid):
+        raise SecurityError(
+            f"{address} is served by {_named(uid)}, not by you: give --certs, so that the server "
+            "proves who it is, or choose another port"
+        )
+
+
+def _named(uid: int) -> str:
+    if uid == _overflow_uid() and not _maps_all_users():
+        return "a user who is unknown in this user namespace"
+    try:
+        return f"user {pwd.getpwuid(uid).pw_name} (uid {uid})"
+    except KeyError:
+        return f"uid {uid}"
+
+
+def _overflow_uid() -> int:
+    try:
+        return int(Path("/proc/sys/kernel/overflowuid").read_text())
+    except OSError:
+        return OVERFLOW_UID
+
+
+def _maps_all_users() -> bool:
+    """Return whether every user of the machine has a number in this process's user namespace.
+
+    A map has no more than the namespace around it, whose numbers it is written in.
+    """
+    try:
+        rows = Path("/proc/self/uid_map").read_text().splitlines()
+    except OSError:
+        return False
+    return sum(int(row.split()[2]) for row in rows) >= ALL_UIDS
+
+
+def _place(address: tuple[str, int] | tuple[str, int, int, int]) -> Place:
+    """Return host and port; an IPv4 address that a socket for IPv6 shows, as what it is."""
+    host = ipaddress.ip_address(address[0].partition("%")[0])
+    mapped = host.ipv4_mapped if isinstance(host, ipaddress.IPv6Address) else None
+    return mapped or host, address[1]
+
+
+def _anywhere(place: Place) -> Place:
+    """Return the other end of a socket that listens at `place`: none."""
+    return type(place[0])(0), 0
+
+
+def _ask(local: Place, remote: Place) -> Found | None:
+    """Return the TCP socket with these two ends, else the one that listens at `local`.
+
+    It is the one that the kernel would hand a packet from `remote`, IPv6 sockets for both
+    protocols included.
+
+    Raises:
+        SecurityError: the kernel does not answer.
+    """
+    try:
+        with socket.socket(socket.AF_NETLINK, socket.SOCK_DGRAM, _SOCK_DIAG) as line:
+            line.settimeout(ANSWER_SECONDS)
+            line.send(_question(local, remote))
+            answer = line.recv(8192)
+    except (OSError, AttributeError) as error:  # a system without netlink has no such attribute
+        raise _silence(getattr(error, "strerror", None) or str(error)) from error
+    _, kind, *_ = _HEADER.unpack_from(answer)
+    if kind == _BY_FAMILY:
+        _, state, uid, inode = _ANSWER.unpack_from(answer, _HEADER.size)
+        return Found(state, uid, inode)
+    # The same answer as of a kernel without this service, which callers tell apart by a socket of
+    # their own.
+    return None
+
+
+def _question(local: Place, remote: Place) -> bytes:
+    family = socket.AF_INET if local[0].version == 4 else socket.AF_INET6
+    body = b"".join(
+        [
+            _QUESTION.pack(family, socket.IPPROTO_TCP, 0, 0, 2**32 - 1),
+            _PORTS.pack(local[1], remote[1]),
+            local[0].packed.ljust(16, b"\0"),
+            remote[0].packed.ljust(16, b"\0"),
+            # By the loopback interface, which a socket may be bound to; and of whatever cookie.
+            _REST.pack(_loopback(), 2**32 - 1, 2**32 - 1),
+        ]
+    )
+    return _HEADER.pack(_HEADER.size + len(body), _BY_FAMILY, _REQUEST, 0, 0) + body
+
+
+def _loopback() -> int:
+    try:
+        return socket.if_nametoindex("lo")
+    except OSError:
+        return 0
+
+
+def _silence(reason: str) -> SecurityError:
+    return SecurityError(
+        f"this kernel does not say whose a loopback connection is (netlink sock_diag: {reason}): "
+        "give --certs, so that both ends prove who they are; or --insecure, where nobody else is "
+        "on this machine"
+    )

@@ -1,0 +1,120 @@
+"""The files of the page, and all of them in one.
+
+The live page loads its modules one by one. A report has to be a single file, and a browser imports
+nothing from beside a file on a disk; so there each module is a function of its own:
+
+    import { h } from "./dom.js";        const { h } = modules["dom.js"];
+    export { curves };                   return { curves };
+
+A run's page as one file, or that of several side by side; `rpcmp report` writes it.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import asdict
+from importlib.resources import files
+from typing import Any
+
+from rpcmp.observability.dashboard.state import State
+from rpcmp.observability.run_folder.compare import compare, tables
+from rpcmp.observability.run_folder.reader import Record
+
+FOLDER = files("rpcmp.observability.dashboard") / "assets"
+
+KINDS = {
+    ".html": "text/html; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
+}
+"""Types of the files that are served; no others are."""
+
+MAIN = "main.js"
+
+_IMPORT = re.compile(r'^import (\{[^}]*\}) from "\./([a-z]+\.js)";$', re.MULTILINE)
+_EXPORT = re.compile(r"^export (\{[^}]*\});$", re.MULTILINE)
+_STYLE = re.compile(r'<link rel="stylesheet" href="([^"]+)">')
+_SCRIPT = re.compile(r'<script (?:defer|type="module") src="([^"]+)"></script>')
+_ICON = re.compile(r'(?<=<link rel="icon" href=")icon\.svg(?=">)')
+
+
+def load() -> dict[str, bytes]:
+    """All files that are served, by their path on the server."""
+    found = {}
+    for folder, prefix in ((FOLDER, ""), (FOLDER / "vendor", "vendor/")):
+        for file in folder.iterdir():
+            if any(file.name.endswith(ending) for ending in KINDS):
+                found[prefix + file.name] = file.read_bytes()
+    return found
+
+
+def kind(path: str) -> str:
+    """The media type of a file."""
+    return KINDS[f".{path.rpartition('.')[2]}"]
+
+
+def single_file(data: str) -> str:
+    """The page as one file that needs no other.
+
+    Args:
+        data: JSON, for the page's script to find.
+    """
+    texts = {path: content.decode() for path, content in load().items()}
+    icon = base64.b64encode(texts["icon.svg"].encode()).decode()
+    page = texts["index.html"]
+    page = _ICON.sub(f"data:image/svg+xml;base64,{icon}", page)
+    page = _STYLE.sub(lambda found: f"<style>\n{texts[found[1]]}\n</style>", page)
+    page = _SCRIPT.sub(lambda found: _script(found[1], texts), page)
+    safe = data.replace("<", "\\u003c")  # no text of a run can end the script
+    return page.replace(
+        "</body>", f'<script type="application/json" id="data">{safe}</script>\n</body>'
+    )
+
+
+def _script(path: str, texts: dict[str, str]) -> str:
+    code = bundle(texts) if path == MAIN else texts[path]
+    kept = "module" if path == MAIN else "text/javascript"
+    return f'<script type="{kept}">\n{code}\n</script>'
+
+
+def bundle(texts: dict[str, str]) -> str:
+    """MAIN and all modules that it imports, directly or not, as one script."""
+    order: list[str] = []
+
+    def visit(name: str) -> None:
+        if name not in order:
+            for found in _IMPORT.finditer(texts[name]):
+                visit(found[2])
+            order.append(name)
+
+    visit(MAIN)
+    return "\n".join(["const modules = {};", *(_function(name, texts[name]) for name in order)])
+
+
+def _function(name: str, text: str) -> str:
+    text = _IMPORT.sub(r'const \1 = modules["\2"];', text)
+    text = _EXPORT.sub(r"return \1;", text)
+    return f'modules["{name}"] = (() => {{\n{text}}})();'
+
+
+def html(runs: Sequence[Record]) -> str:
+    """A page that shows `runs`; it works without network and without files beside it."""
+    data: dict[str, Any] = {"runs": [{"name": run.name, "state": _state(run)} for run in runs]}
+    if len(runs) > 1:
+        found = compare(runs)
+        data["comparison"] = {
+            "tables": [asdict(table) for table in tables(found)],
+            "verdict": found.verdict,
+        }
+    return single_file(json.dumps(data, allow_nan=False, separators=(",", ":")))
+
+
+def _state(run: Record) -> dict[str, Any] | None:
+    state = State()
+    for event in run.events:
+        state.take(event)
+    return state.since(None)

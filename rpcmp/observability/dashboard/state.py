@@ -1,0 +1,304 @@
+"""What the page knows of a run: a pure function of its events, bounded however long the run is.
+
+    take(event)                version 41 ──> 42
+    since(41)                  what has changed after version 41, alone: a few hundred bytes
+    since(None)                all of it, for a page that has just been opened
+
+A browser that was away asks for what it has missed by the last version it saw; whoever serves it
+has to remember nothing of it.
+
+Each worker as the page shows it: its health, and how busy it is.
+
+    starting ──> building ──> running ──fault──> lost ──next generation──> building ──> running
+
+A fault holds until the next generation, whatever a sign of life from before says meanwhile.
+
+The pipeline diagram of a step as the page gets it: whole microseconds from the step's begin.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from rpcmp.config import validation
+from rpcmp.config.topology import DRIVER
+from rpcmp.observability.dashboard.curves import Row, Series, number, plain
+from rpcmp.observability.dashboard.entries import Entries
+from rpcmp.process.channel import Message
+
+WEIGHT = 0.3
+"""Of the newest step in the mean that is shown as utilization: single steps jitter."""
+
+LOST = "lost"
+
+STATES = {"claimed": "starting"}
+"""The words of the page for those of vitals that say little to people."""
+
+VITALS = (
+    *("phase", "microbatch", "seconds", "memory", "in_flight", "host", "pid", "restarts"),
+    "cpu_seconds",
+)
+"""What is shown as it comes."""
+
+
+class Workers:
+    """All workers of a run, by label, in the config's order."""
+
+    def __init__(self) -> None:
+        self._workers: dict[str, dict[str, Any]] = {}
+        self._lost: dict[str, int] = {}
+
+    def values(self) -> list[dict[str, Any]]:
+        """As the page gets them."""
+        return [{**worker, "busy": number(worker["busy"])} for worker in self._workers.values()]
+
+    def begin(self, event: Message) -> None:
+        """The run has begun; event `run`."""
+        devices = {stage["name"]: stage.get("device") for stage in event["graph"]["stages"]}
+        for worker in event["workers"]:
+            known = self._worker(worker["label"])
+            known.update(plain(worker), device=devices.get(worker["stage"]))
+
+    def generation(self, event: Message) -> None:
+        """A group has begun; event `generation`."""
+        self._lost.clear()
+        for label, where in event.get("workers", {}).items():
+            self._worker(label).update(plain(where))
+        for worker in self._workers.values():
+            worker["state"] = "running"
+
+    def recovered(self) -> None:
+        """A group goes on."""
+        self._lost.clear()
+        for worker in self._workers.values():
+            if worker["state"] == LOST:
+                worker["state"] = "running"
+
+    def fault(self, stage: str, generation: int) -> None:
+        """A worker is gone; nothing computes until the next generation."""
+        for label, worker in self._workers.items():
+            worker["busy"] = None
+            if stage and stage in (label, worker["stage"]):
+                worker["state"] = LOST
+                self._lost[label] = generation
+
+    def vitals(self, found: Mapping[str, Message], generation: int) -> None:
+        """The newest signs of life; event `vitals`."""
+        for label, vital in found.items():
+            worker = self._worker(label)
+            worker.update({key: plain(vital[key]) for key in VITALS if key in vital})
+            if self._lost.get(label, -1) < generation:
+                self._lost.pop(label, None)
+                state = str(vital.get("state", worker["state"]))
+                worker["state"] = STATES.get(state, state)
+
+    def step(self, busy: Mapping[str, float], generation: int) -> None:
+        """A step has ended; `busy` is the share of it in which each worker computed."""
+        for label, share in busy.items():
+            worker = self._worker(label)
+            before = worker["busy"]
+            worker["busy"] = share if before is None else before + WEIGHT * (share - before)
+            if worker["state"] == "starting" and label not in self._lost:
+                worker["state"] = "running"
+            if worker["state"] == LOST and self._lost.get(label, -1) < generation:
+                worker["state"] = "running"
+
+    def end(self) -> None:
+        """The run has ended. What was lost stays so: that may be why."""
+        for worker in self._workers.values():
+            if worker["state"] != LOST:
+                worker["state"] = "ended"
+
+    def _worker(self, label: str) -> dict[str, Any]:
+        """A worker; a run folder may lack the event that names them."""
+        return self._workers.setdefault(
+            label,
+            {
+                "label": label,
+                "stage": label.partition(":")[0],
+                "replica": 0,
+                "state": "starting",
+                "busy": None,
+                "device": None,
+            },
+        )
+
+
+def timeline(event: Message) -> dict[str, Any]:
+    """The event `timeline` with its spans as [kind, micro-batch, start, end] and its idle times as
+    [loss, start, end], both in microseconds."""
+    stages = event["stages"]
+    starts = [span[-2] for stage in stages for span in (*stage["spans"], *stage.get("idle", ()))]
+    begin = min(starts, default=0.0)
+    return {
+        "step": event["step"],
+        "seconds": plain(event["seconds"]),
+        "bottleneck": str(event.get("bottleneck") or ""),
+        "stages": [
+            {
+                "label": stage["label"],
+                "host": stage.get("host", ""),
+                "busy": plain(stage.get("busy", {})),
+                "lost": plain(stage.get("lost", {})),
+                "spans": [*_shifted(stage["spans"], begin)],
+                "idle": [*_shifted(stage.get("idle", ()), begin)],
+            }
+            for stage in stages
+        ],
+    }
+
+
+def _shifted(spans: Iterable[Any], begin: float) -> Iterable[list[Any]]:
+    for *what, start, end in spans:
+        yield [*what, round((start - begin) * 1e6), round((end - begin) * 1e6)]
+
+
+EVALUATIONS = 500
+"""About so many are kept, over the whole run, and always the newest."""
+
+
+class State:
+    """One run, as far as its events have come.
+
+    Attributes:
+        version: up by one with every event that changed anything.
+    """
+
+    def __init__(self) -> None:
+        self.version = 0
+        self._parts: dict[str, Any] = {
+            "run": None,
+            "progress": {"status": "starting", "step": 0, "steps": None, "generation": 1},
+            "workers": [],
+            "links": [],
+            "timeline": None,
+            "evaluations": [],
+            "counts": {},
+        }
+        self._versions = dict.fromkeys(self._parts, 0)
+        self._workers = Workers()
+        self._curve = Series()
+        self._entries = Entries()
+        self._begin: float | None = None
+
+    def take(self, event: Message) -> None:
+        """Take the run's next event; events of other kinds than the page's change nothing."""
+        before = self.version
+        self.version += 1
+        if self._begin is None:
+            self._begin = event.get("time")
+        changed = self._apply(event)
+        if self._entries.add(event, self.version):
+            self._set("counts", dict(self._entries.counts))
+            changed = True
+        if not changed:
+            self.version = before
+            return
+        if self._begin is not None and "time" in event:
+            self._progress(seconds=number(event["time"] - self._begin))
+
+    def since(self, version: int | None) -> dict[str, Any] | None:
+        """What a page that knows `version` lacks; all for None; None where it lacks nothing."""
+        known = -1 if version is None else version
+        if known >= self.version:
+            return None
+        changed = [name for name, last in self._versions.items() if last > known]
+        return {
+            "version": self.version,
+            "is_all": version is None,
+            "parts": {name: self._part(name) for name in changed},
+            "curve": self._curve.since(known),
+            "entries": self._entries.since(known),
+        }
+
+    def _part(self, name: str) -> Any:
+        return self._workers.values() if name == "workers" else self._parts[name]
+
+    def _apply(self, event: Message) -> bool:
+        """Whether the page shows events of this kind anywhere but in the list of events."""
+        generation = int(event.get("generation", 0))
+        match event["event"]:
+            case "run":
+                self._run(event)
+            case "start":
+                self._progress(status="training", steps=event["steps"])
+            case "generation":
+                self._workers.generation(event)
+                self._progress(status="training", generation=generation)
+            case "recovered":
+                self._workers.recovered()
+                self._progress(status="training", generation=generation)
+            case "fault":
+                self._workers.fault(event.get("stage", ""), generation)
+                faults = self._parts["progress"].get("faults", [])
+                self._progress(status="recovering", faults=[*faults, event["step"]][-EVALUATIONS:])
+            case "vitals":
+                driver = {DRIVER: event["driver"]} if event.get("driver") else {}
+                self._workers.vitals({**driver, **event["workers"]}, generation)
+                self._set("links", plain(event.get("links", [])))
+            case "step":
+                self._step(event, generation)
+            case "eval":
+                self._evaluation(event)
+            case "checkpoint":
+                self._progress(checkpoint=plain({"step": event["step"], "time": event.get("time")}))
+            case "timeline":
+                self._set("timeline", timeline(event))
+                return True
+            case "end":
+                self._workers.end()
+                self._progress(status=event["outcome"], error=event.get("error") or "")
+            case _:
+                return False
+        self._versions["workers"] = self.version
+        return True
+
+    def _run(self, event: Message) -> None:
+        kept = ("name", "config", "versions", "driver", "graph", "job_id")
+        self._workers.begin(event)
+        self._set("run", plain({key: event.get(key) for key in kept} | {"began": self._begin}))
+        self._progress(steps=(event.get("config") or {}).get("steps"))
+
+    def _step(self, event: Message, generation: int) -> None:
+        self._workers.step(event["busy"], generation)
+        loss, rate = number(event["loss"]), event["samples_per_s"]
+        row = Row(1, event["step"], self._seconds(event), loss, loss, loss, rate)
+        self._curve.add(row, self.version)
+        before = self._parts["progress"].get("step_s")
+        step_s = event["step_s"]
+        mean = step_s if before is None else before + WEIGHT * (step_s - before)
+        self._progress(
+            step=event["step"],
+            epoch=event.get("epoch"),
+            loss=loss,
+            rate=number(rate),
+            step_s=number(mean),
+            data_share=number(event.get("data_share")),
+            learning_rates=_rates(event),
+            skipped=event.get("skipped_steps"),
+        )
+
+    def _evaluation(self, event: Message) -> None:
+        found = {name: plain(value) for name, value in validation.evaluation_values(event).items()}
+        row = [event["step"], number(self._seconds(event)), found]
+        rows = [*self._parts["evaluations"], row]
+        self._set("evaluations", rows if len(rows) <= EVALUATIONS else rows[::-2][::-1])
+
+    def _seconds(self, event: Message) -> float:
+        """Since the run's begin."""
+        return float(event["time"] - self._begin) if self._begin and "time" in event else 0.0
+
+    def _progress(self, **values: Any) -> None:
+        self._set("progress", {**self._parts["progress"], **values})
+
+    def _set(self, name: str, value: Any) -> None:
+        self._parts[name] = value
+        self._versions[name] = self.version
+
+
+def _rates(event: Message) -> list[float | None]:
+    """The learning rates of a step: of the groups of the first stage that has several, or one."""
+    several = event.get("group_learning_rates") or {}
+    rates = next(iter(several.values()), [event.get("learning_rate")])
+    return [found for rate in rates if (found := number(rate)) is not None]

@@ -1,0 +1,176 @@
+"""Where metrics are scraped: HTTP on loopback, TLS with certificates on both sides elsewhere.
+
+HTTP elsewhere too with `--insecure`.
+
+Each connection has a thread of its own, which shakes hands as well: one that says nothing holds up
+no other. There are few of them, for a short time, whoever connects.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from socketserver import TCPServer, ThreadingMixIn
+from typing import Any
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
+
+from prometheus_client import CollectorRegistry, ProcessCollector, make_wsgi_app
+from prometheus_client.registry import Collector
+
+from rpcmp.config import addresses
+from rpcmp.errors import ConfigError
+from rpcmp.net.accept import accept_speaking, speaks_second
+from rpcmp.net.connection_limits import Budget, Guest, peer_of, share
+from rpcmp.net.identity import Credentials
+from rpcmp.net.security import Security, is_loopback
+
+SCRAPE_SECONDS = 10.0
+"""How long a connection may last, which is for one scrape; Prometheus waits no longer either."""
+
+MOST = 16
+"""Connections at once. Fewer if there are few file descriptors."""
+
+LEAVING_SECONDS = 0.01
+"""Between two looks whether a connection that was ended has left."""
+
+Application = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
+
+log = logging.getLogger(__name__)
+
+
+@contextlib.contextmanager
+def serving(collector: Collector, address: str, security: Security) -> Iterator[str]:
+    """Serve what `collector` has, and this process's own figures, until the block is left.
+
+    Args:
+        collector: asked at every scrape, on another thread.
+        address: HOST:PORT; port 0 takes a free one.
+        security: what this process was told about it.
+
+    Yields:
+        the URL.
+
+    Raises:
+        ConfigError: the address cannot be had, or others could reach it without a certificate.
+    """
+    host, port = addresses.parse(address)
+    credentials = None if is_loopback(host) else security.credentials
+    if not is_loopback(host) and credentials is None and not security.insecure:
+        raise ConfigError(
+            f"--metrics {address} is not a loopback address: whoever reaches it reads what the job "
+            "does. Give --certs DIR, which `rpcmp certs issue` makes, so that it takes TLS and a "
+            "certificate of the same authority; or --insecure, where nobody else is on the network"
+        )
+    registry = CollectorRegistry()
+    registry.register(collector)
+    ProcessCollector(registry=registry)
+    try:
+        server = _Server(host, port, credentials)
+    except OSError as error:
+        reason = error.strerror or error
+        raise ConfigError(f"--metrics: cannot listen on {address}: {reason}") from error
+    app: Application = make_wsgi_app(registry)
+    server.set_app(_guarded(app, host) if is_loopback(host) else app)
+    thread = threading.Thread(
+        target=server.serve_forever, args=[0.1], name="rpcmp-metrics", daemon=True
+    )
+    thread.start()
+    try:
+        scheme = "http" if credentials is None else "https"
+        yield f"{scheme}://{addresses.joined(host, server.server_port)}/metrics"
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def _guarded(app: Application, host: str) -> Application:
+    """Return `app` for requests that name this server: no web page can read it by another name."""
+
+    def guarded(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+        if addresses.is_own_name(environ.get("HTTP_HOST", ""), host):
+            return app(environ, start_response)
+        start_response("403 Forbidden", [("Content-Type", "text/plain")])
+        return [b"403: this is not the name of this server\n"]
+
+    return guarded
+
+
+class _Handler(WSGIRequestHandler):
+    timeout = SCRAPE_SECONDS
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Scrapes are no news."""
+
+
+class _Server(ThreadingMixIn, WSGIServer):
+    daemon_threads = True
+
+    def __init__(self, host: str, port: int, credentials: Credentials | None) -> None:
+        self._credentials = credentials
+        most = share(32, MOST)
+        self._budget = Budget(most, most, seconds=SCRAPE_SECONDS)
+        self._guests: dict[Any, Guest] = {}
+        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        super().__init__((host, port), _Handler)
+
+    def server_bind(self) -> None:
+        """Without asking the network for the host's name, as HTTPServer does."""
+        TCPServer.server_bind(self)
+        host, self.server_port = self.server_address[:2]
+        self.server_name = str(host)
+        self.setup_environ()
+
+    def server_activate(self) -> None:
+        """Listen."""
+        self.socket.setblocking(False)
+        speaks_second(self.socket)
+
+    def get_request(self) -> tuple[socket.socket, Any]:
+        """Return the next connection, with the certificate that there is now, maybe a new one.
+
+        Raises:
+            OSError: there is none, or no room for it yet.
+        """
+        if not self._budget.has_room():
+            time.sleep(LEAVING_SECONDS)
+            raise BlockingIOError("a connection has to leave first")
+        connection, address = accept_speaking(self.socket)
+        try:
+            peer = peer_of(connection)
+            if self._credentials is not None:
+                context = self._credentials.server()
+                connection = context.wrap_socket(
+                    connection, server_side=True, do_handshake_on_connect=False
+                )
+            guest = self._budget.admit(peer, lambda: _break(connection))
+            if guest is None:
+                raise BlockingIOError("there are too many connections")
+            self._guests[connection] = guest
+        except BaseException:
+            connection.close()
+            raise
+        return connection, address
+
+    def close_request(self, request: Any) -> None:
+        """Close a connection, which counts no more then."""
+        super().close_request(request)
+        if (guest := self._guests.pop(request, None)) is not None:
+            self._budget.leave(guest)
+
+    def service_actions(self) -> None:
+        """Called ten times a second, and after each connection."""
+        self._budget.expire()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Whoever is refused, or goes away, has been told so."""
+        log.debug("a scrape from %s failed", client_address, exc_info=True)
+
+
+def _break(connection: socket.socket) -> None:
+    """Have the thread of a connection see its end; not by TLS, which only that thread may touch."""
+    with contextlib.suppress(OSError):
+        socket.socket.shutdown(connection, socket.SHUT_RDWR)

@@ -1,0 +1,206 @@
+"""The figures of a run, made of its events."""
+
+from __future__ import annotations
+
+import time
+
+from rpcmp.config import validation
+from rpcmp.config.topology import DRIVER
+from rpcmp.observability.prometheus.registry import Family, Store, Tally
+from rpcmp.process.channel import Message
+
+STATES = ("claimed", "building", "running", "ended", "lost")
+
+KINDS = {"F": "forward", "B": "backward", "W": "weight", "O": "optimizer"}
+
+STAGE, LINK = ("stage",), ("source", "target")
+
+FAMILIES = [
+    Family(
+        "rpcmp_run",
+        "info",
+        "What runs",
+        ("name", "job_id", "rpcmp", "torch", "python", "driver"),
+    ),
+    Family("rpcmp_step", "gauge", "The last optimizer step that was done"),
+    Family("rpcmp_planned_steps", "gauge", "Optimizer steps that the run will have done"),
+    Family("rpcmp_epoch", "gauge", "The epoch of the last step, counted from 1"),
+    Family("rpcmp_loss", "gauge", "The last step's mean loss"),
+    Family("rpcmp_evaluation", "gauge", "The last evaluation", ("metric",)),
+    Family("rpcmp_learning_rate", "gauge", "Of each stage's first parameter group", STAGE),
+    Family(
+        "rpcmp_group_learning_rate",
+        "gauge",
+        "Of each parameter group, where there are several",
+        ("stage", "group"),
+    ),
+    Family("rpcmp_loss_scale", "gauge", "What the last step's loss was multiplied by"),
+    Family("rpcmp_skipped_steps", "gauge", "Steps skipped for gradients that were not finite"),
+    Family("rpcmp_samples", "counter", "Samples trained with"),
+    Family("rpcmp_samples_per_second", "gauge", "In the last step"),
+    Family("rpcmp_step_seconds", "gauge", "Duration of the last step"),
+    Family("rpcmp_steps", "counter", "Optimizer steps done since the driver was started"),
+    Family("rpcmp_data_seconds", "counter", "Time that it took to get the data of steps"),
+    Family(
+        "rpcmp_busy_seconds",
+        "counter",
+        "Time that each stage has computed: forward, backward, weight (gradients), optimizer",
+        ("stage", "kind"),
+    ),
+    Family(
+        "rpcmp_idle_seconds",
+        "counter",
+        "Time of steps in which each stage did not compute, by reason: bubble, network, overhead, "
+        "in the proportions of the last step that was looked at",
+        ("stage", "kind"),
+    ),
+    Family(
+        "rpcmp_idle_share",
+        "gauge",
+        "Of the last step that was looked at, by reason: bubble, network, overhead",
+        ("stage", "kind"),
+    ),
+    Family(
+        "rpcmp_link_bytes",
+        "counter",
+        "Sent from one member to another: over TCP, or the tensors alone where these are more",
+        LINK,
+    ),
+    Family(
+        "rpcmp_link_round_trip_seconds", "gauge", "From one member's host to another and back", LINK
+    ),
+    Family(
+        "rpcmp_in_flight_microbatches",
+        "gauge",
+        "Micro-batches whose activations a stage keeps for their backward",
+        STAGE,
+    ),
+    Family("rpcmp_memory_bytes", "gauge", "Resident memory of the process", STAGE),
+    Family("rpcmp_cpu_seconds", "counter", "CPU time of the process and those before it", STAGE),
+    Family(
+        "rpcmp_worker_state", "gauge", "1 for the state that a process is in", ("stage", "state")
+    ),
+    Family("rpcmp_restarts", "counter", "How often each process was started again", STAGE),
+    Family("rpcmp_faults", "counter", "Faults, by the stage that was lost", STAGE),
+    Family("rpcmp_generation", "gauge", "Counts the groups of processes that have been formed"),
+    Family("rpcmp_checkpoint_step", "gauge", "The step of the last checkpoint"),
+    Family("rpcmp_checkpoint_age_seconds", "gauge", "Since the last checkpoint was complete"),
+    Family("rpcmp_checkpoint_duration_seconds", "gauge", "How long the last checkpoint took"),
+    Family("rpcmp_checkpoint_size_bytes", "gauge", "Of the last checkpoint's files"),
+    Family("rpcmp_checkpoints", "counter", "Checkpoints that have been written"),
+]
+"""All that a run can serve. `stage` is the label of a worker, or "driver"."""
+
+
+class RunMetrics:
+    """Observes a run.
+
+    Attributes:
+        store: the figures so far.
+    """
+
+    name = "metrics"
+
+    def __init__(self) -> None:
+        self.store = Store(FAMILIES)
+        self._tally = Tally()
+        self._shares: dict[str, dict[str, float]] = {}
+        self._waiting: dict[str, float] = {}
+
+    def tell(self, event: Message) -> None:
+        """Take in an event."""
+        if "generation" in event:
+            self.store.set("rpcmp_generation", event["generation"])
+        match event["event"]:
+            case "run":
+                software = event["versions"]
+                names = (software["rpcmp"], software["torch"], software["python"])
+                labels = (event["name"], event["job_id"], *names, event["driver"])
+                self.store.set("rpcmp_run", 1, *labels)
+            case "start":
+                self.store.set("rpcmp_planned_steps", event["steps"])
+            case "step":
+                self._step(event)
+            case "eval":
+                for name, value in validation.evaluation_values(event).items():
+                    self.store.set("rpcmp_evaluation", value, name)
+            case "timeline":
+                self._timeline(event)
+            case "vitals":
+                self._vitals(event)
+            case "fault":
+                self.store.add("rpcmp_faults", 1, event["stage"])
+            case "checkpoint":
+                self._checkpoint(event)
+
+    def close(self) -> None:
+        """Nothing to finish: what was last stands until the process ends."""
+
+    def _step(self, event: Message) -> None:
+        store, seconds = self.store, event["step_s"]
+        for name in ("step", "epoch", "loss", "loss_scale", "skipped_steps"):
+            if name in event:
+                store.set(f"rpcmp_{name}", event[name])
+        store.set("rpcmp_samples_per_second", event["samples_per_s"])
+        store.set("rpcmp_step_seconds", seconds)
+        store.add("rpcmp_samples", round(event["samples_per_s"] * seconds))
+        store.add("rpcmp_steps", 1)
+        store.add("rpcmp_data_seconds", event["data_share"] * seconds)
+        for stage, rate in event["learning_rates"].items():
+            if rate is not None:
+                store.set("rpcmp_learning_rate", rate, stage)
+        for stage, rates in event.get("group_learning_rates", {}).items():
+            for group, rate in enumerate(rates):
+                store.set("rpcmp_group_learning_rate", rate, stage, str(group))
+        for stage, busy in event["busy_seconds"].items():
+            for kind, of_kind in busy.items():
+                store.add("rpcmp_busy_seconds", of_kind, stage, KINDS[kind])
+            idle = max(0.0, seconds - sum(busy.values()))
+            self._waiting[stage] = self._waiting.get(stage, 0.0) + idle
+            self._divide(stage)
+
+    def _timeline(self, event: Message) -> None:
+        for stage in event["stages"]:
+            label, lost = stage["label"], stage["lost"]
+            self._shares[label] = lost
+            for kind, share in lost.items():
+                self.store.set("rpcmp_idle_share", share, label, kind)
+            self._divide(label)
+
+    def _divide(self, stage: str) -> None:
+        """Count idle time by its reasons, as soon as these are known."""
+        shares = self._shares.get(stage)
+        if shares is None:
+            return
+        whole = sum(shares.values())
+        idle = self._waiting.pop(stage, 0.0)
+        for kind, share in shares.items():
+            part = share / whole if whole else 1 / len(shares)
+            self.store.add("rpcmp_idle_seconds", idle * part, stage, kind)
+
+    def _vitals(self, event: Message) -> None:
+        store, tally = self.store, self._tally
+        processes = {**event["workers"], **({DRIVER: event["driver"]} if event["driver"] else {})}
+        for stage, process in processes.items():
+            store.set("rpcmp_memory_bytes", process["memory"], stage)
+            store.set("rpcmp_in_flight_microbatches", process["in_flight"], stage)
+            store.set("rpcmp_restarts", process["restarts"], stage)
+            for state in STATES:
+                store.set("rpcmp_worker_state", state == process["state"], stage, state)
+            if process["pid"]:
+                total = tally.total(stage, process["pid"], process["cpu_seconds"])
+                store.set("rpcmp_cpu_seconds", total, stage)
+        for link in event["links"]:
+            pair = link["from"], link["to"]
+            total = tally.total(pair, event["generation"], link["bytes"])
+            store.set("rpcmp_link_bytes", total, *pair)
+            if link["rtt_s"]:
+                store.set("rpcmp_link_round_trip_seconds", link["rtt_s"], *pair)
+
+    def _checkpoint(self, event: Message) -> None:
+        saved_at = event["time"]
+        self.store.set("rpcmp_checkpoint_step", event["step"])
+        self.store.set("rpcmp_checkpoint_age_seconds", lambda: max(0.0, time.time() - saved_at))
+        self.store.set("rpcmp_checkpoint_duration_seconds", event["seconds"])
+        self.store.set("rpcmp_checkpoint_size_bytes", event["bytes"])
+        self.store.add("rpcmp_checkpoints", 1)

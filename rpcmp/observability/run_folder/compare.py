@@ -1,0 +1,229 @@
+"""What several runs have in common, and what not.
+
+What became of a run, in figures.
+
+A comparison as tables of text, for a terminal as for a page.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rpcmp.config import validation
+from rpcmp.config.redaction import flat
+from rpcmp.config.types import format_size
+from rpcmp.observability.run_folder.reader import Record
+from rpcmp.process.channel import Message
+
+Figures = dict[str, Any]
+"""By name, in the order of a table; None for what the run's events do not tell."""
+
+
+def figures(run: Record) -> Figures:
+    """All of them; seconds, and shares between 0 and 1."""
+    steps = run.all("step")
+    summary = next(iter(run.all("summary")), {})
+    return {
+        "outcome": run.info.outcome,
+        "error": run.info.error or None,
+        "continues": run.info.continues,
+        "steps": steps[-1]["step"] if steps else None,
+        "whole time": _seconds(run.events),
+        "first loss": steps[0]["loss"] if steps else None,
+        "last loss": steps[-1]["loss"] if steps else None,
+        **{f"test {name}": value for name, value in _metrics(run, summary).items()},
+        "step time": _median(steps, "step_s"),
+        "samples/s": _median(steps, "samples_per_s"),
+        "data share": _mean(steps, "data_share"),
+        **{f"busy {label}": share for label, share in _busy(steps).items()},
+        **{f"bubble {label}": share for label, share in _bubbles(run).items()},
+        **{f"peak memory {label}": size for label, size in _memory(summary).items()},
+        "faults": len(run.all("fault")),
+        "warnings": len(run.all("warning")),
+        "checkpoints": len(run.all("checkpoint")),
+        "parameters sha256": summary.get("parameters_sha256"),
+        **{f"version of {name}": version for name, version in run.info.versions.items()},
+    }
+
+
+def _seconds(events: Iterable[Message]) -> float | None:
+    times = [event["time"] for event in events]
+    return times[-1] - times[0] if times else None
+
+
+def _metrics(run: Record, summary: Message) -> dict[str, Any]:
+    """Of the end of the run, or else of its last evaluation."""
+    if summary.get("metrics"):
+        return dict(summary["metrics"])
+    last = next(reversed(run.all("eval")), {})
+    return validation.evaluation_values(last)
+
+
+def _median(steps: list[Message], key: str) -> float | None:
+    """Without the first step, which warms up."""
+    found = [*_numbers(steps[1:] or steps, key)]
+    return statistics.median(found) if found else None
+
+
+def _mean(steps: list[Message], key: str) -> float | None:
+    found = [*_numbers(steps[1:] or steps, key)]
+    return statistics.fmean(found) if found else None
+
+
+def _numbers(events: Iterable[Message], key: str) -> Iterator[float]:
+    for event in events:
+        if isinstance(event.get(key), int | float):
+            yield event[key]
+
+
+def _busy(steps: list[Message]) -> dict[str, float]:
+    """The share of each stage's time in which it computed, over all steps but the first."""
+    found: dict[str, list[float]] = defaultdict(list)
+    for step in steps[1:] or steps:
+        for label, share in step.get("busy", {}).items():
+            found[label].append(share)
+    return {label: statistics.fmean(shares) for label, shares in found.items()}
+
+
+def _bubbles(run: Record) -> dict[str, float]:
+    """The share of each stage's time in which nothing could be done, over the steps looked at."""
+    found: dict[str, list[float]] = defaultdict(list)
+    for event in run.all("timeline"):
+        for stage in event["stages"]:
+            found[stage["label"]].append(stage["lost"].get("bubble", 0.0))
+    return {label: statistics.fmean(shares) for label, shares in found.items()}
+
+
+def _memory(summary: Mapping[str, Any]) -> dict[str, int]:
+    return {label: sizes["peak"] for label, sizes in summary.get("memory", {}).items()}
+
+
+SHOWN = 8
+"""Steps whose losses are shown, spread over all that the runs share."""
+
+Row = tuple[str, list[Any]]
+"""A name, and a value for each run; None where a run has none."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Of one run or more.
+
+    Attributes:
+        names: the runs'.
+        figures: how each went.
+        settings: the keys of their configs that not all set to the same, in dotted form.
+        losses: at some of the steps that all have done, the first and the last among them.
+        shared: how many steps all have done.
+        first_difference: the first of them at which losses are not the same to the last bit; None:
+            they are.
+    """
+
+    names: list[str]
+    figures: list[Row]
+    settings: list[Row]
+    losses: list[tuple[int, list[float | None]]]
+    shared: int
+    first_difference: int | None
+
+    @property
+    def verdict(self) -> str:
+        """In a sentence, what the losses say of the bits."""
+        if not self.shared:
+            return "the runs have no step in common"
+        if self.first_difference is None:
+            return f"the losses of all {self.shared:,} steps in common are the same, bit for bit"
+        return (
+            f"the losses differ from step {self.first_difference:,} on; steps in common: "
+            f"{self.shared:,}"
+        )
+
+
+def compare(runs: Sequence[Record]) -> Comparison:
+    """Compare `runs`, at least one."""
+    losses = [{event["step"]: event["loss"] for event in run.all("step")} for run in runs]
+    shared = sorted(set.intersection(*(set(each) for each in losses)))
+    differing = (step for step in shared if len({each[step] for each in losses}) > 1)
+    configs = [dict(flat(run.config)) for run in runs]
+    return Comparison(
+        names=[run.name for run in runs],
+        figures=[row for row in _rows([figures(run) for run in runs]) if _tells(row)],
+        settings=[row for row in _rows(configs) if any(value != row[1][0] for value in row[1])],
+        losses=[(step, [each[step] for each in losses]) for step in _spread(shared)],
+        shared=len(shared),
+        first_difference=next(differing, None),
+    )
+
+
+def _rows(runs: Sequence[Mapping[str, Any]]) -> Iterator[Row]:
+    for name in dict.fromkeys(name for run in runs for name in run):
+        yield name, [run.get(name) for run in runs]
+
+
+def _tells(row: Row) -> bool:
+    return any(value is not None for value in row[1])
+
+
+def _spread(steps: Sequence[int]) -> Iterable[int]:
+    """Some of the steps, evenly, with both ends."""
+    if len(steps) <= SHOWN:
+        return steps
+    last = len(steps) - 1
+    return [steps[index * last // (SHOWN - 1)] for index in range(SHOWN)]
+
+
+@dataclass(frozen=True)
+class Table:
+    """Attributes:
+    title: what its rows are.
+    rows: a name, and a text for each run.
+    """
+
+    title: str
+    rows: list[tuple[str, list[str]]]
+
+
+def tables(found: Comparison) -> Iterator[Table]:
+    """How the runs went; of several also which settings and losses differ."""
+    yield Table("Figures", [_figure(row) for row in found.figures])
+    if len(found.names) > 1:
+        yield Table("Settings that differ", [(name, _texts(each)) for name, each in found.settings])
+        losses = [(f"step {step:,}", _losses(each)) for step, each in found.losses]
+        yield Table("Loss", losses)
+
+
+def _figure(row: Row) -> tuple[str, list[str]]:
+    name, values = row
+    return name, ["-" if value is None else _in_unit(name, value) for value in values]
+
+
+def _in_unit(name: str, value: Any) -> str:
+    match name.split():
+        case ["step", "time"]:
+            return f"{value * 1e3:,.1f} ms"
+        case ["whole", "time"]:
+            return f"{value:,.1f} s"
+        case ["samples/s"]:
+            return f"{value:,.0f}"
+        case ["busy" | "bubble", *_] | ["data", "share"]:
+            return f"{value:.0%}"
+        case ["peak", "memory", *_]:
+            return format_size(value)
+    return _text(value)
+
+
+def _texts(values: Iterable[Any]) -> list[str]:
+    return ["-" if value is None else _text(value) for value in values]
+
+
+def _text(value: Any) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def _losses(values: Iterable[float | None]) -> list[str]:
+    """All digits, since the last ones are what is compared."""
+    return ["not finite" if value is None else repr(value) for value in values]

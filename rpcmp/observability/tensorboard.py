@@ -1,0 +1,146 @@
+"""A run in TensorBoard: curves, the config, and the graph of stages.
+
+The event file is written by TensorBoard's own writer of records, on the observer's thread: what its
+usual writer does on a thread of its own would not fail here, where a warning can be made of it.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rpcmp.config.redaction import flat, redacted
+from rpcmp.config.schema import Config
+from rpcmp.errors import ConfigError
+from rpcmp.observability.run_folder import writer
+from rpcmp.process.channel import Message
+
+if TYPE_CHECKING:
+    from rpcmp.observability.tensorboard_file import EventFile
+
+EVERY = {"vitals": 10.0, "timeline": 10.0}
+"""Seconds between two events of a kind that is shown, where they come faster."""
+
+NO_SCALARS = ("event", "time", "generation", "step", "epoch", "is_skipped", "busy_seconds")
+
+
+class TensorBoard:
+    """Writes one run; an observer. Each has a folder of its own in the config's.
+
+    Args:
+        config: the job, which says where.
+
+    Raises:
+        ConfigError: TensorBoard is not installed, or the folder cannot be made.
+    """
+
+    name = "TensorBoard's event file"
+
+    def __init__(self, config: Config) -> None:
+        try:
+            from rpcmp.observability.tensorboard_file import EventFile
+        except ImportError as error:
+            raise ConfigError(
+                "log.tensorboard needs TensorBoard: pip install 'rpcmp[tensorboard]'"
+            ) from error
+        folder = config.tensorboard_folder
+        assert folder is not None
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            name = writer.folder_name(config.name, time.time())
+            self._folder: Path = writer.make_folder(folder, name)
+        except OSError as error:
+            raise ConfigError(
+                f"log.tensorboard: cannot write {folder}: {error.strerror}; give another folder"
+            ) from error
+        self._config = config
+        self._open = EventFile
+        self._file: EventFile | None = None
+        self._graph: list[Message] = []
+        self._step = 0
+        self._shown: dict[str, float] = {}
+
+    def tell(self, event: Message) -> None:
+        """See Observer."""
+        match event["event"]:
+            case "run":
+                self._graph = event["graph"]["stages"]
+            case "start":
+                self._begin()
+            case "end" if self._file is not None:
+                self._file.end(event["outcome"] == "done")
+            case _ if self._file is not None:
+                self._show(self._file, event)
+
+    def close(self) -> None:
+        """Close the file; a run that never began leaves none, and no folder."""
+        if self._file is not None:
+            self._file.close()
+        else:
+            self._folder.rmdir()
+
+    def _begin(self) -> None:
+        config = self._config
+        self._file = self._open(self._folder)
+        whole = redacted(config.model_dump(mode="json"))
+        self._file.text("config", f"```json\n{json.dumps(whole, indent=2)}\n```")
+        # Those that were given: the others are the same in all runs.
+        given = redacted(config.model_dump(mode="json", exclude_unset=True, exclude={"log"}))
+        watched = [] if config.data is None or config.data.test is None else ["loss"]
+        metrics = ["loss", *(f"eval/{name}" for name in (*watched, *config.metrics))]
+        self._file.hyperparameters(dict(flat(given)), metrics)
+        if self._graph:
+            self._file.graph(self._graph)
+
+    def _show(self, file: EventFile, event: Message) -> None:
+        kind, now = event["event"], event.get("time", time.time())
+        if 0 <= now - self._shown.get(kind, float("-inf")) < EVERY.get(kind, 0.0):
+            return
+        self._shown[kind] = now
+        self._step = event.get("step", self._step)
+        if values := dict(_scalars(event)):
+            file.scalars(values, self._step, now)
+
+
+def _others(rates: Sequence[float]) -> dict[str, float]:
+    """The learning rates of the parameter groups after the first."""
+    return {f"group{number}": rate for number, rate in enumerate(rates) if number}
+
+
+def _scalars(event: Message) -> Iterator[tuple[str, float]]:
+    """The curves that an event adds a point to, by tag."""
+    match event["event"]:
+        case "step":
+            told = {key: value for key, value in event.items() if key not in NO_SCALARS}
+            groups = told.pop("group_learning_rates", {})
+            told["learning_rate"] = told.pop("learning_rates", None) or told.get("learning_rate")
+            yield from _numbers(
+                {f"learning_rate/{label}": _others(rates) for label, rates in groups.items()}, ""
+            )
+            yield from _numbers(told, "")
+        case "eval":
+            told = {key: value for key, value in event.items() if key not in NO_SCALARS}
+            yield from _numbers(told, "eval/")
+        case "checkpoint":
+            told = {key: event.get(key) for key in ("seconds", "bytes")}
+            yield from _numbers(told, "checkpoint/")
+        case "recovered":
+            yield "recovery/seconds", event["seconds"]
+        case "vitals":
+            workers = event["workers"].items()
+            yield from _numbers({label: told["memory"] for label, told in workers}, "memory/")
+        case "timeline":
+            for stage in event["stages"]:
+                yield from _numbers(stage["lost"], f"lost/{stage['label']}/")
+
+
+def _numbers(values: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, float]]:
+    """The numbers among values and tables of them."""
+    for key, value in values.items():
+        if isinstance(value, dict):
+            yield from _numbers(value, f"{prefix}{key}/")
+        elif isinstance(value, int | float):
+            yield f"{prefix}{key}", value

@@ -1,0 +1,384 @@
+"""Trace files: the Chrome trace event format, for Perfetto and chrome://tracing, and back.
+
+    {"traceEvents": [...], "metadata": {"rpcmp": {"version", "begin_ns", "stages": [...]}}}
+
+A file is written one event after the other, and read so: whoever wrote it, it takes no more memory
+than MAX_SPANS spans. Spans are read from the events; transfers, idle time and arrows follow from
+them and are not.
+
+A trace as events of the Chrome trace event format, which Perfetto reads too.
+
+Each stage is a process. Its first thread shows what it computes and why it idles, the others what
+is under way to it, each on a thread that is free: slices of one thread must not overlap. Arrows go
+from the span that made an output or a gradient to the span that used it.
+
+https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+import os
+import stat
+import zlib
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from heapq import heappop, heappush
+from itertools import count
+from pathlib import Path
+from typing import IO, Any, NamedTuple, cast
+
+from pydantic import BaseModel, ValidationError
+
+import rpcmp
+from rpcmp.errors import ConfigError
+from rpcmp.observability.trace.critical_path import Causes, idle
+from rpcmp.observability.trace.json_stream import Elements
+from rpcmp.observability.trace.spans import Kind, Span, Trace, Track
+
+Event = dict[str, Any]
+
+COMPUTE = 0
+"""The lane of what a stage computes; transfers lie in lanes from 1 on."""
+
+ARROWS = {Kind.FORWARD: "activation", Kind.BACKWARD: "gradient"}
+
+
+def category(kind: Kind) -> str:
+    """The `cat` of a kind's events."""
+    return kind.name.lower()
+
+
+def microseconds(ns: int) -> float:
+    """What the format wants, so that rounding and cutting off both give `ns` back.
+
+    Perfetto multiplies by 1000 and cuts off: 1.001 would become 1000 ns, and slices that touch
+    would overlap and be dropped.
+    """
+    value = ns / 1000
+    return value if int(value * 1000) == ns else math.nextafter(value, math.inf)
+
+
+class Events:
+    """The events of a trace with at least one span; times count from its first.
+
+    Args:
+        trace: what was recorded.
+    """
+
+    def __init__(self, trace: Trace) -> None:
+        self._trace = trace
+        self._causes = Causes(trace)
+        self._begin_ns = trace.begin_ns
+        self._pids = {track.stage: pid for pid, track in enumerate(trace.tracks, start=1)}
+
+    def __iter__(self) -> Iterator[Event]:
+        for track in self._trace.tracks:
+            yield from self._process(track)
+            yield from self._spans(track)
+            yield from self._idle(track)
+            yield from self._transfers(track)
+        ids = count(1)
+        for track in self._trace.tracks:
+            yield from self._arrows(track, ids)
+
+    def _process(self, track: Track) -> Iterator[Event]:
+        pid = self._pids[track.stage]
+        yield self._metadata(track.stage, "process_name", name=f"{track.stage} on {track.host}")
+        yield self._metadata(track.stage, "process_sort_index", sort_index=pid)
+        yield self._metadata(track.stage, "thread_name", name="compute")
+
+    def _spans(self, track: Track) -> Iterator[Event]:
+        for span in track.spans:
+            waited = microseconds(span.start_ns - span.ready_ns)
+            args = {"step": span.step, "microbatch": span.microbatch, "waited_us": waited}
+            times = (span.start_ns, span.end_ns)
+            yield self._slice(track.stage, COMPUTE, span.label, category(span.kind), times, args)
+
+    def _idle(self, track: Track) -> Iterator[Event]:
+        whole = (self._begin_ns, self._trace.end_ns)
+        for loss, *times in idle(track, self._causes, *whole):
+            yield self._slice(track.stage, COMPUTE, loss.value, "idle", times, {})
+
+    def _transfers(self, track: Track) -> Iterator[Event]:
+        """From the end of the span that sends to the arrival of all that the reader needs."""
+        found = sorted(
+            (sender.end_ns, max(sender.end_ns, span.ready_ns), name, span)
+            for span in track.spans
+            for name, sender, _ in self._causes.senders(track.stage, span)
+        )
+        lanes = _lanes((start_ns, end_ns) for start_ns, end_ns, _, _ in found)
+        most = COMPUTE
+        for lane, (*times, name, span) in zip(lanes, found, strict=True):
+            if lane > most:
+                most = lane
+                yield self._metadata(track.stage, "thread_name", lane, name=f"transfer {lane}")
+            args = {"step": span.step, "microbatch": span.microbatch}
+            label = f"{span.label} from {name}"
+            yield self._slice(track.stage, lane, label, "transfer", times, args)
+
+    def _arrows(self, track: Track, ids: Iterator[int]) -> Iterator[Event]:
+        """Both ends strictly inside their slices, where these last longer than a nanosecond."""
+        for span in track.spans:
+            for name, sender, _ in self._causes.senders(track.stage, span):
+                to_ns = min(span.start_ns + 1, span.end_ns)
+                from_ns = max(sender.start_ns, min(sender.end_ns - 1, to_ns))
+                arrow = {"cat": "arrow", "name": ARROWS[span.kind], "id": next(ids)}
+                yield {"ph": "s", **arrow, **self._place(name, from_ns)}
+                yield {"ph": "f", "bp": "e", **arrow, **self._place(track.stage, to_ns)}
+
+    def _slice(
+        self,
+        stage: str,
+        lane: int,
+        name: str,
+        category: str,
+        times: Iterable[int],
+        args: Event,
+    ) -> Event:
+        start_ns, end_ns = times
+        event = {"ph": "X", "name": name, "cat": category, **self._place(stage, start_ns, lane)}
+        return {**event, "dur": microseconds(end_ns - start_ns), "args": args}
+
+    def _metadata(self, stage: str, kind: str, lane: int = COMPUTE, **args: Any) -> Event:
+        return {"ph": "M", "name": kind, **self._thread(stage, lane), "args": args}
+
+    def _place(self, stage: str, ns: int, lane: int = COMPUTE) -> Event:
+        return {**self._thread(stage, lane), "ts": microseconds(ns - self._begin_ns)}
+
+    def _thread(self, stage: str, lane: int) -> Event:
+        """Thread ids are unique in the whole file: some readers look names up by them alone."""
+        pid = self._pids[stage]
+        return {"pid": pid, "tid": pid + lane * len(self._pids)}
+
+
+def _lanes(intervals: Iterable[tuple[int, int]]) -> Iterator[int]:
+    """A lane, from 1 on, for each interval; those of one lane do not overlap.
+
+    Args:
+        intervals: (start, end) in order of start.
+    """
+    busy: list[tuple[int, int]] = []
+    free: list[int] = []
+    unused = count(1)
+    for start, end in intervals:
+        while busy and busy[0][0] <= start:
+            heappush(free, heappop(busy)[1])
+        lane = heappop(free) if free else next(unused)
+        heappush(busy, (end, lane))
+        yield lane
+
+
+MAX_SPANS = 1_000_000
+"""Of a file that is read: 15,000 steps of 4 stages with 8 micro-batches."""
+
+MAX_TEXT = 2**30
+"""Characters of a file that is read, after it was decompressed; a span with all that is drawn with
+it takes less than 1,000."""
+
+SHOWN = 300
+"""Characters of an event that a message has."""
+
+_KINDS = {category(kind): kind for kind in Kind}
+
+
+class _Stage(BaseModel):
+    """A track but for its spans; its process id is its index + 1."""
+
+    name: str
+    host: str
+    producers: tuple[str, ...]
+
+
+class _Header(BaseModel):
+    """What the events do not say.
+
+    Attributes:
+        version: of the rpcmp that wrote the file.
+        begin_ns: the driver's time that the events' times count from.
+        stages: in the graph's order.
+    """
+
+    version: str
+    begin_ns: int
+    stages: tuple[_Stage, ...]
+
+
+class _Metadata(BaseModel):
+    rpcmp: _Header
+
+
+class _Document(BaseModel):
+    metadata: _Metadata
+    traceEvents: list[None]  # noqa: N815
+
+
+class _Event(NamedTuple):
+    """A span as it stands in a file: times count from `begin_ns`."""
+
+    pid: int
+    span: Span
+
+
+def write(trace: Trace, path: Path) -> None:
+    """Write `trace`, compressed where the name ends in ".gz".
+
+    Raises:
+        ConfigError: the file cannot be written, or the trace has no span.
+    """
+    if not any(track.spans for track in trace.tracks):
+        raise ConfigError(f"nothing to write to {path}: no step was recorded")
+    encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+    metadata = _Metadata(rpcmp=_header(trace)).model_dump()
+    try:
+        with _open(path, "wt") as file:
+            file.write('{"traceEvents":[')
+            for number, event in enumerate(Events(trace)):
+                file.write(f"{',' if number else ''}\n{encode(event)}")
+            file.write(f'\n],"metadata":{encode(metadata)}}}\n')
+    except OSError as error:
+        raise ConfigError(f"cannot write the trace {path}: {error.strerror or error}") from error
+
+
+def read(path: Path, first: int | None = None, last: int | None = None) -> Trace:
+    """The trace that `write` wrote.
+
+    Args:
+        path: the file.
+        first, last: the steps that are looked at, None for the trace's own; of a trace with more
+            than MAX_SPANS only these and their neighbours are kept.
+
+    Raises:
+        ConfigError: the file cannot be read, or is something else.
+    """
+    try:
+        _require_regular(path)
+        try:
+            return _read(path, _Spans())
+        except _TooManyError:
+            if first is None and last is None:
+                raise
+            return _read(path, _Spans(first, last))
+    except OSError as error:
+        raise ConfigError(f"cannot read the trace {path}: {error.strerror or error}") from error
+    except ValidationError as error:
+        details = error.errors()[0]
+        reason = f"{'.'.join(map(str, details['loc'])) or 'the file'}: {details['msg']}"
+    except _TooManyError as error:
+        raise ConfigError(f"the trace {path} has {error}") from None
+    except (ValueError, OverflowError, EOFError, zlib.error, RecursionError) as error:
+        reason = str(error)
+    raise ConfigError(f"{path} is not a trace that `rpcmp drive --trace` wrote: {reason}")
+
+
+def _open(path: Path, mode: str) -> IO[str]:
+    opened = gzip.open if path.suffix == ".gz" else open
+    return cast(IO[str], opened(path, mode, encoding="utf-8"))
+
+
+def _header(trace: Trace) -> _Header:
+    stages = tuple(
+        _Stage(name=track.stage, host=track.host, producers=trace.producers.get(track.stage, ()))
+        for track in trace.tracks
+    )
+    return _Header(version=rpcmp.__version__, begin_ns=trace.begin_ns, stages=stages)
+
+
+def _only_spans(value: dict[str, Any]) -> Any:
+    """Of events keep the spans, while the file is parsed: a dict for each would fill the memory."""
+    if "ph" not in value:
+        return value
+    if value["ph"] != "X" or value.get("cat") not in _KINDS:
+        return None
+    try:
+        return _span(value)
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"an event without a proper {error}: {str(value)[:SHOWN]}") from error
+
+
+def _span(event: Mapping[str, Any]) -> _Event:
+    start_ns, args = round(event["ts"] * 1000), event["args"]
+    ready_ns = start_ns - round(args["waited_us"] * 1000)
+    end_ns = start_ns + round(event["dur"] * 1000)
+    kind, step, microbatch = _KINDS[event["cat"]], int(args["step"]), int(args["microbatch"])
+    return _Event(int(event["pid"]), Span(kind, step, microbatch, ready_ns, start_ns, end_ns))
+
+
+class _TooManyError(Exception):
+    """More spans than are read."""
+
+
+class _Spans:
+    """The spans of a file, by process, as they are read.
+
+    Args:
+        first, last: steps outside of which spans are left out; None: no limit. Their neighbours
+            are kept, because a window ends where the next step begins, and a stage idles from
+            the end of the step before.
+    """
+
+    def __init__(self, first: int | None = None, last: int | None = None) -> None:
+        self.by_pid: dict[int, list[Span]] = defaultdict(list)
+        self._first = -math.inf if first is None else first - 1
+        self._last = math.inf if last is None else last + 1
+        self._left = MAX_SPANS
+
+    def take(self, event: Any) -> None:
+        """Keep an event if it is a span of these steps."""
+        if not isinstance(event, _Event) or not self._first <= event.span.step <= self._last:
+            return
+        if not self._left:
+            raise _TooManyError(
+                f"more than {MAX_SPANS:,} spans of the steps that are looked at; "
+                "take fewer, such as --steps 10:12"
+            )
+        self._left -= 1
+        self.by_pid[event.pid].append(event.span)
+
+
+def _read(path: Path, spans: _Spans) -> Trace:
+    with _open(path, "rt") as file:
+        found = Elements(file, MAX_TEXT, _only_spans).read("traceEvents", spans.take)
+    return _trace(_Document.model_validate(found).metadata.rpcmp, spans)
+
+
+def _require_regular(path: Path) -> None:
+    """Refuse what has no end, such as a device, and what opening it would wait for."""
+    mode = os.stat(path).st_mode
+    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):  # a folder's own error is better
+        raise ValueError("it is no regular file")
+
+
+def _trace(header: _Header, found: _Spans) -> Trace:
+    spans = found.by_pid
+    tracks = (
+        Track(stage.name, stage.host, _moved(spans.pop(pid, []), header.begin_ns))
+        for pid, stage in enumerate(header.stages, start=1)
+    )
+    trace = Trace(tuple(tracks), {stage.name: stage.producers for stage in header.stages})
+    _check(trace, spans)
+    return trace
+
+
+def _moved(spans: list[Span], by_ns: int) -> tuple[Span, ...]:
+    for index, (kind, step, microbatch, *times) in enumerate(spans):  # in place: there are many
+        ready_ns, start_ns, end_ns = (time + by_ns for time in times)
+        spans[index] = Span(kind, step, microbatch, ready_ns, start_ns, end_ns)
+    return tuple(spans)
+
+
+def _check(trace: Trace, without_stage: Mapping[int, list[Span]]) -> None:
+    """Refuse what shares could not be computed of."""
+    if without_stage:
+        raise ValueError(f"no stages for the processes {sorted(without_stage)}")
+    for track in trace.tracks:
+        free_ns = -math.inf
+        for span in track.spans:
+            if not free_ns <= span.start_ns <= span.end_ns or span.ready_ns > span.start_ns:
+                raise ValueError(
+                    f"{span.label} of step {span.step} at {track.stage!r} overlaps another span or "
+                    "ends before it starts"
+                )
+            free_ns = span.end_ns

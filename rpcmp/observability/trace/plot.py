@@ -1,0 +1,121 @@
+"""The pipeline diagram: a row a stage, time to the right, a box for each span.
+
+matplotlib is imported late: reading a trace does not need it.
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rpcmp.errors import ConfigError
+from rpcmp.observability.trace.analysis import mean_lost, measure
+from rpcmp.observability.trace.critical_path import Loss
+from rpcmp.observability.trace.spans import NO_MICROBATCH, Kind, Span, Trace, Track
+from rpcmp.observability.trace.window import Window
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+COLOURS = {
+    Kind.FORWARD: "#56B4E9",
+    Kind.BACKWARD: "#E69F00",
+    Kind.WEIGHT: "#009E73",
+    Kind.OPTIMIZER: "#CC79A7",
+}
+"""Of Okabe and Ito (2008): told apart with any colour vision."""
+
+NAMES = {
+    Kind.FORWARD: "forward",
+    Kind.BACKWARD: "backward",
+    Kind.WEIGHT: "weight gradient",
+    Kind.OPTIMIZER: "optimizer",
+}
+
+WIDTH, DPI = 18.0, 120
+"""Inches, and pixels an inch."""
+
+FONT_SIZE = 6.0
+"""Points; a digit is some 0.6 of them wide."""
+
+BOX = 0.8
+"""The height of a box; rows are 1 apart."""
+
+
+def require_matplotlib() -> None:
+    """Raises ConfigError where matplotlib is missing."""
+    if find_spec("matplotlib") is None:
+        raise ConfigError("the diagram needs matplotlib; install it: pip install 'rpcmp[plot]'")
+
+
+def write_png(trace: Trace, window: Window, path: Path) -> None:
+    """Draw `window` of `trace` into `path`.
+
+    Raises:
+        ConfigError: matplotlib is missing, or the file cannot be written.
+    """
+    require_matplotlib()
+    try:
+        figure(trace, window).savefig(path, format="png", dpi=DPI)
+    except OSError as error:
+        raise ConfigError(f"cannot write the diagram {path}: {error.strerror or error}") from error
+
+
+def figure(trace: Trace, window: Window) -> Figure:
+    """The diagram of `window`; without pyplot, which would need a display and keep every figure."""
+    from matplotlib.figure import Figure
+
+    drawn = Figure(figsize=(WIDTH, 1.6 + 0.45 * len(trace.tracks)), layout="constrained")
+    axes = drawn.add_subplot()
+    axes.set_xlim(0, _ms(window.end_ns, window))
+    axes.set_ylim(len(trace.tracks) - 0.5, -0.5)
+    axes.set_yticks(range(len(trace.tracks)), [track.stage for track in trace.tracks])
+    axes.set_xlabel("ms")
+    bubble = mean_lost(measure(trace, window), Loss.BUBBLE)
+    axes.set_title(f"{window}, {window.step_s * 1e3:,.1f} ms each, bubble {bubble:.1%}")
+    for row, track in enumerate(trace.tracks):
+        _draw(axes, row, track, window)
+    _legend(drawn, trace, window)
+    return drawn
+
+
+def _draw(axes: Axes, row: int, track: Track, window: Window) -> None:
+    spans = [span for span in track.spans if window.overlap_ns(span.start_ns, span.end_ns)]
+    for kind, colour in COLOURS.items():
+        boxes = [
+            (_ms(span.start_ns, window), (span.end_ns - span.start_ns) / 1e6)
+            for span in spans
+            if span.kind is kind
+        ]
+        place = (row - BOX / 2, BOX)
+        axes.broken_barh(boxes, place, facecolors=colour, edgecolor="white", linewidth=0.4)
+    for span in filter(lambda span: _fits(span, window), spans):
+        middle = _ms((span.start_ns + span.end_ns) // 2, window)
+        number = str(span.microbatch)
+        axes.text(middle, row, number, ha="center", va="center", fontsize=FONT_SIZE, clip_on=True)
+
+
+def _fits(span: Span, window: Window) -> bool:
+    """Whether the number of its micro-batch fits into the box; some of the width is the labels'."""
+    points = 0.85 * WIDTH * 72 * (span.end_ns - span.start_ns) / (window.end_ns - window.begin_ns)
+    digits = len(str(span.microbatch))
+    return span.microbatch != NO_MICROBATCH and points > 0.6 * FONT_SIZE * digits + 2
+
+
+def _legend(drawn: Figure, trace: Trace, window: Window) -> None:
+    from matplotlib.patches import Patch
+
+    used = {
+        span.kind
+        for track in trace.tracks
+        for span in track.spans
+        if window.overlap_ns(span.start_ns, span.end_ns)
+    }
+    patches = [Patch(color=COLOURS[kind], label=NAMES[kind]) for kind in Kind if kind in used]
+    drawn.legend(handles=patches, loc="outside lower center", ncols=len(patches), frameon=False)
+
+
+def _ms(ns: int, window: Window) -> float:
+    return (ns - window.begin_ns) / 1e6

@@ -1,1 +1,0 @@
-"""Everything that looks at a run: each is told of its events, and none can hold it up."""

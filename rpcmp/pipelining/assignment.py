@@ -1,0 +1,237 @@
+"""What each worker is told: its stage, its layers, its place in the group.
+
+The driver makes the plan before anything starts, so that a balance that does not add up, a
+factory that does not import or an empty dataset ends the job before any worker builds anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from pydantic import Field
+from torch import nn
+
+from rpcmp.config import importing
+from rpcmp.config.schema import Config, ScheduleOptions
+from rpcmp.config.sections import StageConfig
+from rpcmp.config.topology import Member
+from rpcmp.config.types import Factory, Strict
+from rpcmp.errors import ConfigError, one_line
+from rpcmp.pipelining import devices, inflight, layers, optimizers, parameter_names, partition
+from rpcmp.pipelining.layers import require_known_weights
+from rpcmp.pipelining.schedule import Limits
+
+
+class Place(Strict):
+    """Where a tied parameter lies: in which stage, under which name."""
+
+    stage: str
+    name: str
+
+
+class Assignment(Strict):
+    """One worker's part of a job; travels as JSON in StartRequest.assignment.
+
+    Attributes:
+        settings: others than the config's own that the job may change to on the way.
+        driver_metrics: names of the metrics that are none of the stages' business.
+        loads_data: whether the stages load what they read of the batch themselves.
+    """
+
+    config: Config
+    stage_index: int = Field(ge=0)
+    replica: int = Field(default=0, ge=0)
+    layers: list[str] = Field(min_length=1)
+    settings: list[ScheduleOptions] = Field(default_factory=list)
+    driver_metrics: list[str] = Field(default_factory=list)
+    loads_data: bool = False
+    tied: list[list[Place]] = Field(default_factory=list)
+
+    @property
+    def stage_name(self) -> str:
+        """The stage's name in the config."""
+        return self.config.stage_names[self.stage_index]
+
+    @property
+    def member(self) -> Member:
+        """Who the worker is."""
+        return Member(self.stage_name, self.stage_index, self.replica, self.stage.num_replicas)
+
+    @property
+    def stage(self) -> StageConfig:
+        """The stage's section of the config."""
+        return self.config.stage(self.stage_index)
+
+    @property
+    def limits(self) -> Limits:
+        """Bundles of micro-batches that this stage may keep."""
+        return inflight.limits(self.config)[self.stage_name]
+
+    @property
+    def all_limits(self) -> list[Limits]:
+        """The same under every setting, the config's own first."""
+        return [inflight.limits(config)[self.stage_name] for config in self._configs]
+
+    @property
+    def in_flight(self) -> int:
+        """Bundles that are under way at once, under any setting."""
+        return max(map(inflight.in_flight, self._configs))
+
+    @property
+    def conducted(self) -> int:
+        """Those that one conductor has under way."""
+        return max(map(inflight.conducted, self._configs))
+
+    @property
+    def _configs(self) -> list[Config]:
+        return [self.config, *(setting.on(self.config) for setting in self.settings)]
+
+
+def assign(
+    config: Config,
+    settings: Sequence[ScheduleOptions] = (),
+    driver_metrics: Sequence[str] = (),
+    loads_data: bool = False,
+) -> list[Assignment]:
+    """Every worker's assignment, in the config's order.
+
+    Args:
+        config: the job.
+        settings: what it may change to on the way.
+        driver_metrics: names of the metrics that the driver computes.
+        loads_data: whether the stages load what they read of the batch themselves.
+
+    Raises:
+        ConfigError: the layers cannot be imported or the balance does not fit them, or something
+            that every host has (torch's own losses, optimizers, schedulers) refuses the config.
+    """
+    _try_out(config, driver_metrics)
+    layers_of_stages = _layers_of_stages(config)
+    unsplit = [layer for layers in layers_of_stages for layer in layers]
+    known = (
+        parameter_names.named_parameters_of(config, layers_of_stages)
+        if _asks_names(config)
+        else None
+    )
+    _check_weights(config, unsplit, known)
+    stage_of = {
+        layer: stage
+        for stage, layers in zip(config.stage_names, layers_of_stages, strict=True)
+        for layer in layers
+    }
+    layers_found = dict.fromkeys(unsplit) if known is None else known
+    tied = [
+        [
+            Place(stage=stage_of[parameter_names.layer_of(config, name, layers_found)], name=name)
+            for name in group
+        ]
+        for group in config.tied
+    ]
+    if known is not None:
+        _check_names(config, known, stage_of)
+    return [
+        Assignment(
+            config=config,
+            stage_index=worker.stage_index,
+            replica=worker.replica,
+            layers=layers_of_stages[worker.stage_index],
+            settings=list(settings),
+            driver_metrics=list(driver_metrics),
+            loads_data=loads_data,
+            tied=tied,
+        )
+        for worker in config.workers
+    ]
+
+
+def _asks_names(config: Config) -> bool:
+    return config.names_parameters or config.init is not None
+
+
+def _check_names(
+    config: Config, known: Mapping[str, parameter_names.Named], stage_of: Mapping[str, str]
+) -> None:
+    """Whether what the config names exists and fits.
+
+    Of modules that cannot be built here the driver finds out when the stages are built.
+    """
+    kinds = {name: kind for named in known.values() for name, kind in named.parameters.items()}
+    parameter_names.require_equal_ties(config.tied, kinds)
+    of_stages: dict[str, dict[str, bool]] = {stage: {} for stage in config.stage_names}
+    for layer, named in known.items():
+        of_stages[stage_of[layer]] |= {name: name in named.trained for name in named.parameters}
+    optimizers.require_matches(config, of_stages)
+
+
+def _check_weights(
+    config: Config, layers: Sequence[str], known: Mapping[str, parameter_names.Named] | None
+) -> None:
+    """The file may be on the stages' hosts alone, where these are others."""
+    if config.init is None or (config.addresses and not Path(config.init).exists()):
+        return
+    prefixes = [config.prefix_of(layer) for layer in layers]
+    state = None if known is None else {name for one in known.values() for name in one.state}
+    require_known_weights(config.init, prefixes, state)
+
+
+def _layers_of_stages(config: Config) -> list[list[str]]:
+    if config.model is None:
+        return [[name] for name in config.stage_names]
+    available = layers.chain_layers(config)
+    balance = config.model.balance
+    if balance == "auto":
+        raise ConfigError('balance = "auto" has to be measured before stages can be planned')
+    if balance is None:
+        balance = partition.balance_by_size(layers.layer_sizes(available), config.num_stages)
+    return partition.cut_layers(list(available), balance)
+
+
+def _try_out(config: Config, driver_metrics: Sequence[str]) -> None:
+    """Build what comes from torch or rpcmp, on next to nothing: a wrong argument shows at once.
+
+    The user's own losses and optimizers may need packages that only the stages' hosts have: they
+    are tried when the stages are built, and so is whether an optimizer takes the parameters.
+    """
+    for name, source in (("loss", config.loss), *_metrics(config, driver_metrics)):
+        if _everywhere(source):
+            importing.function(source, name)
+    for index in range(config.num_stages):
+        _try_device(config, index)
+        _try_optimizer(config, index)
+
+
+def _try_device(config: Config, index: int) -> None:
+    """Whether torch knows it: that the host has it, only the host can tell."""
+    name = config.stage(index).device
+    try:
+        devices.resolve_device(name)
+    except RuntimeError as error:
+        raise ConfigError(
+            f"stage {config.stage_names[index]!r}: device = {name!r}: {one_line(error)}"
+        ) from error
+
+
+def _try_optimizer(config: Config, index: int) -> None:
+    source, schedule = config.optimizer_of(index), config.scheduler_of(index)
+    if not _everywhere(source):
+        return
+    own, of_stage = config.stage(index), f" of stage {config.stage_names[index]!r}"
+    where = f"optimizer{of_stage if own.optimizer else ''}"
+    optimizer = optimizers.create(source, {"": nn.Parameter(torch.zeros(1, 1))}, where)
+    if schedule is not None and _everywhere(schedule):
+        importing.create(schedule, f"scheduler{of_stage if own.scheduler else ''}", optimizer)
+
+
+def _metrics(config: Config, driver_metrics: Sequence[str]) -> list[tuple[str, Factory]]:
+    """Those that the sink computes."""
+    return [
+        (f"metrics.{name}", metric)
+        for name, metric in config.metrics.items()
+        if name not in driver_metrics
+    ]
+
+
+def _everywhere(source: Factory) -> bool:
+    return source.callable.partition(":")[0].partition(".")[0] in ("torch", "rpcmp")

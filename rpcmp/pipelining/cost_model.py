@@ -1,0 +1,150 @@
+"""What a step will take with a balance: simulated from the times of the layers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+from rpcmp.config.schema import Config
+from rpcmp.pipelining import simulation
+from rpcmp.pipelining.inflight import limits, num_bundles
+from rpcmp.pipelining.partition import StageHost
+from rpcmp.pipelining.schedule import Limits, policy
+from rpcmp.pipelining.simulation import Simulation, Times
+
+
+@dataclass(frozen=True)
+class StagePrediction:
+    """One stage.
+
+    Attributes:
+        num_layers: how many layers it has.
+        busy_s: seconds of a step in which it computes.
+        bubble: the share of a step in which it does not.
+        memory_bytes: what it takes up at most.
+        limit_bytes: what it may take up; None: no limit.
+    """
+
+    num_layers: int
+    busy_s: float
+    bubble: float
+    memory_bytes: int
+    limit_bytes: int | None
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A balance and what comes of it.
+
+    Attributes:
+        balance: layers of each stage.
+        step_s: seconds of a step in the middle of a run, without transfers and data loading.
+        bubble: the share of a step in which stages idle, over all of them.
+        stages: by name, in order.
+    """
+
+    balance: list[int]
+    step_s: float
+    bubble: float
+    stages: dict[str, StagePrediction]
+
+
+def predict(config: Config, hosts: Sequence[StageHost], balance: list[int]) -> Prediction:
+    """The next step begins as soon as every stage has time for it.
+
+    Args:
+        config: the job.
+        hosts: in the order of the stages.
+        balance: layers of each stage.
+    """
+    parts = _parts(hosts, balance)
+    step = _step_seconds(config, parts)
+    stages = {
+        host.stage: StagePrediction(
+            num_layers=end - start,
+            busy_s=(busy := host.seconds(start, end)),
+            bubble=max(0.0, 1.0 - busy / step) if step else 0.0,
+            memory_bytes=host.memory(start, end),
+            limit_bytes=host.limit_bytes,
+        )
+        for host, start, end in parts
+    }
+    bubble = sum(stage.bubble for stage in stages.values()) / len(stages)
+    return Prediction(balance, step, bubble, stages)
+
+
+def times_of(hosts: Sequence[StageHost], balance: Sequence[int]) -> dict[str, Times]:
+    """Seconds of one micro-batch at each stage, by its name."""
+    return {host.stage: _times(host, start, end) for host, start, end in _parts(hosts, balance)}
+
+
+def simulate(config: Config, times: Mapping[str, Times]) -> Simulation:
+    """One step by itself. A stage's replicas count as one; see `balance.profile.together`.
+
+    Args:
+        config: the job.
+        times: of one micro-batch at each stage; what is simulated are bundles of them.
+    """
+    kept = {
+        worker.stage: _times_over(each, worker.num_replicas)
+        for worker in config.workers
+        for each in [limits(config)[worker.stage]]
+    }
+    bundles = num_bundles(config)
+    a_bundle = {
+        stage: each.scaled(config.num_microbatches / bundles) for stage, each in times.items()
+    }
+    return Simulation(
+        config.graph(),
+        policy(config.schedule),
+        bundles,
+        simulation.fixed(a_bundle, kept),
+        kept,
+    )
+
+
+def _parts(hosts: Sequence[StageHost], balance: Sequence[int]) -> list[tuple[StageHost, int, int]]:
+    """Each stage with its first layer and the one after its last."""
+    ends = list(accumulate(balance))
+    return list(zip(hosts, [0, *ends], ends, strict=False))
+
+
+def _step_seconds(config: Config, parts: Sequence[tuple[StageHost, int, int]]) -> float:
+    """From one step's begin to the next one's.
+
+    A step can follow the one before at a distance at which no stage is asked for its first forward
+    before it has stepped its optimizer; where the driver has to look at all stages first, only when
+    all of them have ended.
+    """
+    run = simulate(config, {host.stage: _times(host, start, end) for host, start, end in parts})
+    updates = {
+        host.stage: sum(layer.update_s for layer in host.profile.layers[start:end])
+        for host, start, end in parts
+    }
+    if config.holds_steps:
+        return run.makespan + max(updates.values())
+    return max(
+        run.runs[stage][-1].end + update - run.runs[stage][0].start
+        for stage, update in updates.items()
+    )
+
+
+def _times_over(limits: Limits, replicas: int) -> Limits:
+    """What a stage's replicas may keep together: the prediction takes them for one fast host."""
+    return replace(
+        limits,
+        open=limits.open * replicas,
+        held=limits.held * replicas,
+        deferred=limits.deferred * replicas,
+    )
+
+
+def _times(host: StageHost, start: int, end: int) -> Times:
+    layers = host.profile.layers[start:end]
+    forward = sum(layer.forward_s for layer in layers)
+    return Times(
+        forward,
+        sum(layer.backward_s for layer in layers) + (forward if host.recompute else 0.0),
+        sum(layer.weight_s for layer in layers),
+    )

@@ -1,0 +1,273 @@
+"""Building the model's layers: each host only its own, and the same bits on every host.
+
+A layer is the unit that a balance counts, that parameters are named after and that randomness is
+derived for. A chain's layers come from the config's `layers` callable; a named stage is one layer
+of its own name. Layers are initialized from (seed, layer name), so the parameters of a model do
+not depend on where it is cut.
+
+Where every random number of a run comes from.
+
+One `seed` rules everything. Each use derives its own stream from the seed and from what the
+number is for: (seed, "init", layer) for parameters, (seed, "train", step, micro-batch, layer)
+for dropout, (seed, "epoch", epoch) for shuffling. None of these depends on where the model is cut,
+on the schedule or on which host draws from it, so none of these change a run's bits. What a stage's
+optimizer draws, some add noise, comes from (seed, "optimizer", step, stage).
+
+The weights that a run starts from, where its config names a file: `init = "model.safetensors"`.
+
+The file holds the unsplit model's state_dict, as `rpcmp export` writes it. Each host reads the
+tensors of its own layers and no others.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy.random  # torch loads numpy, but this of it not before it is used: then in every fork
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from rpcmp.config import importing
+from rpcmp.config.schema import Config
+from rpcmp.config.types import Factory
+from rpcmp.errors import ConfigError, FactoryError
+
+
+def derive_seed(*parts: int | str) -> int:
+    """A 63-bit seed from `parts`: equal parts give equal seeds on every machine."""
+    text = "\0".join(f"{type(part).__name__}:{part}" for part in parts)
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+
+
+def seed_all(*parts: int | str) -> None:
+    """Seed every generator that a model may draw from: torch's, Python's and numpy's."""
+    seed = derive_seed(*parts)
+    random.seed(seed)
+    numpy.random.seed(seed % 2**32)
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(seed)
+
+
+NAMED = 5
+"""Tensors that a message names."""
+
+
+def require_known_weights(
+    path: str, prefixes: Iterable[str], names: Collection[str] | None
+) -> None:
+    """Check that every tensor of the file belongs to one of the model's layers.
+
+    Args:
+        path: of the file.
+        prefixes: what the names of each layer begin with.
+        names: all that the model has; None: nobody knows yet.
+
+    Raises:
+        ConfigError: one does not, or the file cannot be read.
+    """
+    begins = tuple(prefixes)
+    with _open_weights(path) as file:
+        every = sorted(file.keys())
+    unknown = [
+        name for name in every if not (name.startswith(begins) if names is None else name in names)
+    ]
+    if unknown:
+        raise ConfigError(f"init = {path!r} has tensors of no layer: {', '.join(unknown[:NAMED])}")
+
+
+def load_weights(
+    path: str,
+    modules: Mapping[str, tuple[str, nn.Module]],
+    tied_to: Mapping[str, str],
+    owns_prefixes: bool,
+) -> None:
+    """Give these layers their tensors from the file.
+
+    Args:
+        path: of the file.
+        modules: by the layers' names, with what the names of their tensors begin with.
+        tied_to: for parameters that the file need not have the names of those that they are.
+        owns_prefixes: whether nobody else's names begin as a layer's do, so that a name which it
+            does not have is a mistake.
+
+    Raises:
+        ConfigError: one is missing, unknown or of another shape, or the file cannot be read.
+    """
+    with _open_weights(path) as file:
+        names = set(file.keys())
+        for layer, (prefix, module) in modules.items():
+            try:
+                own = {name: prefix + name for name in module.state_dict()}
+                module.load_state_dict(_own(file, names, own, tied_to))
+                found = {name for name in names if name.startswith(prefix)} if owns_prefixes else ()
+                if unknown := sorted({*found} - {*own.values()} - {*tied_to}):
+                    raise RuntimeError(f"has no {', '.join(unknown[:NAMED])}")
+            except RuntimeError as error:
+                raise ConfigError(f"init = {path!r}: layer {layer!r}: {error}") from error
+
+
+def _own(
+    file: Any, names: set[str], own: Mapping[str, str], tied_to: Mapping[str, str]
+) -> dict[str, Tensor]:
+    """A module's tensors: of each the file's, under its name or that which it is tied to."""
+    stored = {name: tied_to.get(whole, whole) for name, whole in own.items()}
+    stored |= {name: own[name] for name, whole in stored.items() if whole not in names}
+    return {name: file.get_tensor(whole) for name, whole in stored.items() if whole in names}
+
+
+def _open_weights(path: str) -> Any:
+    try:
+        return safe_open(path, "pt")
+    except Exception as error:  # of the library's own kind
+        raise ConfigError(f"init = {path!r} cannot be read: {error}") from error
+
+
+LayerFactory = Callable[[], nn.Module]
+
+
+def chain_layers(config: Config) -> dict[str, LayerFactory]:
+    """The layers of a `[model]`, by name, in order, not built yet.
+
+    Raises:
+        ConfigError: `layers` fails or does not return named layers.
+    """
+    if config.model is None:
+        raise ConfigError("only a job with [model] has a list of layers")
+    seed_all(config.seed, "layers")
+    model = config.model
+    made = importing.create(Factory(callable=model.layers, kwargs=model.kwargs), "model.layers")
+    layers: dict[str, LayerFactory] = {}
+    for name, layer in _pairs(made, model.layers):
+        if name in layers:
+            raise ConfigError(f"{model.layers} names two layers {name!r}")
+        layers[name] = layer
+    _check_names(list(layers), model.layers)
+    ready = {name: layer() for name, layer in layers.items() if isinstance(layer, _Ready)}
+    _refuse_shared_parameters(ready)
+    return layers
+
+
+def layer_sizes(layers: Mapping[str, LayerFactory]) -> list[int]:
+    """Parameters of each layer, counted on the meta device: nothing is allocated.
+
+    Raises:
+        ConfigError: a layer cannot be built on the meta device.
+    """
+    sizes = []
+    for name, layer in layers.items():
+        try:
+            with torch.device("meta"):
+                module = layer()
+            sizes.append(sum(parameter.numel() for parameter in module.parameters()))
+        except Exception as error:
+            raise ConfigError(
+                f"layer {name!r} cannot be sized ({importing.explain_error(error)}); "
+                "give a `balance`"
+            ) from error
+    return sizes
+
+
+def build_layers(config: Config, stage_index: int, names: Iterable[str]) -> dict[str, nn.Module]:
+    """The initialized modules of one stage, by layer name, on the CPU.
+
+    Args:
+        names: the stage's layers; for a named stage, its own name.
+
+    Raises:
+        FactoryError: a factory does not import, raised, or returned no module.
+        ConfigError: the weights to start from do not fit.
+    """
+    stage = config.stage(stage_index)
+    if config.model is not None:
+        layers = chain_layers(config)
+        built = {name: _build_layer(config.seed, name, layers[name]) for name in names}
+        _refuse_shared_parameters(built)
+        return _with_weights(config, built)
+    (name,) = names
+    source = Factory(callable=stage.module or "", kwargs=stage.kwargs)
+
+    def make() -> nn.Module:
+        module: nn.Module = importing.create(source, f"stage {name!r}: module")
+        return module
+
+    return _with_weights(config, {name: _build_layer(config.seed, name, make)})
+
+
+def _with_weights(config: Config, modules: dict[str, nn.Module]) -> dict[str, nn.Module]:
+    if config.init is not None:
+        prefixed = {name: (config.prefix_of(name), module) for name, module in modules.items()}
+        owns = all(stage.prefix is None for stage in config.stages)
+        load_weights(config.init, prefixed, config.tied_to, owns)
+    return modules
+
+
+def _build_layer(seed: int, name: str, layer: LayerFactory) -> nn.Module:
+    seed_all(seed, "init", name)
+    try:
+        module = layer()
+    except FactoryError:
+        raise
+    except Exception as error:
+        raise FactoryError(
+            f"layer {name!r} failed to build: {importing.explain_error(error)}"
+        ) from error
+    if not isinstance(module, nn.Module):
+        raise FactoryError(f"layer {name!r} is {type(module).__name__}, not an nn.Module")
+    return module
+
+
+def _pairs(made: Any, source: str) -> Iterable[tuple[str, LayerFactory]]:
+    """(name, factory) pairs from all that `layers` may return."""
+    if isinstance(made, nn.Module):  # a module that stands twice in a Sequential is two layers
+        every = made.named_modules(remove_duplicate=False)
+        made = [(name, module) for name, module in every if name and "." not in name]
+    items = made.items() if isinstance(made, Mapping) else made
+    try:
+        pairs = [(name, layer) for name, layer in items]
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"{source} must return (name, factory) pairs, a dict or an nn.Sequential"
+        ) from error
+    for name, layer in pairs:
+        if not isinstance(name, str) or not name or not callable(layer):
+            raise ConfigError(f"{source}: {name!r}: {layer!r} is not a named layer factory")
+        yield name, _Ready(layer) if isinstance(layer, nn.Module) else layer
+
+
+@dataclass(frozen=True)
+class _Ready:
+    """The factory of a layer that was given as a module, already built."""
+
+    module: nn.Module
+
+    def __call__(self) -> nn.Module:
+        return self.module
+
+
+def _check_names(names: list[str], source: str) -> None:
+    """Parameters are named "<layer>.<parameter>", so no layer's name may begin another's."""
+    if not names:
+        raise ConfigError(f"{source} returns no layers")
+    for name in names:
+        for other in names:
+            if other.startswith(f"{name}."):
+                raise ConfigError(f"{source}: the layer names {name!r} and {other!r} collide")
+
+
+def _refuse_shared_parameters(modules: Mapping[str, nn.Module]) -> None:
+    """A cut between two layers would give each a copy of its own: the model would change."""
+    owners: dict[nn.Parameter, str] = {}
+    for layer, module in modules.items():
+        for name, parameter in module.named_parameters():
+            owner = owners.setdefault(parameter, layer)
+            if owner != layer:
+                raise ConfigError(
+                    f"the layers {owner!r} and {layer!r} share the parameter {name!r}; put both "
+                    "into one layer, or let each build its own and list them in `tied`"
+                )

@@ -1,0 +1,117 @@
+"""How a mini-batch is cut into micro-batches.
+
+    50 samples, 7 micro-batches:  8 7 7 7 7 7 7        2 samples, 4 micro-batches:  1 1
+                                                       of 2 samples at least:       2
+
+Sizes differ by at most one sample and are never less than what the model needs, so no stage gets a
+straggler and fewer samples than that just means fewer micro-batches. The losses are weighted by
+samples: with a mean loss the gradients add up to those of the whole mini-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from rpcmp.errors import ConfigError
+from rpcmp.pipelining import pytree
+
+NEEDS_TWO = (
+    *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
+    *(nn.LazyBatchNorm1d, nn.LazyBatchNorm2d, nn.LazyBatchNorm3d),
+)
+"""Layers that a single sample may give one value per channel, which torch refuses to train with.
+
+On larger maps it gives more, and torch trains; only the layer's input shows that, so both count.
+"""
+
+
+def sizes(num_samples: int, num_microbatches: int, smallest: int = 1) -> list[int]:
+    """Samples in each micro-batch, the larger ones first.
+
+    Args:
+        num_samples: of the mini-batch.
+        num_microbatches: the most that there may be.
+        smallest: samples that each has at least, unless the mini-batch has fewer.
+
+    Raises:
+        ConfigError: there is no sample at all.
+    """
+    if num_samples < 1:
+        raise ConfigError("a mini-batch has no samples; is the dataset empty?")
+    count = max(1, min(num_samples // smallest, num_microbatches))
+    base, larger = divmod(num_samples, count)
+    return [base + 1] * larger + [base] * (count - larger)
+
+
+def smallest_for(modules: Iterable[nn.Module]) -> int:
+    """Return how many samples a micro-batch needs that `modules` are trained with.
+
+    Args:
+        modules: in training mode, unless they refuse that.
+    """
+    every = (part for module in modules for part in module.modules())
+    return 2 if any(isinstance(part, NEEDS_TWO) and _uses_batch(part) for part in every) else 1
+
+
+def _uses_batch(layer: nn.Module) -> bool:
+    """Whether a layer of batch normalization computes statistics of the batch it is given."""
+    return layer.training or (layer.running_mean is None and layer.running_var is None)
+
+
+def num_samples(batch: Any, what: str = "") -> int:
+    """The size of the first dimension, which all tensors of `batch` must share.
+
+    Args:
+        what: the batch's name, for errors.
+
+    Raises:
+        ConfigError: a leaf is no tensor, has no dimension, or the sizes differ.
+    """
+    found: dict[int, str] = {}
+    for path, leaf in pytree.leaves_with_path(batch):
+        name = ".".join(map(str, [what, *path] if what else path)) or "the batch"
+        if not isinstance(leaf, torch.Tensor) or leaf.dim() == 0:
+            raise ConfigError(
+                f"{name} is {pytree.describe(leaf)}; a batch must be made of tensors whose first "
+                "dimension counts the samples"
+            )
+        found.setdefault(leaf.shape[0], name)
+    if len(found) != 1:
+        sizes_found = ", ".join(f"{name}: {size}" for size, name in found.items())
+        raise ConfigError(f"a batch needs one number of samples, not {sizes_found or 'none'}")
+    return next(iter(found))
+
+
+def split(batch: Any, num_microbatches: int, smallest: int = 1) -> list[Any]:
+    """`batch` cut along the first dimension of its tensors; see `sizes`."""
+    count = len(sizes(num_samples(batch), num_microbatches, smallest))
+    return [cut(batch, count, microbatch) for microbatch in range(count)]
+
+
+def join(parts: list[Any]) -> Any:
+    """The other way round: trees of equal shape as one, each tensor joined with its likes."""
+    columns = zip(*(pytree.leaves(part) for part in parts), strict=True)
+
+    def joined(leaf: Any) -> Any:
+        column = next(columns)
+        return torch.cat(column) if isinstance(leaf, torch.Tensor) and leaf.dim() else leaf
+
+    return pytree.map_leaves(joined, parts[0])
+
+
+def cut(batch: Any, num_microbatches: int, microbatch: int) -> Any:
+    """One slice of `batch`.
+
+    A fresh contiguous copy: a view's offset into its storage would decide which vector code a
+    kernel takes, and with it the last bits of the result.
+    """
+    all_sizes = sizes(num_samples(batch), num_microbatches)
+    start = sum(all_sizes[:microbatch])
+    end = start + all_sizes[microbatch]
+    return pytree.map_tensors(
+        lambda tensor: tensor[start:end].clone(memory_format=torch.contiguous_format), batch
+    )

@@ -1,0 +1,185 @@
+"""A stage's optimizer, with the parameter groups that the config asks for.
+
+    optimizer = { callable = "torch.optim:AdamW", kwargs = { lr = 1e-3 }, groups = [
+        { match = ["*.bias", "*norm*"], weight_decay = 0.0 },
+    ] }
+
+First comes the group of what no pattern matches, unless one is "*"; then the config's, in their
+order. A parameter goes to the first of these of which a pattern matches its name in the unsplit
+model, or any of its names if it is tied. Every stage has all of them, also those that nothing of
+its own is in: so what a scheduler keeps of each fits another cut as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rpcmp.config import importing
+from rpcmp.config.schema import Config
+from rpcmp.config.suggestion import did_you_mean, nearest, what_there_is
+from rpcmp.config.types import Factory, OptimizerFactory
+from rpcmp.errors import ConfigError, FactoryError
+from rpcmp.pipelining import lazy_dynamo
+
+Trained = Mapping[str, Mapping[str, bool]]
+"""Whether each parameter is trained, by its stage and its name in the unsplit model."""
+
+
+def create(source: OptimizerFactory, named: Mapping[str, Tensor], what: str = "optimizer") -> Any:
+    """The optimizer of these parameters.
+
+    Args:
+        source: the config's.
+        named: what it trains, by the names of the unsplit model.
+        what: the config key, for the error message.
+
+    Raises:
+        FactoryError: it does not import, raised, or knows no such option as a group gives; names
+            the parameters that it does not take.
+    """
+    lazy_dynamo.defer()
+    try:
+        optimizer = importing.create(source, what, _arranged(source, named))
+    except FactoryError as error:
+        if not (refused := _refused(source, named)):
+            raise
+        first, _, lines = str(error).partition("\n")
+        others = f" and {len(refused) - 1} more" if len(refused) > 1 else ""
+        raise FactoryError(
+            f"{first}; it does not take {refused[0]!r}{others}: give this stage an `optimizer` "
+            f"that does\n{lines}".rstrip()
+        ) from error
+    _require_options(source, named, optimizer, what)
+    return optimizer
+
+
+def group_of(source: OptimizerFactory, name: str) -> int:
+    """The number among the config's groups of that which a parameter goes to; -1: none."""
+    names = source.names_of(name)
+    for number, group in enumerate(source.groups):
+        if any(fnmatchcase(name, pattern) for pattern in group.match for name in names):
+            return number
+    return -1
+
+
+def _arranged(source: OptimizerFactory, named: Mapping[str, Tensor], without: str = "") -> Any:
+    """What the optimizer gets: parameters, or groups of them; `without` one of their options."""
+    if not source.groups:
+        return list(named.values())
+    groups: list[dict[str, Any]] = [{"params": [], **group.options} for group in source.groups]
+    for group in groups:
+        group.pop(without, None)
+    rest: list[dict[str, Any]] = [] if _takes_all(source) else [{"params": []}]
+    for name, parameter in named.items():
+        [*groups, *rest][group_of(source, name)]["params"].append(parameter)
+    return [*rest, *groups]
+
+
+def _takes_all(source: OptimizerFactory) -> bool:
+    return any("*" in group.match for group in source.groups)
+
+
+def _can_build(source: OptimizerFactory, named: Mapping[str, Tensor], without: str = "") -> bool:
+    try:
+        importing.create(source, "optimizer", _arranged(source, named, without))
+    except FactoryError:
+        return False
+    return True
+
+
+def _refused(source: OptimizerFactory, named: Mapping[str, Tensor]) -> list[str]:
+    """The parameters that the optimizer does not take; none if it cannot be built at all."""
+    if not _can_build(source, {"": nn.Parameter(torch.zeros(1, 1))}):
+        return []
+    return [name for name, value in named.items() if not _can_build(source, {name: value})]
+
+
+def require_matches(config: Config, trained: Trained) -> None:
+    """Check that every pattern matches a parameter that its optimizer trains.
+
+    Args:
+        config: the job.
+        trained: of all stages.
+
+    Raises:
+        ConfigError: one matches none; says what it matches, and who trains that.
+    """
+    stages: dict[str, list[int]] = {}
+    for index in range(config.num_stages):
+        key = f"stages.{index}.optimizer" if _has_own(config, index) else "optimizer"
+        stages.setdefault(key, []).append(index)
+    for where, indexes in stages.items():
+        its = [name for index in indexes for name in _trained_in(config, index, trained)]
+        for number, group in enumerate(config.optimizer_of(indexes[0]).groups):
+            for pattern in group.match:
+                if not any(fnmatchcase(name, pattern) for name in its):
+                    why = _why_nothing(config, pattern, trained)
+                    raise ConfigError(f"{where}.groups.{number}: {pattern!r} matches {why}")
+
+
+def _has_own(config: Config, index: int) -> bool:
+    """Whether a stage has an optimizer of its own, and not the job's with other arguments."""
+    return isinstance(config.stage(index).optimizer, Factory)
+
+
+def _trained_in(config: Config, index: int, trained: Trained) -> Iterator[str]:
+    """Names of the parameters that a stage's optimizer trains: all of those that are tied."""
+    for name, is_trained in trained[config.stage_names[index]].items():
+        if is_trained and name not in config.tied_to:
+            yield from config.optimizer_of(index).names_of(name)
+
+
+def _why_nothing(config: Config, pattern: str, trained: Trained) -> str:
+    """What a pattern matches instead of parameters that its optimizer trains."""
+    stage_of = {name: stage for stage, names in trained.items() for name in names}
+    matched = [name for name in stage_of if fnmatchcase(name, pattern)]
+    if not matched:
+        return f"no parameter of the unsplit model{what_there_is(pattern, stage_of)}"
+    for name in matched:
+        first = config.tied_to.get(name, name)
+        stage = stage_of.get(first, stage_of[name])
+        if trained[stage].get(first):
+            tied = f", tied to {first!r}," if first != name else ""
+            is_own = _has_own(config, config.stage_names.index(stage))
+            trainer = f"the optimizer of stage {stage!r}" if is_own else "the job's optimizer"
+            return f"nothing that it trains: {name!r}{tied} is trained by {trainer}"
+    return (
+        f"frozen parameters only, such as {matched[0]!r} of stage {stage_of[matched[0]]!r}, which "
+        "no optimizer trains: leave the pattern out, or train them"
+    )
+
+
+def _require_options(
+    source: OptimizerFactory, named: Mapping[str, Tensor], optimizer: Any, what: str
+) -> None:
+    """torch takes any key of a group, and a misspelt one does nothing.
+
+    Known is what has a default, here or in the built groups that were not given it; and what the
+    optimizer cannot be built without, such as `use_muon`.
+    """
+    if not source.groups:
+        return
+    given = [set(group.options) for group in source.groups]
+    if not _takes_all(source):
+        given.insert(0, set())
+    known = set(getattr(optimizer, "defaults", ()))
+    for built, options in zip(optimizer.param_groups, given, strict=False):
+        known |= set(built) - options - {"params"}
+    for number, group in enumerate(source.groups):
+        for key in group.options:
+            if key not in known and not _is_needed(source, named, key):
+                raise FactoryError(
+                    f"{what}.groups.{number}: {source.callable} has no option {key!r}"
+                    f"{did_you_mean(nearest(key, known))}; it has {', '.join(sorted(known))}"
+                )
+
+
+def _is_needed(source: OptimizerFactory, named: Mapping[str, Tensor], option: str) -> bool:
+    """Whether the optimizer cannot be built unless its groups give the option."""
+    shapes = {n: nn.Parameter(torch.empty_like(p, device="meta")) for n, p in named.items()}
+    return not _can_build(source, shapes, without=option)

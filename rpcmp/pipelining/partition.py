@@ -1,0 +1,235 @@
+"""How a list of layers is cut into stages.
+
+    layers   embedding block0 block1 block2 block3 head        balance = [2, 2, 2]
+    stages   └── stage0 ────┘ └── stage1 ──┘ └─ stage2 ──┘
+
+A balance is the number of consecutive layers of each stage. Without one, cuts are chosen by size
+so that the largest stage is as small as possible (exact, by bisection on that size).
+
+The balance whose slowest stage is fastest, among those that fit into every host's memory.
+
+Exact, by dynamic programming over (stage, layer): the best way to give the first `end` layers to
+the first stages follows from the best ways to give fewer layers to one stage less.
+
+    stage 0     stage 1
+    [0, start)  [start, end)    best[end] = min over start of max(best[start], cost(stage 1))
+
+Once the slowest stage is known, a second pass chooses the most even balance that is no slower: that
+with the smallest sum of squares. (One pass could not do both: a prefix with a slower stage may be
+the more even one, and cost nothing where a later stage is slower still.)
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from typing import TypeVar
+
+from rpcmp.config.types import format_size
+from rpcmp.errors import ConfigError
+from rpcmp.pipelining.layer_profile import HostProfile, LayerProfile
+
+
+def cut_layers(layers: Sequence[str], balance: Sequence[int]) -> list[list[str]]:
+    """The names of the layers of each stage.
+
+    Raises:
+        ConfigError: the balance does not add up to the number of layers.
+    """
+    if sum(balance) != len(layers):
+        raise ConfigError(
+            f"balance = {list(balance)} adds up to {sum(balance)}, but the model has "
+            f"{len(layers)} layers: {', '.join(layers)}"
+        )
+    result, start = [], 0
+    for count in balance:
+        result.append(list(layers[start : start + count]))
+        start += count
+    return result
+
+
+def balance_by_size(sizes: Sequence[int], num_stages: int) -> list[int]:
+    """The balance whose largest stage is smallest.
+
+    Args:
+        sizes: cost of each layer, such as its number of parameters; at least zero.
+        num_stages: how many stages; each gets at least one layer.
+
+    Raises:
+        ConfigError: more stages than layers.
+    """
+    if num_stages > len(sizes):
+        raise ConfigError(
+            f"{num_stages} stages need at least as many layers, but the model has {len(sizes)}"
+        )
+    low, high = max(sizes), sum(sizes)
+    while low < high:
+        middle = (low + high) // 2
+        if len(_fill(sizes, middle)) <= num_stages:
+            high = middle
+        else:
+            low = middle + 1
+    return _spread(_fill(sizes, low), num_stages)
+
+
+def _fill(sizes: Sequence[int], capacity: int) -> list[int]:
+    """Layers a stage when every stage takes as many as fit into `capacity`."""
+    counts, load = [0], 0
+    for size in sizes:
+        if counts[-1] and load + size > capacity:
+            counts.append(0)
+            load = 0
+        counts[-1] += 1
+        load += size
+    return counts
+
+
+def _spread(counts: list[int], num_stages: int) -> list[int]:
+    """Split stages of several layers until there are `num_stages`; no stage becomes larger."""
+    while len(counts) < num_stages:
+        index = max(range(len(counts)), key=counts.__getitem__)
+        half = counts[index] // 2
+        counts[index : index + 1] = [counts[index] - half, half]
+    return counts
+
+
+Number = TypeVar("Number", int, float)
+
+Cost = Callable[[int, int, int], float]
+"""Of giving the layers from `start` up to `end` to a stage; infinite where that cannot be."""
+
+
+@dataclass(frozen=True)
+class StageHost:
+    """One stage's host, and what any part of the model would cost there.
+
+    Attributes:
+        stage: the stage's name.
+        profile: the layers, measured on that host.
+        limit_bytes: what the stage may take up; None: no limit.
+        num_microbatches: of a step.
+        held: micro-batches of which the stage may hold activations at once.
+        recompute: whether it holds what it receives instead, and computes them again.
+    """
+
+    stage: str
+    profile: HostProfile
+    limit_bytes: int | None
+    num_microbatches: int
+    held: int
+    recompute: bool = False
+
+    def seconds(self, start: int, end: int) -> float:
+        """What one step computes with the layers from `start` up to `end`."""
+        return self._seconds[start][end - start - 1]
+
+    def memory(self, start: int, end: int) -> int:
+        """Bytes that the stage takes up with the layers from `start` up to `end`."""
+        received = self.profile.layers[start].input_bytes
+        kept = self._bytes[start][end - start - 1]
+        return self.profile.base_bytes + self.held * received + kept
+
+    def overrun(self, start: int, end: int) -> int:
+        """Bytes by which these layers exceed the limit; at most zero where they fit."""
+        return 0 if self.limit_bytes is None else self.memory(start, end) - self.limit_bytes
+
+    @cached_property
+    def _seconds(self) -> list[list[float]]:
+        return _running_sums([self._step_seconds(layer) for layer in self.profile.layers])
+
+    @cached_property
+    def _bytes(self) -> list[list[int]]:
+        activations = 1 if self.recompute else self.held
+        return _running_sums(
+            [
+                layer.state_bytes + activations * layer.activation_bytes
+                for layer in self.profile.layers
+            ]
+        )
+
+    def _step_seconds(self, layer: LayerProfile) -> float:
+        forwards = 2 if self.recompute else 1
+        microbatch = forwards * layer.forward_s + layer.backward_s + layer.weight_s
+        return self.num_microbatches * microbatch + layer.update_s
+
+
+def choose_balance(hosts: Sequence[StageHost]) -> list[int]:
+    """The layers of each stage.
+
+    Args:
+        hosts: in the order of the stages; all have profiled the same layers.
+
+    Raises:
+        ConfigError: more stages than layers, or no balance fits into memory.
+    """
+    num_layers = len(hosts[0].profile.layers)
+    if len(hosts) > num_layers:
+        raise ConfigError(
+            f"{len(hosts)} stages need at least as many layers, but the model has {num_layers}"
+        )
+
+    def seconds(stage: int, start: int, end: int) -> float:
+        fits = hosts[stage].overrun(start, end) <= 0
+        return hosts[stage].seconds(start, end) if fits else math.inf
+
+    slowest = _best(seconds, len(hosts), num_layers, max)
+    if slowest is None:
+        raise _too_large(hosts, num_layers)
+    limit, _ = slowest
+
+    def unevenness(stage: int, start: int, end: int) -> float:
+        found = seconds(stage, start, end)
+        return found**2 if found <= limit else math.inf
+
+    even = _best(unevenness, len(hosts), num_layers, operator.add)
+    _, balance = slowest if even is None else even
+    return list(balance)
+
+
+def _best(
+    cost: Cost, num_stages: int, num_layers: int, combine: Callable[[float, float], float]
+) -> tuple[float, tuple[int, ...]] | None:
+    """The smallest combined cost and its balance; None where all are infinite."""
+    best: dict[int, tuple[float, tuple[int, ...]]] = {0: (-math.inf, ())}
+    for stage in range(num_stages):
+        longer: dict[int, tuple[float, tuple[int, ...]]] = {}
+        for start, (before, balance) in best.items():
+            for end in range(start + 1, num_layers + 1):
+                mine = cost(stage, start, end)
+                total = combine(before, mine) if stage else mine
+                if total < longer.get(end, (math.inf,))[0]:
+                    longer[end] = (total, (*balance, end - start))
+        best = longer
+    return best.get(num_layers)
+
+
+def _too_large(hosts: Sequence[StageHost], num_layers: int) -> ConfigError:
+    """Names the stage that lacks most in the balance that lacks least."""
+
+    def overrun(stage: int, start: int, end: int) -> float:
+        return hosts[stage].overrun(start, end)
+
+    nearest = _best(overrun, len(hosts), num_layers, max)
+    if nearest is None:
+        raise AssertionError("there is a balance, though none that fits")
+    ends = list(accumulate(nearest[1]))
+    parts = list(zip(hosts, [0, *ends], ends, strict=False))
+    host, start, end = max(parts, key=lambda part: part[0].overrun(*part[1:]))
+    return ConfigError(
+        f"no balance fits into memory; with {list(nearest[1])}, which comes nearest, stage "
+        f"{host.stage!r} needs {format_size(host.memory(start, end))} and may have "
+        f"{format_size(host.limit_bytes or 0)}; take more stages, smaller micro-batches, a smaller "
+        "max_in_flight, or raise its `memory`"
+    )
+
+
+def _running_sums(values: Sequence[Number]) -> list[list[Number]]:
+    """For each start, the sums of 1, 2, 3... values from there on.
+
+    Equal values give equal sums wherever they begin, which differences of prefix sums do not.
+    """
+    return [list(accumulate(values[start:])) for start in range(len(values))]

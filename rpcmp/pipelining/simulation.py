@@ -1,0 +1,213 @@
+"""A step of any graph under any schedule, simulated: how long it takes, and who waits.
+
+The rules are those of a run: a stage's thread does one action at a time and asks its policy for the
+next; a forward needs its inputs' forwards, a backward the forward and its readers' backwards, and
+both a time on the wire. `balance = "auto"` takes its prediction from here, and the tests draw every
+schedule with it. Pure: no torch, no processes.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from rpcmp.config.topology import Graph, ReplicaAssignment
+from rpcmp.pipelining.schedule import Action, Limits, Place, Policy, Progress
+
+Duration = Callable[[str, Action, int], float]
+"""Seconds that a stage's action takes for one micro-batch."""
+
+
+class Times(NamedTuple):
+    """Seconds that a stage computes for one micro-batch; `backward` is the input gradient alone."""
+
+    forward: float
+    backward: float
+    weight: float
+
+    @property
+    def total(self) -> float:
+        """All three."""
+        return sum(self)
+
+    def scaled(self, number: float) -> Times:
+        """Those of as many micro-batches."""
+        return Times(*(number * seconds for seconds in self))
+
+
+class Run(NamedTuple):
+    """One action of a stage."""
+
+    action: Action
+    microbatch: int
+    start: float
+    end: float
+
+
+def fixed(times: Mapping[str, Times], limits: Mapping[str, Limits]) -> Duration:
+    """Durations that are the same for every micro-batch; whole backwards where nothing splits."""
+
+    def duration(stage: str, action: Action, microbatch: int) -> float:
+        mine = times[stage]
+        match action:
+            case Action.FORWARD:
+                return mine.forward
+            case Action.BACKWARD:
+                return mine.backward + (0.0 if limits[stage].splits else mine.weight)
+            case Action.WEIGHT:
+                return mine.weight
+
+    return duration
+
+
+def depths(graph: Graph, replicas: Mapping[str, int]) -> dict[str, int]:
+    """Micro-batches that each stage needs in hand for every worker from there to the loss to have
+    one; each of its replicas, where it has several.
+
+    Args:
+        replicas: of the stages that have several.
+    """
+
+    def count(stage: str) -> int:
+        return replicas.get(stage, 1)
+
+    return {stage: -(-graph.depth(stage, count) // count(stage)) for stage in graph.stages}
+
+
+def limits(
+    graph: Graph,
+    policy: Policy,
+    num_microbatches: int,
+    max_in_flight: int | None = None,
+    turns: Mapping[str, ReplicaAssignment] | None = None,
+) -> dict[str, Limits]:
+    """What each stage may keep, by its name; each of its replicas, where it has several.
+
+    Args:
+        policy, num_microbatches, max_in_flight: see `Policy.limits`.
+        turns: of every stage that has replicas.
+    """
+    turns = turns or {}
+    replicas = {stage: each.num_replicas for stage, each in turns.items()}
+    found = depths(graph, replicas)
+    longest = max(found.values())
+
+    def of(stage: str) -> Limits:
+        reads_stages = any(not reference.from_batch for reference in graph.inputs[stage])
+        place = Place(found[stage], longest, reads_stages)
+        own = turns[stage].most(num_microbatches) if stage in turns else num_microbatches
+        return policy.limits(place, own, max_in_flight)
+
+    return {stage: of(stage) for stage in graph.stages}
+
+
+@dataclass
+class Simulation:
+    """One step on all stages.
+
+    Args:
+        graph: who reads whom.
+        policy: the schedule.
+        num_microbatches: of the step.
+        duration: how long actions take.
+        limits: what each stage may keep; see `limits`.
+        latency: seconds on the wire, each way.
+
+    Attributes:
+        runs: what each stage did, in order.
+
+    Raises:
+        RuntimeError: no stage can go on: a schedule that deadlocks.
+    """
+
+    graph: Graph
+    policy: Policy
+    num_microbatches: int
+    duration: Duration
+    limits: Mapping[str, Limits]
+    latency: float = 0.0
+    runs: dict[str, list[Run]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.runs = {stage: [] for stage in self.graph.stages}
+        self._readers = {
+            stage: {port.reader for port in self.graph.ports(stage)} for stage in self.graph.stages
+        }
+        self._ended: dict[tuple[str, Action, int], float] = {}
+        self._done = {(stage, action): 0 for stage in self.graph.stages for action in Action}
+        self._run()
+
+    @property
+    def makespan(self) -> float:
+        """From the first action's start to the last one's end."""
+        return max(self._free(stage) for stage in self.graph.stages)
+
+    def idle(self, stage: str) -> float:
+        """The share of the makespan in which a stage does nothing: its bubble."""
+        busy = sum(run.end - run.start for run in self.runs[stage])
+        return 1.0 - busy / self.makespan if self.makespan else 0.0
+
+    def most(self, stage: str, until: Action) -> int:
+        """The most micro-batches that a stage ever held from forward to the end of `until`.
+
+        A whole backward ends the weight gradient as well.
+        """
+        until = until if self.limits[stage].splits else Action.BACKWARD
+        held = most = 0
+        for run in self.runs[stage]:
+            held += {Action.FORWARD: 1, until: -1}.get(run.action, 0)
+            most = max(most, held)
+        return most
+
+    def _run(self) -> None:
+        kinds = sum(3 if limits.splits else 2 for limits in self.limits.values())
+        left = kinds * self.num_microbatches
+        times = [0.0]
+        while left:
+            if not times:
+                raise RuntimeError(f"the schedule deadlocks after {self.runs}")
+            now = heapq.heappop(times)
+            for stage in self.graph.stages:
+                if self._free(stage) <= now and (end := self._start(stage, now)) is not None:
+                    left -= 1
+                    heapq.heappush(times, end)
+                    if self.latency:
+                        heapq.heappush(times, end + self.latency)
+
+    def _start(self, stage: str, now: float) -> float | None:
+        """Let a free stage begin its next action; returns when that ends, None if it waits."""
+        action = self.policy.choose(self._progress(stage, now), self.limits[stage])
+        if action is None:
+            return None
+        microbatch = self._done[stage, action]
+        end = now + self.duration(stage, action, microbatch)
+        self.runs[stage].append(Run(action, microbatch, now, end))
+        self._ended[stage, action, microbatch] = end
+        self._done[stage, action] += 1
+        if action is Action.BACKWARD and not self.limits[stage].splits:
+            self._done[stage, Action.WEIGHT] += 1
+        return end
+
+    def _progress(self, stage: str, now: float) -> Progress:
+        forwards, backwards, weights = (self._done[stage, action] for action in Action)
+        producers = {ref.producer for ref in self.graph.inputs[stage] if not ref.from_batch}
+        return Progress(
+            self.num_microbatches,
+            forwards,
+            backwards,
+            weights,
+            forwards < self.num_microbatches
+            and self._have_arrived(producers, Action.FORWARD, forwards, now),
+            backwards < forwards
+            and self._have_arrived(self._readers[stage], Action.BACKWARD, backwards, now),
+        )
+
+    def _have_arrived(self, stages: set[str], action: Action, microbatch: int, now: float) -> bool:
+        ends = (self._ended.get((stage, action, microbatch)) for stage in stages)
+        return all(end is not None and end + self.latency <= now for end in ends)
+
+    def _free(self, stage: str) -> float:
+        runs = self.runs[stage]
+        return runs[-1].end if runs else 0.0

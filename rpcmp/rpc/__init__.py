@@ -1,0 +1,5 @@
+"""The seam to torch RPC: the agent, its unpickler, the messages of a step, tensors as bytes.
+
+Start at `transport.py`, the only module that touches torch RPC and its private parts; `messages.py`
+has what travels. May import what is below: net, process, pipelining, config.
+"""

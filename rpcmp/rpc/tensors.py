@@ -1,0 +1,269 @@
+"""One hash for all parameters and buffers of a model, whoever holds them.
+
+Each tensor's bytes are hashed where the tensor lives, and only these digests are put together: a
+model that is larger than any one host never has to pass through one. The result is the same for
+every balance, stage count and schedule, so two runs compare at a glance:
+
+    sha256 of, for each tensor of the unsplit model's state_dict, sorted by name:
+        name \0 dtype \0 shape \0 sha256(little-endian bytes) \n
+    such as "conv.weight\0float32\032,1,3,3\0" + 64 hex digits + "\n"
+
+Trees of tensors from one process to another, without pickle.
+
+On the same machine shape and plain values go as JSON over a socket pair, tensors through shared
+memory whose file descriptor goes along: no limit on size, nothing left in /dev/shm after a crash.
+Between machines `dumps` and `loads` make bytes of a small tree.
+
+Named tensors in a file and in shared memory, both in the safetensors format: never pickle.
+
+A tree of tensors as two parts: JSON that says what it is, and the tensors by name.
+
+Like this trees go from process to process, from host to host and into files without pickle.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import mmap
+import os
+import socket
+import struct
+import sys
+from collections.abc import Mapping, MutableMapping
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from torch import Tensor
+
+
+def tensor_line(name: str, tensor: torch.Tensor) -> str:
+    """What one tensor contributes to the hash."""
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    shape = ",".join(map(str, tensor.shape))
+    content = hashlib.sha256(_little_endian_bytes(tensor)).hexdigest()
+    return f"{name}\0{dtype}\0{shape}\0{content}\n"
+
+
+def renamed_line(line: str, name: str) -> str:
+    """A `tensor_line` as it is under another name."""
+    return name + line[line.index("\0") :]
+
+
+def combine_digests(lines: Mapping[str, str]) -> str:
+    """The hash of a model from its `tensor_line`s by name."""
+    ordered = "".join(lines[name] for name in sorted(lines))
+    return hashlib.sha256(ordered.encode()).hexdigest()
+
+
+def parameters_sha256(state_dict: Mapping[str, torch.Tensor]) -> str:
+    """The hash that a run's summary shows, for a state_dict of the unsplit model."""
+    return combine_digests({name: tensor_line(name, tensor) for name, tensor in state_dict.items()})
+
+
+def _little_endian_bytes(tensor: torch.Tensor) -> bytes:
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    if not flat.numel():
+        return b""
+    data = flat.view(torch.uint8).numpy()
+    if sys.byteorder == "big":
+        data = data.reshape(-1, tensor.element_size())[:, ::-1]
+    return data.tobytes()
+
+
+def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
+    """Write `tensors` to `path`."""
+    safetensors.torch.save_file(_independent(tensors), path)
+
+
+def load_tensors(path: Path) -> dict[str, Tensor]:
+    """The tensors that `save_tensors` wrote."""
+    return safetensors.torch.load_file(path)
+
+
+def tensors_to_bytes(tensors: Mapping[str, Tensor]) -> bytes:
+    """What `save_tensors` would write."""
+    data: bytes = safetensors.torch.save(_independent(tensors))
+    return data
+
+
+def tensors_from_bytes(data: bytes) -> dict[str, Tensor]:
+    """The tensors that `to_bytes` was given."""
+    return safetensors.torch.load(data)
+
+
+def tensors_to_memory(tensors: Mapping[str, Tensor]) -> int:
+    """The file descriptor of anonymous shared memory that holds `tensors`; the caller closes it.
+
+    A memfd counts towards the processes' memory and needs no room in /dev/shm.
+    """
+    data = tensors_to_bytes(tensors)
+    fd = os.memfd_create("rpcmp-tensors")
+    with open(os.dup(fd), "wb") as file:
+        file.write(data)
+    return fd
+
+
+def tensors_from_memory(fd: int) -> dict[str, Tensor]:
+    """Copies of the tensors in shared memory; closes `fd`."""
+    try:
+        with mmap.mmap(fd, 0, prot=mmap.PROT_READ) as memory:
+            return safetensors.torch.load(memory[:])
+    finally:
+        os.close(fd)
+
+
+def _independent(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Contiguous host copies: safetensors refuses tensors that share memory, as tied weights do."""
+    return {name: value.detach().cpu().clone().contiguous() for name, value in tensors.items()}
+
+
+Spec = dict[str, Any]
+
+
+def encode_tree(value: Any, tensors: MutableMapping[str, Tensor], name: str = "") -> Spec:
+    """What `value` is, as JSON; its tensors are added to `tensors`.
+
+    Args:
+        value: tensors, dtypes, numbers, strings and None, in tuples, lists and dicts of these.
+        tensors: gets each tensor under the keys that lead to it, joined with dots.
+        name: what these names begin with.
+
+    Raises:
+        TypeError: a leaf is neither a tensor nor plain.
+    """
+    if isinstance(value, Tensor):
+        name = name or "tensor"
+        while name in tensors:  # the keys 1 and "1", or "a.b" and "b" in "a"
+            name += "'"
+        tensors[name] = value
+        return {"tensor": name}
+    if isinstance(value, Mapping):
+        items = value.items()
+        return {"dict": [[_plain(k), encode_tree(v, tensors, _join(name, k))] for k, v in items]}
+    if isinstance(value, tuple | list):
+        kind = "tuple" if isinstance(value, tuple) else "list"
+        return {kind: [encode_tree(v, tensors, _join(name, i)) for i, v in enumerate(value)]}
+    if isinstance(value, torch.dtype):
+        return {"dtype": str(value).removeprefix("torch.")}
+    return {"value": _plain(value)}
+
+
+def decode_tree(spec: Spec, tensors: Mapping[str, Tensor]) -> Any:
+    """The tree that `encode` was given."""
+    ((kind, content),) = spec.items()
+    match kind:
+        case "tensor":
+            return tensors[content]
+        case "dict":
+            return {key: decode_tree(item, tensors) for key, item in content}
+        case "tuple":
+            return tuple(decode_tree(item, tensors) for item in content)
+        case "list":
+            return [decode_tree(item, tensors) for item in content]
+        case "dtype":
+            return _dtype(content)
+    return content
+
+
+def _dtype(name: str) -> torch.dtype:
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"{name!r} is no dtype of torch")
+    return found
+
+
+def _join(name: str, key: Any) -> str:
+    return f"{name}.{key}" if name else str(key)
+
+
+def _plain(value: Any) -> Any:
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise TypeError(f"{type(value).__name__} is neither a tensor nor a plain value")
+
+
+_HEADER = struct.Struct("!Q")
+
+
+def dump_message(message: Any) -> bytes:
+    """A tree of tensors, numbers, strings and None, for `loads`.
+
+    Raises:
+        TypeError: a leaf is neither a tensor nor plain.
+    """
+    tensors: dict[str, Tensor] = {}
+    data = json.dumps(encode_tree(message, tensors)).encode()
+    return _HEADER.pack(len(data)) + data + tensors_to_bytes(tensors)
+
+
+def load_message(message: bytes) -> Any:
+    """The tree that `dumps` was given."""
+    (size,) = _HEADER.unpack_from(message)
+    end = _HEADER.size + size
+    return decode_tree(json.loads(message[_HEADER.size : end]), tensors_from_bytes(message[end:]))
+
+
+class Handoff:
+    """One end of the connection; messages are trees of tensors, numbers, strings and None.
+
+    Args:
+        connection: a Unix stream socket, owned from now on.
+    """
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._socket = connection
+
+    def send(self, message: Any) -> None:
+        """Send one message.
+
+        Raises:
+            OSError: the other end is gone.
+            TypeError: a leaf is neither a tensor nor plain.
+        """
+        tensors: dict[str, Tensor] = {}
+        data = json.dumps(encode_tree(message, tensors)).encode()
+        fds = [tensors_to_memory(tensors)] if tensors else []
+        try:
+            socket.send_fds(self._socket, [_HEADER.pack(len(data))], fds)
+            self._socket.sendall(data)
+        finally:
+            for fd in fds:
+                os.close(fd)
+
+    def receive(self) -> Any:
+        """The next message.
+
+        Raises:
+            EOFError: the other end is gone.
+        """
+        header, fds, _, _ = socket.recv_fds(self._socket, _HEADER.size, 1)
+        try:
+            header += self._read(_HEADER.size - len(header))
+            (size,) = _HEADER.unpack(header)
+            data = self._read(size)
+        except BaseException:
+            for fd in fds:
+                os.close(fd)
+            raise
+        tensors = tensors_from_memory(fds[0]) if fds else {}
+        return decode_tree(json.loads(data), tensors)
+
+    def close(self) -> None:
+        """Close this end; wakes up a thread that receives, and the other end."""
+        with contextlib.suppress(OSError):  # the other end was faster
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+    def _read(self, size: int) -> bytes:
+        parts = []
+        while size:
+            part = self._socket.recv(min(size, 2**20))
+            if not part:
+                raise EOFError("the other process is gone")
+            parts.append(part)
+            size -= len(part)
+        return b"".join(parts)

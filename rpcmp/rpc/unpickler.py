@@ -1,0 +1,170 @@
+"""What a message of torch RPC may name.
+
+torch RPC pickles: whoever may send to a worker could have it look up, and call, anything at all.
+Nobody outside of the group gets that far, and here is a second lock in case that somebody does. A
+message may be made of what driver and stages say to each other, of plain containers, and of named
+tuples of the modules that the job's config names, since batches may be. It may name the methods
+that are called from afar, but they arrive as a Method, which cannot be called while the message is
+read. Everything else is refused.
+"""
+
+from __future__ import annotations
+
+import builtins
+import dataclasses
+import functools
+import importlib
+import pickle
+import sys
+from collections.abc import Callable, Iterable
+from enum import Enum, EnumType
+from types import FunctionType
+from typing import Any
+
+import torch
+
+from rpcmp.errors import SecurityError
+
+_ENTRANCES = {"_dispatch", "_dispatch_rref", "_get_service", "_get_part"}
+"""Of rpcmp.rpc.transport: what torch calls with a message's content."""
+
+_DATA = {
+    "rpcmp.rpc.messages",
+    "rpcmp.pipelining.schedule",
+    "rpcmp.observability.trace.spans",
+    "rpcmp.rpc.transport",
+}
+"""Modules whose named tuples, enums and data classes messages consist of."""
+
+_CALLED = {
+    ("rpcmp.worker.stage", "Stage"),
+    ("rpcmp.worker.optimizer", "StageOptimizer"),
+    ("rpcmp.data.batch_server", "Source"),
+}
+"""Whose methods are called from afar."""
+
+_PLAIN = {
+    "builtins": {"complex", "bytearray", "set", "frozenset", "range", "slice"}
+    | {
+        name
+        for name, kind in vars(builtins).items()
+        if isinstance(kind, type) and issubclass(kind, BaseException)  # in a RemoteException
+    },
+    "collections": {"OrderedDict", "Counter", "defaultdict", "deque"},
+    "torch": {"Size", "device"},
+    "torch.distributed.rpc.internal": {"PythonUDF", "RemoteException", "_InternalRPCPickler"},
+}
+
+_RECEIVERS = {"_tensor_receiver", "_py_rref_receiver"}
+"""What torch's pickler looks up by `getattr`: where tensors and references come in."""
+
+_named: set[str] = set()
+"""The top-level modules of the job's own code."""
+
+_imported = _DATA | {module for module, _ in _CALLED}
+"""What a message may cause to be imported."""
+
+
+def allow(modules: Iterable[str], files: Iterable[str] = ()) -> None:
+    """Let messages bring named tuples that are defined in these modules, or below them.
+
+    Args:
+        modules: that the job's config names; imported when there is need of it.
+        files: names of modules that it brings along; only what is imported anyway.
+    """
+    _imported.update(given := list(modules))
+    _named.update(module.partition(".")[0] for module in (*given, *files))
+
+
+class Method:
+    """A function that a message names; not to be called before the message has been read.
+
+    Attributes:
+        function: never another: a message cannot change it.
+    """
+
+    __slots__ = ("function",)
+
+    function: Callable[..., Any]
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        object.__setattr__(self, "function", function)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise SecurityError(f"a message changes the method {self.function.__qualname__}")
+
+    def __setstate__(self, state: object) -> None:
+        raise SecurityError(f"a message changes the method {self.function.__qualname__}")
+
+
+class Unpickler(pickle.Unpickler):
+    """Finds what is allowed and nothing else."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """What a message names.
+
+        Raises:
+            SecurityError: it names something that is none of its business.
+        """
+        if (module, name) == ("builtins", "getattr"):
+            return _receiver
+        if name in _PLAIN.get(module, ()):
+            return super().find_class(module, name)
+        found = _find(module, name)
+        is_its_own = (
+            getattr(found, "__module__", None) == module
+            and getattr(found, "__qualname__", None) == name  # not what it merely imports
+        )
+        if is_its_own and isinstance(found, FunctionType):
+            owner, _, method = name.rpartition(".")
+            if (module, owner) in _CALLED and not method.startswith("_"):
+                return Method(found)
+            if module == "rpcmp.rpc.transport" and name in _ENTRANCES:
+                return found
+        if is_its_own and isinstance(found, type):
+            if module in _DATA and _is_data(found):
+                return found
+            if module.partition(".")[0] in _named and _is_named_tuple(found):
+                return found
+        if module == "torch" and isinstance(found, torch.dtype):
+            return found
+        raise SecurityError(f"a message names {module}.{name}, which nobody may send")
+
+
+def _find(module: str, name: str) -> Any:
+    """What a name means in a module; None where there is no such thing, or it is not imported."""
+    if module in _imported:
+        importlib.import_module(module)
+    found: Any = sys.modules.get(module)
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    return found
+
+
+def _is_data(kind: type) -> bool:
+    return _is_named_tuple(kind) or issubclass(kind, Enum) or dataclasses.is_dataclass(kind)
+
+
+def _is_named_tuple(kind: type) -> bool:
+    return issubclass(kind, tuple) and hasattr(kind, "_fields")
+
+
+def _receiver(owner: Any, name: str) -> Any:
+    """All of `getattr` that messages need. Python before 3.11.4 names members of enums by it."""
+    if isinstance(owner, EnumType) and name in owner.__members__:
+        return owner[name]
+    if name not in _RECEIVERS:
+        raise SecurityError(f"a message names the attribute {name!r}, which nobody may send")
+    receive = getattr(owner, name)
+    return receive if name != "_py_rref_receiver" else functools.partial(_received, receive)
+
+
+def _received(receive: Callable[[Any], Any], fork: Any) -> Any:
+    """A reference, to a Python object: of other types torch would look up, and compile, the name.
+
+    Raises:
+        SecurityError: it is to something else.
+    """
+    if not isinstance(fork, tuple) or fork[-1:] != ("PyObject",):
+        raise SecurityError(f"a message refers to {fork!r}, which nobody may send")
+    return receive(fork)

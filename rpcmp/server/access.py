@@ -1,0 +1,189 @@
+"""The group of a claimed job, and what a certificate allows its holder there. Pure.
+
+    driver             ──> everything
+    stage N, a spare   ──> what members may, and what stage N may
+    a stage not in it  ──> nothing
+
+Replicas of a stage have the same role, and a spare can be any stage, so a certificate tells neither
+apart. Without certificates every caller is this user, and allowed.
+
+What a stage's certificate is good for: the little that stages ask of each other.
+
+The rest is for drivers: who prepares a job says which code a host runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Self
+
+import grpc
+
+from rpcmp.config import topology
+from rpcmp.errors import ConfigError, SecurityError
+from rpcmp.net.identity import Role
+from rpcmp.net.port import Inner
+from rpcmp.server.hardened_grpc import Interceptor
+from rpcmp.v1 import control_pb2 as pb
+
+if TYPE_CHECKING:
+    from rpcmp.server.hardened_grpc import GrpcContext, Handler
+
+
+@dataclass(frozen=True)
+class Group:
+    """A job's stages.
+
+    Attributes:
+        job: the job's name, for errors.
+        stages: their names, in order.
+        replicas: how many each of them has.
+    """
+
+    job: str
+    stages: Sequence[str]
+    replicas: Sequence[int]
+
+    @classmethod
+    def of(cls, request: pb.PrepareRequest) -> Self:
+        """Return the group that a request wants a member for.
+
+        Raises:
+            ConfigError: the member is not in it.
+        """
+        group = cls(
+            request.job,
+            [stage.name for stage in request.group],
+            [stage.replicas for stage in request.group],
+        )
+        index, replica = request.stage_index, request.replica
+        if index >= len(group.stages) or replica >= group.replicas[index]:
+            raise ConfigError(
+                f"job {request.job!r} has no stage {index} replica {replica} in its group of "
+                f"{len(group.stages)} stages"
+            )
+        return group
+
+    def member(self, stage_index: int, replica: int) -> str:
+        """The RPC name of a replica."""
+        return topology.member_name(self.stages[stage_index], replica)
+
+    def index(self, stage_name: str) -> int | None:
+        """The index of a stage; None: there is none of that name."""
+        return self.stages.index(stage_name) if stage_name in self.stages else None
+
+    def require_member(self, role: Role | None, what: str) -> None:
+        """Refuse a certificate that no member of the group can have.
+
+        Args:
+            role: in the certificate; None: there are no certificates.
+            what: the caller wants to do, "use the rendezvous".
+
+        Raises:
+            SecurityError: it is not a member's.
+        """
+        if role is None or role.is_driver or any(map(role.may_serve, range(len(self.stages)))):
+            return
+        raise SecurityError(
+            f"the certificate is for {role}, which may not {what} of job {self.job!r}: only its "
+            f"{len(self.stages)} stages and its driver may"
+        )
+
+    def require_name(self, role: Role | None, name: str) -> None:
+        """Refuse a certificate that is not for the member of this RPC name.
+
+        Args:
+            role: in the certificate; None: there are no certificates.
+            name: the member's.
+
+        Raises:
+            SecurityError: it is for another.
+        """
+        if role is None or role.is_driver:
+            return
+        own = {
+            self.member(index, replica)
+            for index, count in enumerate(self.replicas)
+            if role.may_serve(index)
+            for replica in range(count)
+        }
+        if name not in own:
+            raise SecurityError(
+                f"the certificate is for {role}, which may not join job {self.job!r} as {name!r}"
+            )
+
+    def require_stage(self, role: Role | None, stage_index: int | None, what: str) -> None:
+        """Refuse a certificate that is not for one stage of the group.
+
+        Args:
+            role: in the certificate; None: there are no certificates.
+            stage_index: the stage; None: none may.
+            what: the caller wants to do.
+
+        Raises:
+            SecurityError: it is not that stage's.
+        """
+        if role is None or role.is_driver:
+            return
+        if stage_index is not None and role.may_serve(stage_index):
+            return
+        allowed = "no stage" if stage_index is None else f"only stage {stage_index}"
+        raise SecurityError(
+            f"the certificate is for {role}, which may not {what} of job {self.job!r}: "
+            f"{allowed} may"
+        )
+
+
+ALLOWED = (
+    "/grpc.health.v1.Health/",
+    "/rpcmp.v1.Control/Describe",
+    "/rpcmp.v1.Rendezvous/",
+    "/rpcmp.v1.Snapshots/Fetch",
+)
+"""How the names of their methods begin."""
+
+
+class OnlyPeers(Interceptor):
+    """Refuses everything else, before a byte of the message is looked at.
+
+    Args:
+        inner: knows the callers' roles.
+    """
+
+    def __init__(self, inner: Inner) -> None:
+        self._inner = inner
+
+    async def intercept_service(
+        self,
+        continuation: Callable[
+            [grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any]]
+        ],
+        call: grpc.HandlerCallDetails,
+    ) -> Handler:
+        """See grpc.aio.ServerInterceptor."""
+        handler = await continuation(call)
+        if call.method.startswith(ALLOWED) or handler is None:
+            return handler
+        return _refusing(handler, call.method, self._inner)
+
+
+def _refusing(handler: Handler, method: str, inner: Inner) -> Handler:
+    async def refuse(request: object, grpc_context: GrpcContext) -> None:
+        why = (
+            f"the certificate is for a stage, and only a driver may call {method}: `rpcmp certs "
+            "issue DIR --driver` makes one for it"
+        )
+        if inner.is_stranger(grpc_context.peer()):
+            why = (
+                f"this server does not let that process call {method}: either it works for another "
+                "process's job alone, or the caller is confined or in another container; with "
+                "--certs both ends prove who they are"
+            )
+        await grpc_context.abort(grpc.StatusCode.PERMISSION_DENIED, why)
+
+    if handler.response_streaming:
+        return grpc.unary_stream_rpc_method_handler(refuse)
+    if handler.request_streaming:
+        return grpc.stream_unary_rpc_method_handler(refuse)
+    return grpc.unary_unary_rpc_method_handler(refuse)

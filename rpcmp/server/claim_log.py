@@ -1,0 +1,163 @@
+"""The last lines that a claim's worker has said, numbered: a watcher is told each of them once.
+
+How a worker is: what it says with each sign of life, and what its kernel says of it.
+
+Where a job's Python files lie on a stage's host: a folder of the job, gone with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import platform
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict
+from pathlib import Path, PurePosixPath
+
+from rpcmp.errors import ConfigError
+from rpcmp.process import liveness, tempdirs
+from rpcmp.process.activity import Doing
+from rpcmp.process.channel import Message
+from rpcmp.process.logging.records import Line
+from rpcmp.v1 import control_pb2 as pb
+
+KEPT = 256
+"""Lines that a watcher that is behind can still hear of; of others it sees the gap."""
+
+AT_ONCE = 2**18
+"""Characters in one message to a watcher; a longer line than that goes alone."""
+
+
+class LogLines:
+    """Lines of one generation, from number 1.
+
+    Attributes:
+        newest: the number of the last; 0: there is none.
+    """
+
+    def __init__(self) -> None:
+        self.newest = 0
+        self._lines: deque[pb.LogLine] = deque(maxlen=KEPT)
+
+    def add(self, line: Line) -> None:
+        """Note a line."""
+        self._lines.append(pb.LogLine(number=self.newest + 1, **asdict(line)))
+        self.newest += 1
+
+    def after(self, number: int) -> list[pb.LogLine]:
+        """The first of those that came after `number`, as many as go into one message."""
+        found: list[pb.LogLine] = []
+        size = 0
+        for line in self._lines:
+            if line.number > number:
+                size += len(line.text)
+                if found and size > AT_ONCE:
+                    break
+                found.append(line)
+        return found
+
+
+class WorkerVitals:
+    """What is known of one worker.
+
+    Attributes:
+        busy_seconds: that it has computed, by kind of action ("F", "B", "W", "O").
+    """
+
+    def __init__(self) -> None:
+        self.busy_seconds: dict[str, float] = {}
+        self._in_flight = 0
+        self._ways: list[pb.Way] = []
+        self._tensors: list[pb.Way] = []
+        self._counted = time.monotonic()
+
+    def hear(self, beat: Message) -> None:
+        """Keep what a sign of life says.
+
+        Raises:
+            TypeError, ValueError, LookupError: nothing that a worker of ours says.
+        """
+        self._counted = time.monotonic()
+        self._in_flight = pb.Vitals(in_flight=beat.get("in_flight", 0)).in_flight
+        busy = beat.get("busy", {})
+        self.busy_seconds = {kind: float(busy[kind]) for kind in "FBWO" if kind in busy}
+        self._ways, self._tensors = (
+            [
+                pb.Way(peer=peer, sent=sent, received=received, round_trip_s=seconds)
+                for peer, sent, received, seconds in beat[counted]
+            ]
+            for counted in ("ways", "tensors")
+        )
+
+    def message(self, pid: int, doing: Doing, round_trips: Mapping[str, float]) -> pb.Vitals:
+        """How it is at this moment; read from outside, whatever it does.
+
+        Args:
+            pid: its process; 0: there is none.
+            doing: what it does.
+            round_trips: seconds to peers to whom its connections are carried by a relay.
+        """
+        return pb.Vitals(
+            host=platform.node(),
+            pid=pid,
+            doing=pb.Doing(**doing._asdict()),
+            memory=liveness.resident_bytes(pid),
+            cpu_seconds=liveness.cpu_seconds(pid),
+            in_flight=self._in_flight if pid else 0,
+            counted_s_ago=time.monotonic() - self._counted,
+            ways=[
+                pb.Way(
+                    peer=way.peer,
+                    sent=way.sent,
+                    received=way.received,
+                    round_trip_s=round_trips.get(way.peer, way.round_trip_s),
+                )
+                for way in self._ways
+            ],
+            tensors=self._tensors,
+        )
+
+
+PREFIX = "rpcmp-code-"
+
+
+def unpack(files: Iterable[pb.CodeFile]) -> Path:
+    """A fresh folder that holds `files`; `scratch.remove` removes it.
+
+    Raises:
+        ConfigError: a file would land outside of it.
+    """
+    folder = tempdirs.create(PREFIX)
+    try:
+        for file in files:
+            target = folder.joinpath(*_safe_parts(file.path))
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(file.content)
+    except BaseException:
+        tempdirs.remove(folder)
+        raise
+    return folder
+
+
+@contextlib.contextmanager
+def unpacked(code: Iterable[pb.CodeFile]) -> Iterator[Path | None]:
+    """The folder of a job's files, where it has any; gone at the end of the block.
+
+    Raises:
+        ConfigError: a file would land outside of it.
+    """
+    files = list(code)
+    folder = unpack(files) if files else None
+    try:
+        yield folder
+    finally:
+        if folder is not None:
+            tempdirs.remove(folder)
+
+
+def _safe_parts(path: str) -> tuple[str, ...]:
+    relative = PurePosixPath(path)
+    if relative.is_absolute() or ".." in relative.parts or not relative.parts or "\0" in path:
+        raise ConfigError(f"refusing to unpack code to {path!r}")
+    return relative.parts

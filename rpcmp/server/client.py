@@ -1,0 +1,283 @@
+"""A stage server as others see it: typed calls, our errors instead of gRPC's."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Self, TypeVar
+
+import grpc
+from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
+from grpc_health.v1.health_pb2_grpc import HealthStub
+
+from rpcmp.errors import RpcmpError, SecurityError, UnreachableError, from_wire
+from rpcmp.net.dialer import Dialer, Tunnel
+from rpcmp.net.link_test import Way
+from rpcmp.server.connection import CHANNEL_OPTIONS, IS_IT_RUNNING, MEASURE_SECONDS
+from rpcmp.v1 import control_pb2 as pb
+from rpcmp.v1 import doctor_pb2
+from rpcmp.v1.control_pb2_grpc import ControlStub, RendezvousStub, SnapshotsStub
+from rpcmp.v1.doctor_pb2_grpc import DoctorStub
+
+if TYPE_CHECKING:
+    from rpcmp.v1.control_pb2_grpc import ControlAsyncStub, RendezvousAsyncStub, SnapshotsAsyncStub
+    from rpcmp.v1.doctor_pb2_grpc import DoctorAsyncStub
+
+CONNECT_SECONDS = 6.0
+"""How long a server may take to answer for the first time."""
+
+PREPARE_SECONDS = 300.0
+"""A server's first worker is there only when torch is imported, from whatever disk."""
+
+CALL_SECONDS = 30.0
+"""How long a server may take for any one call; it never computes."""
+
+Answer = TypeVar("Answer")
+
+
+class StageClient:
+    """A connection to one stage server; closed by `close`, or as an async context manager.
+
+    Args:
+        name: the stage's, for errors; empty: it is not known.
+        address: HOST:PORT.
+        dialer: how this process talks to servers.
+        stage_index: which stage its certificate has to be for; None: any.
+    """
+
+    def __init__(
+        self, name: str, address: str, dialer: Dialer, stage_index: int | None = None
+    ) -> None:
+        self.name = name
+        self.address = address
+        self._dialer = dialer
+        # With certificates the tunnel has the TLS; without, it looks whose the server is.
+        is_open = dialer.security.insecure
+        self._tunnel = None if is_open else Tunnel(dialer, address, stage_index)
+        target = address if self._tunnel is None else self._tunnel.target
+        self._channel = grpc.aio.insecure_channel(target, options=CHANNEL_OPTIONS)
+        self._stub: ControlAsyncStub = ControlStub(self._channel)
+        self._snapshots: SnapshotsAsyncStub = SnapshotsStub(self._channel)
+        self._rendezvous: RendezvousAsyncStub = RendezvousStub(self._channel)
+        self._doctor: DoctorAsyncStub = DoctorStub(self._channel)
+
+    async def connect(
+        self, seconds: float = CONNECT_SECONDS, *, starting: bool = True
+    ) -> pb.DescribeResponse:
+        """Wait until the server answers, and say who it is.
+
+        Args:
+            seconds: how long.
+            starting: whether it may be starting: then where nobody listens somebody soon may.
+
+        Raises:
+            UnreachableError: nobody answers within so many seconds, or listens.
+            SecurityError: it is not who it should be, or does not let us in.
+        """
+        request = pb.DescribeRequest()
+        try:
+            async with asyncio.timeout(seconds):
+                waits = starting or self._tunnel is not None  # at that somebody always listens
+                described = self._stub.Describe(request, wait_for_ready=waits)
+                return await self._unless_refused(described, starting)
+        except TimeoutError as error:
+            silent = UnreachableError(
+                f"{self._where} does not answer within {seconds:.0f} s; {IS_IT_RUNNING}"
+            )
+            raise await self._understood(silent) from error
+        except grpc.aio.AioRpcError as error:
+            raise await self._understood(self._translate(error)) from error
+
+    async def health(self) -> str:
+        """What the server's health service says: "SERVING" or "NOT_SERVING"."""
+        check = HealthStub(self._channel).Check(HealthCheckRequest(), timeout=CALL_SECONDS)
+        answer: HealthCheckResponse = await self._call(check)
+        return str(HealthCheckResponse.ServingStatus.Name(answer.status))
+
+    async def profile(self, request: pb.ProfileRequest) -> pb.ProfileResponse:
+        """Measure a job's layers; takes as long as it takes."""
+        return await self._call(self._stub.Profile(request))
+
+    async def prepare(self, request: pb.PrepareRequest) -> pb.PrepareResponse:
+        """Claim the server."""
+        return await self._call(self._stub.Prepare(request, timeout=PREPARE_SECONDS))
+
+    async def start(self, request: pb.StartRequest) -> pb.StartResponse:
+        """Hand the worker its stage; takes as long as it takes to fetch what it begins with."""
+        return await self._call(self._stub.Start(request))
+
+    async def link(self, request: pb.LinkRequest) -> pb.LinkResponse:
+        """Tell the server where the agents of the others listen."""
+        return await self._call(self._stub.Link(request, timeout=CALL_SECONDS))
+
+    async def examine(self, request: doctor_pb2.ExamineRequest) -> str:
+        """What its host is and has: JSON of HostFacts."""
+        examined = self._doctor.Examine(request, timeout=PREPARE_SECONDS)
+        answer: doctor_pb2.ExamineResponse = await self._call(examined)
+        return answer.facts
+
+    async def probe(self, request: doctor_pb2.ProbeRequest) -> Way:
+        """Have the server measure its way to another one."""
+        probed = self._doctor.Probe(request, timeout=MEASURE_SECONDS + CALL_SECONDS)
+        found: doctor_pb2.ProbeResponse = await self._call(probed)
+        return Way(found.latency_s, found.clock_ahead_s, found.there, found.back)
+
+    async def stop(self, request: pb.StopRequest) -> pb.StopResponse:
+        """Free the server."""
+        return await self._call(self._stub.Stop(request, timeout=CALL_SECONDS))
+
+    async def drain(self) -> str:
+        """Tell the server to stop; the name of the job that has to end first, if any."""
+        request = pb.DrainRequest()
+        answer: pb.DrainResponse = await self._call(self._stub.Drain(request, timeout=CALL_SECONDS))
+        return answer.job
+
+    async def inspect(self, request: pb.InspectRequest) -> pb.InspectResponse:
+        """What the worker does at this moment."""
+        return await self._call(self._stub.Inspect(request, timeout=CALL_SECONDS))
+
+    async def mirror(self, request: pb.MirrorRequest) -> pb.MirrorResponse:
+        """Have the server hold another stage's snapshots as well."""
+        return await self._call(self._snapshots.Mirror(request, timeout=CALL_SECONDS))
+
+    async def save(self, request: pb.SaveRequest) -> pb.Saved:
+        """Have a snapshot written to the server's disk; takes as long as that takes."""
+        answer: pb.SaveResponse = await self._call(self._snapshots.Save(request))
+        return answer.saved
+
+    async def check(self, request: pb.CheckRequest) -> list[str]:
+        """Which of a checkpoint's files are on the server's disk; reads all of them."""
+        answer: pb.CheckResponse = await self._call(self._snapshots.Check(request))
+        return list(answer.states)
+
+    async def put(self, requests: AsyncIterator[pb.PutRequest]) -> None:
+        """Write a checkpoint's file to the server's disk; takes as long as that takes."""
+        await self._call(self._snapshots.Put(requests))
+
+    async def remove(self, request: pb.RemoveRequest) -> None:
+        """Remove a checkpoint from the server's disk."""
+        await self._call(self._snapshots.Remove(request, timeout=CALL_SECONDS))
+
+    async def fetch(self, request: pb.FetchRequest) -> AsyncIterator[pb.FetchResponse]:
+        """A snapshot, or a file of a checkpoint, in parts.
+
+        Raises:
+            RpcmpError: the server does not have it, or is gone.
+        """
+        async for part in self._stream(self._snapshots.Fetch(request)):
+            yield part
+
+    async def store_set(self, job: Mapping[str, Any], key: str, value: bytes) -> bytes:
+        """Set a key of a group's rendezvous store."""
+        await self._call(self._rendezvous.Set(pb.SetRequest(**job, key=key, value=value)))
+        return b""
+
+    async def store_get(self, job: Mapping[str, Any], keys: Sequence[str]) -> bytes:
+        """The value of the first of some keys, once all are set."""
+        answer = await self._call(self._rendezvous.Get(pb.GetRequest(**job, keys=keys)))
+        value: bytes = answer.value
+        return value
+
+    async def store_compare_set(
+        self, job: Mapping[str, Any], key: str, expected: bytes, desired: bytes
+    ) -> bytes:
+        """Set a key that has the value `expected`; what it has then."""
+        request = pb.CompareSetRequest(**job, key=key, expected=expected, desired=desired)
+        answer = await self._call(self._rendezvous.CompareSet(request))
+        value: bytes = answer.value
+        return value
+
+    async def store_add(self, job: Mapping[str, Any], key: str, amount: int) -> bytes:
+        """Add to a key that counts; what it has then, in decimal."""
+        request = pb.AddRequest(**job, key=key, amount=amount)
+        answer = await self._call(self._rendezvous.Add(request))
+        return str(answer.value).encode()
+
+    async def watch(self, request: pb.WatchRequest) -> AsyncIterator[pb.WatchResponse]:
+        """What happens to the worker, until the claim ends.
+
+        Raises:
+            UnreachableError: the server is gone.
+        """
+        async for change in self._stream(self._stub.Watch(request)):
+            yield change
+
+    async def close(self) -> None:
+        """Close the connection."""
+        await self._channel.close(None)
+        if self._tunnel is not None:
+            await self._tunnel.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *raised: object) -> None:
+        await self.close()
+
+    async def _unless_refused(self, call: Awaitable[Answer], starting: bool) -> Answer:
+        """What the server answers; not waited for where it is not the one, or is not there."""
+        if self._tunnel is None:
+            return await call
+        answer = asyncio.ensure_future(call)
+        refused, absent = self._tunnel.refused, self._tunnel.absent
+        either: list[asyncio.Future[Any]] = [answer, refused]
+        if not starting:
+            either.append(absent)
+        try:
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if answer.done():
+                return await answer
+            if refused.done():
+                raise self._place(refused.result())
+            raise UnreachableError(f"{self._placed(absent.result())}; {IS_IT_RUNNING}")
+        finally:
+            answer.cancel()
+
+    @property
+    def _where(self) -> str:
+        return f"stage {self.name!r} at {self.address}" if self.name else self.address
+
+    async def _understood(self, error: RpcmpError) -> RpcmpError:
+        """`error`, or, where a server that is spoken to in the open wants TLS, just that."""
+        if not isinstance(error, UnreachableError):
+            return error
+        wants_tls = await self._dialer.misunderstanding(self.address)
+        return error if wants_tls is None else self._place(wants_tls)
+
+    def _place(self, error: SecurityError) -> SecurityError:
+        return SecurityError(self._placed(error))
+
+    def _placed(self, error: RpcmpError) -> str:
+        return f"stage {self.name!r}: {error}" if self.name else str(error)
+
+    async def _stream(self, stream: Any) -> AsyncIterator[Any]:
+        try:
+            async for message in stream:
+                yield message
+        except grpc.aio.AioRpcError as error:
+            raise self._translate(error) from error
+        finally:
+            stream.cancel()
+
+    async def _call(self, call: Awaitable[Answer]) -> Answer:
+        try:
+            return await call
+        except grpc.aio.AioRpcError as error:
+            raise self._translate(error) from error
+
+    def _translate(self, error: grpc.aio.AioRpcError) -> RpcmpError:
+        """The error that the server raised, with its place; else that it is unreachable."""
+        where = self._where
+        details = error.details() or ""
+        refused = self._tunnel.refused if self._tunnel is not None else None
+        if refused is not None and refused.done() and not refused.cancelled():
+            return self._place(refused.result())
+        if error.code() is grpc.StatusCode.PERMISSION_DENIED:
+            return SecurityError(f"{where}: {details}")
+        if error.code() is grpc.StatusCode.FAILED_PRECONDITION and details.startswith("{"):
+            data = json.loads(details)
+            if set(data["fields"]) == {"message"}:
+                data["fields"]["message"] = f"{where}: {data['fields']['message']}"
+            return from_wire(json.dumps(data))
+        return UnreachableError(f"lost {where}: {error.code().name}: {details}")

@@ -1,0 +1,159 @@
+"""gRPC settings that both ends share, and the version of what they say.
+
+Measuring our own way to a stage server: over the connections of a run, without gRPC.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import platform
+import ssl
+from importlib import metadata
+from pathlib import Path
+
+from rpcmp.errors import RelayError, SecurityError, UnreachableError, one_line
+from rpcmp.net.dialer import OPEN_SECONDS, Dialer
+from rpcmp.net.identity import RELAY
+from rpcmp.net.link_test import Way, measure
+from rpcmp.net.tls import End, refusal
+from rpcmp.v1 import control_pb2 as pb
+
+PROTOCOL = 8
+"""Raised whenever a message or the data plane changes its meaning."""
+
+MAX_MESSAGE = 64 * 2**20
+"""Bytes; enough for the code that a job ships."""
+
+# A host that vanished without closing its connections is noticed within KEEPALIVE + its timeout.
+_KEEPALIVE: list[tuple[str, int]] = [
+    ("grpc.keepalive_time_ms", 3_000),
+    ("grpc.keepalive_timeout_ms", 4_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.max_receive_message_length", MAX_MESSAGE),
+    ("grpc.max_send_message_length", MAX_MESSAGE),
+]
+
+CHANNEL_OPTIONS: list[tuple[str, int]] = [
+    *_KEEPALIVE,
+    # A server that is restarted is found again at once, not after a minute of back-off.
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+    ("grpc.enable_http_proxy", 0),
+]
+
+SERVER_OPTIONS: list[tuple[str, int]] = [
+    *_KEEPALIVE,
+    ("grpc.http2.min_ping_interval_without_data_ms", 1_000),
+    # With SO_REUSEPORT two servers would share a port and each get half of the calls.
+    ("grpc.so_reuseport", 0),
+    # Of one connection: more wait for their turn, at who asks.
+    ("grpc.max_concurrent_streams", 64),
+]
+
+MAX_PEERS_MESSAGE = 64 * 1024
+"""Bytes of what stages ask each other; answers may be longer."""
+
+PEERS_OPTIONS: list[tuple[str, int]] = [
+    *[option for option in SERVER_OPTIONS if option[0] != "grpc.max_receive_message_length"],
+    ("grpc.max_receive_message_length", MAX_PEERS_MESSAGE),
+]
+
+
+def versions() -> pb.Versions:
+    """What this host runs; read from package metadata, so torch is not imported."""
+    major, minor, _ = platform.python_version_tuple()
+    return pb.Versions(
+        rpcmp=metadata.version("rpcmp"),
+        torch=metadata.version("torch"),
+        python=f"{major}.{minor}",
+        protocol=PROTOCOL,
+    )
+
+
+def machine() -> str:
+    """The same for all processes that share a kernel, and with it processors and memory."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return platform.node()
+
+
+NEEDED_EQUAL = ("protocol", "rpcmp", "torch", "python")
+"""What has to be the same at all who work on one job."""
+
+
+def is_same_release(one: str, other: str) -> bool:
+    """Whether two versions differ in their local build tags at most, "2.13.0" and "2.13.0+cpu"."""
+    return one.partition("+")[0] == other.partition("+")[0]
+
+
+def differences(ours: pb.Versions, theirs: pb.Versions) -> list[str]:
+    """ "torch: 2.13.0 here, 2.12.1 there" for all that differs; local build tags do not count."""
+    result = []
+    for field in NEEDED_EQUAL:
+        mine, other = str(getattr(ours, field)), str(getattr(theirs, field))
+        if not is_same_release(mine, other):
+            result.append(f"{field}: {mine} here, {other} there")
+    return result
+
+
+IS_IT_RUNNING = "is `rpcmp serve` running there?"
+"""What to do where nobody answers."""
+
+PING_SECONDS = 10.0
+"""How long it may take to go there and back some times."""
+
+SEND_SECONDS = 60.0
+"""How long it may take to send for a while each way."""
+
+MEASURE_SECONDS = OPEN_SECONDS + SEND_SECONDS
+"""How long a server may take that is asked to measure its way to another, and a little less."""
+
+
+async def way_to(
+    dialer: Dialer, name: str, address: str, stage_index: int | None, seconds: float
+) -> Way:
+    """The way to a stage's server.
+
+    Args:
+        dialer: how this process talks to servers.
+        name: the stage's, for errors.
+        address: HOST:PORT.
+        stage_index: which stage its certificate has to be for; None: any.
+        seconds: how long to send each way at least; 0: only there and back.
+
+    Raises:
+        UnreachableError: there is none, or it carries next to nothing.
+        SecurityError: it leads to somebody else, or he does not let us in.
+    """
+    try:
+        end = await dialer.open(address, RELAY, stage_index)
+    except UnreachableError as error:
+        raise UnreachableError(f"stage {name!r}: {error}; {IS_IT_RUNNING}") from error
+    except SecurityError as error:
+        raise SecurityError(f"stage {name!r}: {error}") from error
+    where = f"stage {name!r} at {address}"
+    try:
+        return await _measure(end, where, seconds)
+    except (EOFError, RelayError) as error:
+        hint = "" if dialer.security.credentials else "; does its server want --certs?"
+        raise UnreachableError(f"{where} does not let itself be measured: {error}{hint}") from error
+    finally:
+        end.close()
+
+
+async def _measure(end: End, where: str, seconds: float) -> Way:
+    limit = SEND_SECONDS if seconds else PING_SECONDS
+    try:
+        async with asyncio.timeout(limit):
+            return await measure(end, seconds)
+    except TimeoutError as error:
+        raise UnreachableError(
+            f"{where}: the way there carries next to nothing, {limit:.0f} s did not do to measure "
+            "it; look for a firewall, or an MTU that is too large"
+        ) from error
+    except ssl.SSLError as error:  # of TLS 1.3 the first thing read says whether we are let in
+        raise SecurityError(f"{where} refuses us: {refusal(error)}") from error
+    except OSError as error:
+        raise UnreachableError(f"lost {where} while measuring: {one_line(error)}") from error

@@ -1,0 +1,136 @@
+"""The ways into a stage server: one port, and behind it gRPC twice, and the relay."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+from rpcmp.errors import ConfigError, RelayError
+from rpcmp.net import link_test
+from rpcmp.net.port import GREETING_SECONDS, Front, Inner, Visitor
+from rpcmp.net.tls import End
+from rpcmp.process import tempdirs
+from rpcmp.server import hardened_grpc
+from rpcmp.server.access import OnlyPeers
+from rpcmp.server.connection import PEERS_OPTIONS, SERVER_OPTIONS
+from rpcmp.server.doctor_service import DoctorServicer
+from rpcmp.server.services import ControlServicer, RendezvousServicer
+from rpcmp.server.snapshot_service import SnapshotsServicer
+from rpcmp.v1.control_pb2_grpc import (
+    add_ControlServicer_to_server,
+    add_RendezvousServicer_to_server,
+    add_SnapshotsServicer_to_server,
+)
+from rpcmp.v1.doctor_pb2_grpc import add_DoctorServicer_to_server
+
+if TYPE_CHECKING:
+    from rpcmp.server.server import StageServer
+
+SERVING = health_pb2.HealthCheckResponse.SERVING
+NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+
+SERVICES = (
+    "",
+    *(f"rpcmp.v1.{name}" for name in ("Control", "Rendezvous", "Snapshots", "Doctor")),
+)
+"""What the health service answers for; "" is the server as a whole."""
+
+MAX_MEASURING = 4
+"""Who measures takes what he can get of the link, and of a core."""
+
+PREFIX = "rpcmp-server-"
+"""Beginning of the name of the folder where the gRPC servers listen."""
+
+
+class Doors:
+    """Closed until `open`.
+
+    Args:
+        server: whom they lead to.
+    """
+
+    def __init__(self, server: StageServer) -> None:
+        self._server = server
+        self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
+        self._folder = tempdirs.create(PREFIX)
+        self._inner = Inner(self._folder)
+        self._drivers = self._make([], SERVER_OPTIONS)
+        self._peers = self._make([OnlyPeers(self._inner)], PEERS_OPTIONS)
+        self._paths = self._inner.path(), self._inner.path()
+        self._front = Front(
+            server.security, self._inner, *self._paths, self._carry, server.works_for
+        )
+        self._measuring = 0
+
+    async def open(self, host: str, port: int) -> int:
+        """Listen; returns the port, which is a free one for port 0.
+
+        Raises:
+            ConfigError: the port is in use, or the host is not this machine's.
+        """
+        for server, path in zip((self._drivers, self._peers), self._paths, strict=True):
+            server.add_insecure_port(f"unix:{path}")
+            await server.start()
+        try:
+            bound = await self._front.start(host, port)
+        except ConfigError:
+            await self.close()
+            raise
+        await self.set_health(SERVING)
+        return bound
+
+    async def close(self) -> None:
+        """Let calls be answered, such as the one that drains this server; end all connections."""
+        await asyncio.gather(*(server.stop(grace=0.5) for server in (self._drivers, self._peers)))
+        await self._front.stop()  # carries the answers, so it goes last
+        tempdirs.remove(self._folder)
+
+    async def set_health(self, status: health_pb2.HealthCheckResponse.ServingStatus) -> None:
+        """What the health service says from now on."""
+        for service in SERVICES:
+            await self._health.set(service, status)
+
+    def _make(
+        self, interceptors: Sequence[OnlyPeers], options: Sequence[tuple[str, int]]
+    ) -> grpc.aio.Server:
+        made = hardened_grpc.make(interceptors, options, self._inner)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, made)
+        add_ControlServicer_to_server(ControlServicer(self._server, self._inner), made)
+        add_RendezvousServicer_to_server(RendezvousServicer(self._server, self._inner), made)
+        add_SnapshotsServicer_to_server(SnapshotsServicer(self._server, self._inner), made)
+        add_DoctorServicer_to_server(DoctorServicer(self._server), made)
+        return made
+
+    async def _carry(self, visitor: Visitor) -> None:
+        """A connection that carries tensors, or is to be measured.
+
+        Raises:
+            RelayError: nothing runs here.
+            OSError, EOFError: it broke.
+        """
+        async with asyncio.timeout(GREETING_SECONDS):
+            greeting = await visitor.end.read_message()
+        if greeting.get("op") == "measure":
+            await self._measure(visitor.end)
+            return
+        if self._server.claim is None:
+            raise RelayError("no group runs here")
+        await self._server.claim.relay.take(visitor, greeting)
+
+    async def _measure(self, end: End) -> None:
+        """Let somebody measure the way here, if not too many do.
+
+        Raises:
+            RelayError: they do.
+        """
+        if self._measuring >= MAX_MEASURING:
+            raise RelayError(f"{self._measuring} others measure the way here already")
+        self._measuring += 1
+        try:
+            await link_test.answer(end)
+        finally:
+            self._measuring -= 1

@@ -1,0 +1,13 @@
+"""Starts the process that looks at what needs torch or the user's code.
+
+The bond with the supervisor comes first, before anything that may take time: a supervisor that dies
+meanwhile must not leave a process behind.
+"""
+
+from rpcmp.process.channel import begin_child
+
+if __name__ == "__main__":
+    channel = begin_child().channel
+    from rpcmp.server.host_facts.process import run
+
+    run(channel)

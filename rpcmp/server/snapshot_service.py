@@ -1,0 +1,182 @@
+"""The Snapshots service: what a server holds in memory and on its disk, for others to have.
+
+Snapshots and files as streams of messages: read from memory or a disk, and written there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import AsyncIterator, Iterator
+from typing import TYPE_CHECKING, Any
+
+import grpc
+
+from rpcmp.checkpoint import files
+from rpcmp.checkpoint.folder import remove
+from rpcmp.checkpoint.paths import Inside
+from rpcmp.checkpoint.slots import Slots
+from rpcmp.errors import BusyError, CheckpointError, RpcmpError, UnreachableError, to_wire
+from rpcmp.net.port import Inner
+from rpcmp.server.services import answers_errors
+from rpcmp.v1 import control_pb2 as pb
+from rpcmp.v1 import control_pb2_grpc
+
+MEMORY = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+"""Bytes of memory that this host has."""
+
+
+async def blocks(fd: int, length: int) -> AsyncIterator[pb.FetchResponse]:
+    """The first `length` bytes of a snapshot's memory."""
+    for offset in range(0, length, files.PART):
+        data = await asyncio.to_thread(os.pread, fd, min(files.PART, length - offset), offset)
+        yield pb.FetchResponse(data=data)
+
+
+async def receive(stream: AsyncIterator[pb.FetchResponse], slots: Slots, pin: bool = False) -> int:
+    """Write the snapshot that `stream` brings into `slots`; returns its step.
+
+    Args:
+        pin: keep it until it is saved, where it has to be.
+
+    Raises:
+        UnreachableError: the other end was gone before all had arrived.
+    """
+    head = await anext(stream)
+    slot = slots.begin()
+    if slot is None:
+        raise AssertionError("a mirror pins nothing for longer than a save takes")
+    if head.size > MEMORY:
+        raise UnreachableError(f"a snapshot of {head.size} bytes is more than this host's memory")
+    fd = slots.fd(slot)
+    os.ftruncate(fd, head.size)
+    offset = 0
+    async for part in stream:
+        if offset + len(part.data) > head.size:
+            raise UnreachableError(f"more than {head.size} bytes of a snapshot have arrived")
+        offset += os.pwrite(fd, part.data, offset)
+    if offset != head.size:
+        raise UnreachableError(f"only {offset} of {head.size} bytes of a snapshot have arrived")
+    slots.commit(slot, head.step, head.size, pin=pin and head.is_saved)
+    return head.step
+
+
+async def receive_file(parts: AsyncIterator[bytes], place: Inside, size: int) -> None:
+    """Write a file, whose content `parts` brings, to the disk; never holds it as a whole.
+
+    Args:
+        place: of the file.
+        size: that it has to have.
+
+    Raises:
+        UnreachableError: the other end was gone before all had arrived.
+        CheckpointError: the disk does not take it.
+    """
+    loop = asyncio.get_running_loop()
+
+    async def next_part() -> bytes:
+        return await anext(parts, b"")
+
+    def content() -> Iterator[bytes]:
+        arrived = 0
+        while part := asyncio.run_coroutine_threadsafe(next_part(), loop).result():
+            arrived += len(part)
+            yield part
+        if arrived != size:
+            raise UnreachableError(f"only {arrived} of {size} bytes of {place} have arrived")
+
+    try:
+        await asyncio.to_thread(files.write_durably, place, content())
+    except OSError as error:
+        raise CheckpointError(f"cannot write {place}: {error.strerror or error}") from error
+
+
+if TYPE_CHECKING:
+    from rpcmp.server.server import StageServer
+    from rpcmp.server.snapshot_store import Vault
+
+    GrpcContext = grpc.aio.ServicerContext[Any, Any]
+
+
+MAX_FETCHING = 64
+"""A stage's neighbour is one, and after a fault each stage whose snapshot or file is here."""
+
+
+class SnapshotsServicer(control_pb2_grpc.SnapshotsServicer):
+    """See protos/rpcmp/v1/control.proto."""
+
+    def __init__(self, server: StageServer, inner: Inner) -> None:
+        self._server, self._inner = server, inner
+        self._fetching = 0
+
+    async def Fetch(
+        self, request: pb.FetchRequest, grpc_context: GrpcContext
+    ) -> AsyncIterator[pb.FetchResponse]:
+        try:
+            # A host that was replaced must not speak for its successor.
+            claim = self._server.claimed_by(request.job_id, request.generation)
+            claim.require_may_fetch(self._inner.role(grpc_context.peer()), request)
+            vault = self._vault_of(request.job_id)
+            with self._one_more():
+                async for part in vault.stream(request):
+                    yield part
+        except RpcmpError as error:
+            await grpc_context.abort(grpc.StatusCode.FAILED_PRECONDITION, to_wire(error))
+
+    @answers_errors
+    async def Save(self, request: pb.SaveRequest, grpc_context: GrpcContext) -> pb.SaveResponse:
+        vault = self._vault_of(request.job_id)
+        saved = await vault.save(request.stage_name, request.step)
+        return pb.SaveResponse(saved=saved)
+
+    @answers_errors
+    async def Mirror(
+        self, request: pb.MirrorRequest, grpc_context: GrpcContext
+    ) -> pb.MirrorResponse:
+        claim = self._server.claimed_by(request.job_id, request.generation)
+        await self._server.vault.hold(request)
+        return pb.MirrorResponse(generation=claim.generation)
+
+    @answers_errors
+    async def Check(self, request: pb.CheckRequest, grpc_context: GrpcContext) -> pb.CheckResponse:
+        paths = [self._server.vault.require_ours(file.path) for file in request.files]
+        states = [
+            await asyncio.to_thread(files.check, path, file.sha256, file.size)
+            for path, file in zip(paths, request.files, strict=True)
+        ]
+        return pb.CheckResponse(states=states)
+
+    @answers_errors
+    async def Put(
+        self, requests: AsyncIterator[pb.PutRequest], grpc_context: GrpcContext
+    ) -> pb.PutResponse:
+        head = await anext(requests, pb.PutRequest())
+        place = self._vault_of(head.job_id).require_ours(head.file.path)
+        await receive_file((request.data async for request in requests), place, head.file.size)
+        return pb.PutResponse()
+
+    @answers_errors
+    async def Remove(
+        self, request: pb.RemoveRequest, grpc_context: GrpcContext
+    ) -> pb.RemoveResponse:
+        folder = self._server.vault.require_ours(request.folder)
+        await asyncio.to_thread(remove, folder)
+        return pb.RemoveResponse()
+
+    @contextlib.contextmanager
+    def _one_more(self) -> Iterator[None]:
+        """Count those who fetch: each has a part of what he gets in memory."""
+        if self._fetching >= MAX_FETCHING:
+            raise BusyError(f"{MAX_FETCHING} others fetch from this server already")
+        self._fetching += 1
+        try:
+            yield
+        finally:
+            self._fetching -= 1
+
+    def _vault_of(self, job_id: str) -> Vault:
+        """The vault, which must hold what is the caller's."""
+        if not job_id or self._server.vault.job_id != job_id:
+            raise BusyError("this server holds nothing of the job")
+        return self._server.vault

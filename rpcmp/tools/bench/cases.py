@@ -1,0 +1,224 @@
+"""The cases of `rpcmp bench`: the frozen ones of cases.toml, and the user's own configs.
+
+A case is a job and what a comparison needs besides. Scheduler, clipping, mixed precision,
+evaluation and metrics are taken off: what is measured is the plain step, which every contestant can
+do.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field
+
+from rpcmp.config import loader
+from rpcmp.config.schema import Config
+from rpcmp.config.types import Arguments, Positive, Strict
+from rpcmp.errors import ConfigError
+from rpcmp.pipelining.simulation import Times
+
+
+class Milliseconds(Strict):
+    """Milliseconds of a stage's actions."""
+
+    forward: float = Field(ge=0)
+    input_gradient: float = Field(ge=0)
+    weight_gradient: float = Field(ge=0)
+
+    def in_seconds(self) -> Times:
+        """The same in seconds."""
+        return Times(self.forward / 1e3, self.input_gradient / 1e3, self.weight_gradient / 1e3)
+
+
+class FrozenCase(Strict):
+    """A table of cases.toml, whose head explains the keys."""
+
+    num_stages: Positive
+    max_stages: Positive | None = None
+    microbatch_size: Positive | None = None
+    times_ms: Milliseconds | None = None
+    halves: Arguments = Field(default_factory=dict)
+    peers: list[str] | None = None
+    in_flight_a_stage: Positive | None = None
+    job: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One comparison.
+
+    Attributes:
+        name: the frozen case's, or the config's path.
+        config: the job that every contestant trains.
+        halves: the same job for a model that is to be cut into twice as many parts.
+        nominal: what each stage's actions take, where the case says it.
+        is_frozen: whether losses must be equal; a user's model may draw random numbers.
+        peers: against whom by default; None: everybody.
+        notes: what the user should know about it.
+    """
+
+    name: str
+    config: Config
+    halves: Config
+    nominal: Times | None
+    is_frozen: bool
+    peers: list[str] | None = None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def num_stages(self) -> int:
+        """Stages of the pipelined contestants."""
+        return self.config.num_stages
+
+
+def load(
+    name: str,
+    num_stages: int | None = None,
+    num_microbatches: int | None = None,
+    overrides: Sequence[str] = (),
+) -> Case:
+    """The case called `name`, or that of the user's config at that path.
+
+    Args:
+        num_stages, num_microbatches: instead of the case's.
+        overrides: "key=value" on its job, as `rpcmp drive --set`.
+
+    Raises:
+        ConfigError: there is none, or it cannot be run like that.
+    """
+    if name in frozen():
+        return _frozen_case(name, num_stages, num_microbatches, overrides)
+    if Path(name).suffix == ".toml":
+        return _own_case(Path(name), num_stages, num_microbatches, overrides)
+    raise ConfigError(
+        f"no bench case {name!r}; there are {', '.join(frozen())}, or give a config.toml"
+    )
+
+
+@cache
+def frozen() -> dict[str, FrozenCase]:
+    """The frozen cases by name."""
+    text = resources.files("rpcmp.tools.bench").joinpath("cases.toml").read_text(encoding="utf-8")
+    return {name: FrozenCase.model_validate(table) for name, table in tomllib.loads(text).items()}
+
+
+def _frozen_case(
+    name: str, num_stages: int | None, num_microbatches: int | None, overrides: Sequence[str]
+) -> Case:
+    case = frozen()[name]
+    stages = num_stages or case.num_stages
+    if case.max_stages is not None and stages > case.max_stages:
+        raise ConfigError(
+            f"bench case {name!r}: {stages} stages, but its model has {case.max_stages} layers"
+        )
+
+    def job(arguments: dict[str, Any]) -> Config:
+        return _frozen_job(name, case, stages, num_microbatches, overrides, arguments)
+
+    config = job({})
+    return Case(
+        name=name,
+        config=config,
+        halves=job(case.halves),
+        nominal=_nominal(config),
+        is_frozen=True,
+        peers=case.peers,
+    )
+
+
+def _nominal(config: Config) -> Times | None:
+    """What a stage of the job sleeps, overrides included; None where it computes."""
+    times = config.model.kwargs.get("times_ms") if config.model else None
+    return None if times is None else Milliseconds.model_validate(times).in_seconds()
+
+
+def _frozen_job(
+    name: str,
+    case: FrozenCase,
+    num_stages: int,
+    num_microbatches: int | None,
+    overrides: Sequence[str],
+    arguments: dict[str, Any],
+) -> Config:
+    kwargs = {**case.job["model"].get("kwargs", {}), **arguments}
+    if case.max_stages is None:
+        kwargs["num_stages"] = num_stages
+    if case.times_ms is not None:
+        kwargs["times_ms"] = case.times_ms.model_dump()
+    data = {
+        "name": name,
+        **case.job,
+        "ship_code": False,
+        "model": {**case.job["model"], "num_stages": num_stages, "kwargs": kwargs},
+        "data": dict(case.job["data"]),
+    }
+    if num_microbatches is not None:
+        data["num_microbatches"] = num_microbatches
+    if case.in_flight_a_stage is not None:
+        data["max_in_flight"] = case.in_flight_a_stage * num_stages
+    if case.microbatch_size is not None:
+        data["data"]["batch_size"] = case.microbatch_size * data["num_microbatches"]
+    for override in overrides:
+        loader.apply(data, override)
+    return loader.parse_config(_plain(data), f"bench case {name!r}")
+
+
+def _own_case(
+    path: Path, num_stages: int | None, num_microbatches: int | None, overrides: Sequence[str]
+) -> Case:
+    job = loader.load_config(path, overrides)
+    if job.data is None:
+        raise ConfigError(f"{path} has no [data] section; a benchmark needs samples")
+    if job.is_balanced_by_measurement:
+        raise ConfigError(
+            f'{path} has balance = "auto"; give the list that `rpcmp drive` shows, so that all '
+            "contestants train the same stages"
+        )
+    if job.sums_gradients:
+        raise ConfigError(
+            f"{path} has replicas or tied parameters, which the other contestants do not know: "
+            "compare it without them"
+        )
+    data = job.model_dump(exclude_unset=True)
+    if num_microbatches is not None:
+        data["num_microbatches"] = num_microbatches
+    if num_stages is not None and num_stages != job.num_stages:
+        if job.model is None or job.stages:
+            raise ConfigError(
+                f"--stages {num_stages}: {path} names its {job.num_stages} stages one by one"
+            )
+        data["model"] = {**data["model"], "num_stages": num_stages, "balance": None}
+    parsed = loader.parse_config(_plain(data), str(path)).with_folder(job.folder)
+    config = parsed.without_schedulers().without_mixed_precision()
+    return Case(str(path), config, config, None, is_frozen=False, notes=_taken_off(job))
+
+
+def _taken_off(job: Config) -> tuple[str, ...]:
+    """What the user should know that the benchmark's job lacks."""
+    notes = []
+    if job.has_schedulers or job.max_grad_norm is not None:
+        notes.append("without learning-rate scheduler and gradient clipping")
+    if job.loss_scaling is not None or any(map(job.autocast_of, range(job.num_stages))):
+        notes.append("without autocast and loss scaling")
+    return tuple(notes)
+
+
+def _plain(data: dict[str, Any]) -> dict[str, Any]:
+    """The job with nothing but training, on mini-batches of one size."""
+    return {
+        **data,
+        "max_grad_norm": None,
+        "metrics": {},
+        "report": None,
+        "evaluate_every": 0,
+        "evaluate_every_steps": None,
+        "early_stopping": None,
+        "checkpoint": None,
+        "data": {**data["data"], "test": None, "drop_last": True},
+    }

@@ -1,0 +1,225 @@
+"""Measures settings in interleaved rounds, drops the slow ones, chooses, measures the choice again.
+
+The fastest of many settings that are equally fast is chosen by chance, and beats the config's own
+in the rounds that it was chosen by. Only rounds after the choice can tell whether it is faster.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Sequence
+from statistics import mean, median
+
+from rpcmp.config.schema import Config, ScheduleOptions
+from rpcmp.tools.bench.comparison import Progress, rotated
+from rpcmp.tools.bench.contestant import Limits, StoppedError
+from rpcmp.tools.bench.statistics import Estimate, paired_ratio
+from rpcmp.tools.tune.grid import Grid
+from rpcmp.tools.tune.halving import Plan, spread_out
+from rpcmp.tools.tune.measuring import Runner, Series, Tuned, common_rounds
+
+MOST_STEPS = 5
+"""Of a round, if their number is not given."""
+
+NEEDED = 2
+"""Settings that are measured once whatever the budget: the config's own, and one to compare."""
+
+
+async def tune(
+    config: Config,
+    grid: Grid,
+    runner: Runner,
+    rounds: int,
+    steps: int | None,
+    progress: Progress,
+    limits: Limits | None = None,
+) -> Tuned:
+    """Measure the settings of `grid` and choose.
+
+    Args:
+        config: the job.
+        runner: started.
+        rounds: how often a setting is measured that is not dropped.
+        steps: of each time; None: as many as the budget allows, up to MOST_STEPS.
+        progress: called before each measurement.
+        limits: end the sweep with what there is; the config's own setting and another one are
+            measured whatever the budget.
+
+    Raises:
+        RpcmpError: the job failed.
+        StoppedError: there is nothing yet.
+    """
+    sweep = _Sweep(grid, runner, rounds, steps, progress, limits or Limits())
+    with contextlib.suppress(StoppedError):
+        await sweep.run()
+    return sweep.found(config)
+
+
+class _Sweep:
+    """The measurements of one sweep; see `tune`."""
+
+    def __init__(
+        self,
+        grid: Grid,
+        runner: Runner,
+        rounds: int,
+        steps: int | None,
+        progress: Progress,
+        limits: Limits,
+    ) -> None:
+        self._grid, self._runner, self._rounds = grid, runner, rounds
+        self._steps, self._progress, self._limits = steps, progress, limits
+        self._series = {setting: Series(setting) for setting in grid.settings}
+        self._alive = list(grid.settings)
+        self._dropped: set[ScheduleOptions] = set()
+        self._again: list[Series] = []
+
+    async def run(self) -> None:
+        """Measure everything, or what there is time for.
+
+        Raises:
+            StoppedError: a limit was reached on the way.
+        """
+        await self._warm_up()
+        self._alive = [one for one in self._alive if self._series[one].warm_up]
+        self._steps = self._steps or self._affordable_steps()
+        await self._halve()
+        await self._confirm()
+
+    def found(self, config: Config) -> Tuned:
+        """What there is.
+
+        Raises:
+            StoppedError: not even the config's own setting was measured.
+        """
+        series = [one for one in self._series.values() if one.counted]
+        own = self._series[self._grid.own]
+        if not own.counted:
+            raise StoppedError
+        return Tuned(
+            config=config,
+            rounds=max(len(one.measured) for one in series),
+            steps=self._steps or 1,
+            series=series,
+            best=self._best,
+            own=own,
+            confirmed=self._confirmed,
+            dropped=frozenset(self._dropped),
+            unmeasured=[one.setting for one in self._series.values() if not one.counted],
+            left_out=list(self._grid.notes()),
+            is_cut_short=self._limits.is_stopped,
+        )
+
+    @property
+    def _best(self) -> Series:
+        """The fastest in the rounds that all have, whichever of them the current one has reached.
+
+        Those that were dropped have lost already.
+        """
+        running = [one for one in map(self._series.__getitem__, self._alive) if one.counted]
+        both = common_rounds(running)
+        return min(running, key=lambda one: median(one.seconds_of(both)))
+
+    @property
+    def _confirmed(self) -> Estimate | None:
+        both = common_rounds(self._again) if self._again else 0
+        if not both:
+            return None
+        return paired_ratio(*(one.seconds_of(both) for one in self._again))
+
+    async def _warm_up(self) -> None:
+        """First touch of memory, connections, caches; and a first, rough measure."""
+        order = spread_out(self._grid.settings, self._grid.own)
+        for number, setting in enumerate(order):
+            if number >= NEEDED and not self._has_time_to_warm_up():
+                break
+            self._tell_of_warm_up(order[number:])
+            work = self._runner.run(setting, 1)
+            rough = await self._limits.run(work, is_needed=number < NEEDED)
+            self._series[setting].warm_up.append(rough)
+
+    def _has_time_to_warm_up(self) -> bool:
+        """Whether one more setting could be measured, if it is as fast as the fastest so far."""
+        plan = self._plan(1)
+        known = [one for one in self._alive if self._series[one].warm_up]
+        fastest = min(plan.cost([one]) for one in known)
+        return fastest + self._plan(self._steps or 1).reserve(known) <= self._limits.left
+
+    async def _halve(self) -> None:
+        """All rounds, with fewer and fewer settings."""
+        for number in range(self._rounds):
+            plan, left = self._plan(), self._limits.left
+            kept = plan.survivors(self._alive, number, left)
+            if not plan.has_time(kept, left):
+                break
+            self._dropped.update(set(self._alive) - set(kept))
+            self._alive = kept
+            after = plan.expected(kept, number + 1, left - plan.cost(kept))
+            series = [self._series[one] for one in kept]
+            await self._round(series, number, f"round {number + 1} of {self._rounds}", after)
+
+    async def _confirm(self) -> None:
+        """Measure the best against the config's own once more, unless it is that."""
+        both = [self._best.setting, self._grid.own]
+        if both[0] == both[1]:
+            return
+        self._again = [Series(one) for one in both]
+        cost = self._plan().cost(both)
+        for number in range(self._rounds):
+            if self._limits.left < cost:
+                break
+            after = cost * (self._rounds - number - 1)
+            await self._round(
+                self._again, number, f"once more: {both[0]} and your {both[1]}", after
+            )
+
+    async def _round(self, series: Sequence[Series], number: int, what: str, after: float) -> None:
+        """Measure each of `series` once; `after`: seconds of what follows the round."""
+        stride = max(1, len(series) // self._rounds)  # early in some rounds, late in others
+        order = rotated(series, number * stride)
+        for place, one in enumerate(order):
+            pending = [each.setting for each in order[place:]]
+            self._tell(f"{what}: {one.setting}", self._plan(), pending, after)
+            work = self._runner.run(one.setting, self._steps or 1)
+            one.measured.append(await self._limits.run(work))
+
+    def _tell_of_warm_up(self, pending: Sequence[ScheduleOptions]) -> None:
+        what = f"warm-up: {pending[0]}"
+        if not self._series[self._grid.own].warm_up:
+            self._progress(what, self._limits.at_most)
+            return
+        plan = self._plan(1)
+        after = self._plan().expected(self._alive, 0, self._limits.left - plan.cost(pending))
+        self._tell(what, plan, pending, after)
+
+    def _tell(
+        self, what: str, plan: Plan, pending: Sequence[ScheduleOptions], after: float
+    ) -> None:
+        """Say what is measured now, and how long that and the rest will take."""
+        seconds = min(self._limits.left, plan.cost(pending) + after)
+        self._progress(what, max(seconds, plan.cost(pending[:1])))
+
+    def _plan(self, steps: int | None = None) -> Plan:
+        """What is known now; a setting that was not measured yet takes as long as the others."""
+        known = {one.setting: one.median_s for one in self._series.values() if one.counted}
+        usual = mean(known.values())
+        return Plan(
+            own=self._grid.own,
+            rounds=self._rounds,
+            steps=steps or self._steps or self._affordable_steps(),
+            budget=self._limits.budget,
+            step_s={one: known.get(one, usual) for one in self._grid.settings},
+        )
+
+    def _affordable_steps(self) -> int:
+        """The most for which everything fits that would be measured if there was no budget."""
+        left = self._limits.left
+        return next(
+            (
+                steps
+                for steps in range(MOST_STEPS, 1, -1)
+                if self._plan(steps).expected(self._alive, 0, math.inf) <= left
+            ),
+            1,
+        )

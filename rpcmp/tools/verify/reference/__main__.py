@@ -1,0 +1,13 @@
+"""Starts the reference process of `rpcmp verify`.
+
+The bond with the supervisor comes first, before anything that may take time: a supervisor that dies
+meanwhile must not leave a process behind.
+"""
+
+from rpcmp.process.channel import begin_child
+
+if __name__ == "__main__":
+    channel = begin_child().channel
+    from rpcmp.tools.verify.reference.process import run
+
+    run(channel)

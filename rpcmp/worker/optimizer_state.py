@@ -1,0 +1,334 @@
+"""What an optimizer keeps, by the names of its parameters, and back.
+
+torch's `state_dict` numbers the parameters, in the order of the groups; a file has their names. Any
+object with `param_groups`, `step`, `state_dict` and `load_state_dict` is served, not torch's own
+alone. Three things are otherwise than `load_state_dict` would have them:
+
+- options that a group must have are those that the optimizer was built with: loading adds more;
+- every tensor, however deep, is what it was: torch gives all that are floats the dtype of their
+  parameter, and breaks strings and named tuples;
+- what lies beside the parameters comes back as well: other keys of the state, other entries of the
+  `state_dict` of an optimizer around another, and attributes that steps have changed.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import logging
+from collections.abc import Mapping, Sequence
+from enum import Enum
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from rpcmp.errors import CheckpointError, ConfigError
+from rpcmp.rpc.tensors import encode_tree
+from rpcmp.worker import option_overrides
+from rpcmp.worker.hidden_state import HiddenState
+
+_log = logging.getLogger(__name__)
+
+
+@functools.cache
+def _torchs_own() -> set[str]:
+    """Attributes of every optimizer; those that count are in its `state_dict`."""
+    one = torch.optim.SGD([torch.zeros(1, requires_grad=True)])
+    return {*vars(one), "step", "_opt_called"}  # a scheduler wraps, and notes, that it steps
+
+
+_KERNELS = ("fused", "foreach", "capturable")
+"""Options that say how a group is stepped, and not by what rule."""
+
+_CONSTANTS = (torch.device, Enum, bytes, complex, logging.Logger)
+"""What no step changes."""
+
+
+class Kept(NamedTuple):
+    """What an optimizer keeps.
+
+    Attributes:
+        state: by parameter.
+        groups: the options of each parameter group, without its parameters.
+        aside: what lies beside the parameters; None: nothing does. Its "names" are those of the
+            parameters, where it fits these alone.
+    """
+
+    state: dict[str, Any]
+    groups: list[dict[str, Any]]
+    aside: Any = None
+
+
+class OptimizerState:
+    """Reads what an optimizer keeps, and gives it back.
+
+    Args:
+        optimizer: as it was built; no step done.
+        named: its parameters, by name.
+        where: whose it is, for errors.
+
+    Raises:
+        ConfigError: it has no parameter groups, or other parameters than these.
+
+    Attributes:
+        defaults: the options that it was built with.
+    """
+
+    def __init__(self, optimizer: Any, named: Mapping[str, Tensor], where: str) -> None:
+        self._optimizer = optimizer
+        self._named = dict(named)
+        self._where = where
+        names = {id(parameter): name for name, parameter in named.items()}
+        try:
+            self._names = [
+                names[id(parameter)]
+                for group in optimizer.param_groups
+                for parameter in group["params"]
+            ]
+        except (AttributeError, LookupError, TypeError) as error:
+            raise ConfigError(
+                f"{where}: {self._kind} keeps its parameters in no usual form (`param_groups`, "
+                "each with the `params` that it was given), which checkpoints need"
+            ) from error
+        self.defaults = dict(getattr(optimizer, "defaults", {}))
+        self._built = copy.deepcopy(self._attributes())
+        self._hidden = HiddenState(self.hidden(), self._named.values())
+
+    def read(self) -> Kept:
+        """What it keeps now; tensors are not copied."""
+        whole = self._whole()
+        state: dict[str, Any] = {}
+        beside: dict[Any, Any] = {}
+        for key, value in whole["state"].items():
+            is_index = type(key) is int and 0 <= key < len(self._names)
+            if is_index:
+                state[self._names[key]] = value
+            else:
+                beside[key] = value
+        aside = {
+            "state": beside,
+            "more": {k: v for k, v in whole.items() if k not in ("state", "param_groups")},
+            "attributes": self._changed(),
+        }
+        if not any(aside.values()):
+            return Kept(state, self.groups())
+        # A collection may have an entry for each parameter, and then fits no other cut.
+        names = self._names if _has_collections(list(aside.values())) else None
+        return Kept(state, self.groups(), {**aside, "names": names})
+
+    def groups(self) -> list[dict[str, Any]]:
+        """The options of each parameter group."""
+        return [
+            {key: value for key, value in group.items() if key != "params"}
+            for group in self._optimizer.param_groups
+        ]
+
+    def load(self, kept: Kept) -> None:
+        """Go on where `kept` was.
+
+        Raises:
+            ConfigError: it is another optimizer's.
+            CheckpointError: a tensor has another shape than a fused kernel takes it to have.
+        """
+        own = self._whole()
+        groups = self._own_kernels(kept.groups, own["param_groups"])
+        self._require_shapes(kept.state, groups)
+        aside = kept.aside or {"state": {}, "more": {}, "attributes": {}}
+        numbered = {i: kept.state[name] for i, name in enumerate(self._names) if name in kept.state}
+        self._optimizer.load_state_dict(
+            {
+                **aside["more"],
+                "state": {**numbered, **aside["state"]},
+                "param_groups": groups,
+            }
+        )
+        for key, value in aside["attributes"].items():
+            setattr(self._optimizer, key, value)
+        self._undo_casts(kept.state)
+        self._lay_out()
+
+    def hidden(self) -> dict[str, Any]:
+        """Its own attributes that no file can hold: without code, constants, and what has a
+        `state_dict` that its own may contain."""
+        return {
+            key: value
+            for key, value in self._own.items()
+            if not isinstance(value, _CONSTANTS)
+            and not callable(value)
+            and not hasattr(value, "state_dict")
+            and not _is_plain(value)  # last: it goes through the whole tree
+        }
+
+    def warn_of_hidden(self) -> None:
+        """Warn, once each, of attributes that steps have changed and that no file can hold.
+
+        A rehearsal has shown that its own steps do not need them; later ones may.
+        """
+        for name in self._hidden.changed(self.hidden()):
+            _log.warning(
+                "%s: %s has changed its attribute %r, which no checkpoint holds: if steps depend "
+                "on it, a run that goes on after a fault has other bits; keep what they need in "
+                "self.state[parameter]",
+                self._where,
+                self._kind,
+                name,
+            )
+
+    @property
+    def _kind(self) -> str:
+        return type(self._optimizer).__name__
+
+    def _whole(self) -> Mapping[str, Any]:
+        whole: Mapping[str, Any] = self._optimizer.state_dict()
+        if not {"state", "param_groups"} <= set(whole):
+            raise ConfigError(
+                f"{self._where}: the state_dict of {self._kind} has {', '.join(map(repr, whole))}: "
+                "it needs 'state' and 'param_groups' as torch.optim.Optimizer has them, for an "
+                "optimizer around another those of the inner one, and may have more"
+            )
+        return whole
+
+    def _attributes(self) -> dict[str, Any]:
+        """Its own attributes, those that a file can hold."""
+        return {key: value for key, value in self._own.items() if self._can_store(value)}
+
+    @property
+    def _own(self) -> dict[str, Any]:
+        """Its attributes but those of every optimizer of torch."""
+        found = getattr(self._optimizer, "__dict__", {})
+        return {key: value for key, value in found.items() if key not in _torchs_own()}
+
+    def _can_store(self, value: Any) -> bool:
+        """Whether a file can hold it: it is plain, and none of the parameters themselves."""
+        tensors: dict[str, Tensor] = {}
+        if not _is_plain(value, tensors):
+            return False
+        own = {parameter.data_ptr() for parameter in self._named.values()} - {0}
+        return all(tensor.data_ptr() not in own for tensor in tensors.values())
+
+    def _changed(self) -> dict[str, Any]:
+        """The attributes that are not as they were built."""
+        return {
+            key: value
+            for key, value in self._attributes().items()
+            if key not in self._built or not same(value, self._built[key])
+        }
+
+    def _own_kernels(
+        self, groups: Sequence[Mapping[str, Any]], own: Sequence[Mapping[str, Any]]
+    ) -> list[dict[str, Any]]:
+        """`groups` for its own parameters, stepped by the kernels that are its own choice.
+
+        Another kind of optimizer has other options, and would miss its own in its next step.
+        """
+        if len(groups) != len(own):
+            raise ConfigError(
+                f"the optimizer state of {self._where} has {len(groups)} parameter groups, and "
+                f"{self._kind} has {len(own)} now: keep the `groups` of the optimizer"
+            )
+        found = [
+            {**group, **{key: mine[key] for key in mine if _is_own(key, mine, group)}}
+            for group, mine in zip(groups, own, strict=True)
+        ]
+        for group in found:
+            if missing := [key for key in self.defaults if key not in group]:
+                raise ConfigError(
+                    f"the optimizer state of {self._where} is another optimizer's than "
+                    f"{self._kind}'s: it has no {', '.join(missing)}"
+                )
+        return [{**g, "params": mine["params"]} for g, mine in zip(found, own, strict=True)]
+
+    def _require_shapes(
+        self, state: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]
+    ) -> None:
+        """Check shapes for a fused kernel, which writes beyond a state that is too small."""
+        if not any(group.get("fused") for group in groups):
+            return
+        for name, parameter in self._named.items():
+            for key, value in state.get(name, {}).items():
+                fits = key == "step" or not isinstance(value, Tensor)
+                if not fits and value.shape != parameter.shape:
+                    raise CheckpointError(
+                        f"{key!r} of parameter {name!r} of {self._where} has shape "
+                        f"{tuple(value.shape)}, and the parameter {tuple(parameter.shape)}: it is "
+                        "another model's, or damaged; resume from another checkpoint"
+                    )
+
+    def _undo_casts(self, state: Mapping[str, Any]) -> None:
+        found = getattr(self._optimizer, "state", {})
+        for name, saved in state.items():
+            if (parameter := self._named.get(name)) is not None and parameter in found:
+                found[parameter] = _as_saved(saved, found[parameter])
+
+    def _lay_out(self) -> None:
+        """Give what was loaded for a fused kernel the strides of its parameter.
+
+        The kernel goes through their memory in step, and files and messages keep no strides: a
+        state that was not channels-last, as its parameter is, would meet other elements; and one
+        that is expanded has less memory than it says.
+        """
+        if not any(group.get("fused") for group in self._optimizer.param_groups):
+            return
+        for parameter in self._named.values():
+            found = self._optimizer.state[parameter]
+            for key, value in found.items():
+                is_like_it = isinstance(value, Tensor) and value.shape == parameter.shape
+                if is_like_it and value.stride() != parameter.stride():
+                    found[key] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two trees are equal, their tensors bit for bit.
+
+    Raises:
+        TypeError: a leaf is neither a tensor nor plain.
+    """
+    mine: dict[str, Tensor] = {}
+    theirs: dict[str, Tensor] = {}
+    if str(encode_tree(one, mine)) != str(encode_tree(other, theirs)):  # NaN is NaN
+        return False
+    return all(option_overrides.are_equal(mine[name], theirs[name]) for name in mine)
+
+
+def _is_plain(value: Any, tensors: dict[str, Tensor] | None = None) -> bool:
+    """Whether a file can hold a tree; its tensors are added to `tensors`."""
+    try:
+        encode_tree(value, {} if tensors is None else tensors)
+    except TypeError:
+        return False
+    return True
+
+
+def _is_own(key: str, mine: Mapping[str, Any], saved: Mapping[str, Any]) -> bool:
+    """Whether an option stays as it is: a kernel, or what a file has as a plain number or string
+    and is an enum's member."""
+    if key in _KERNELS:
+        return True
+    return isinstance(mine[key], Enum) and key in saved and bool(mine[key] == saved[key])
+
+
+def _has_collections(values: Sequence[Mapping[Any, Any]]) -> bool:
+    """Whether any of these dicts has a value that is more than a number, a string or None."""
+    return any(
+        isinstance(value, Tensor | Mapping | list | tuple)
+        for each in values
+        for value in each.values()
+    )
+
+
+def _as_saved(saved: Any, found: Any) -> Any:
+    """`saved`, its tensors where those of `found` are, which is what torch has made of it."""
+    if isinstance(saved, Tensor) and isinstance(found, Tensor):
+        return found if saved.dtype is found.dtype else saved.to(found.device)
+    if isinstance(saved, Mapping) and isinstance(found, Mapping):
+        return {
+            key: _as_saved(saved[key], value) if key in saved else value
+            for key, value in found.items()
+        }
+    if isinstance(saved, list | tuple) and isinstance(found, list | tuple):
+        if len(saved) == len(found):
+            pairs = zip(saved, found, strict=True)
+            return type(saved)(_as_saved(*pair) for pair in pairs)
+        return found
+    return saved if isinstance(saved, str) else found

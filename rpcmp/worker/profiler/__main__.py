@@ -1,0 +1,13 @@
+"""Starts a process that takes a sample of the data, or measures layers with one.
+
+The bond with the supervisor comes first, before anything that may take time: a supervisor that dies
+meanwhile must not leave a process behind.
+"""
+
+from rpcmp.process.channel import begin_child
+
+if __name__ == "__main__":
+    channel = begin_child().channel
+    from rpcmp.worker.profiler.process import run
+
+    run(channel)

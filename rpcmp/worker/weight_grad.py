@@ -1,0 +1,408 @@
+"""A backward in two parts: the input gradient now, the weight gradients later.
+
+    forward           y = linear(x, w, b)             while `WeightGradients.watch` is entered
+    backward          g_x = g @ w                     goes on through the graph at once
+                      w, b get None                   and (g, x) wait in `WeightGradients`
+    later             w.grad += g.T @ x, b.grad += g.sum(0)
+
+Linear layers and convolutions have nearly all of a model's weights, and torch calls each of them by
+a function of `torch.nn.functional`. `install` puts our own in their place, which differ only while
+a stage's forward runs on a thread that watches. Everything else, and all that cannot be split, has
+its weight gradients in the backward as always: bits are those of a plain backward in every case.
+
+Not split are parameters that a micro-batch uses more than once (autograd sums their gradients
+before it adds them to `.grad`: another order of sums) or that have the user's hooks, what is
+checkpointed, autocast, double backwards, and of course what does not go through these functions (a
+fused LSTM, custom functions, normalizations).
+
+Next to `torch.distributed.pipelining._backward` (arXiv:2401.10241), which walks the graph of every
+micro-batch in Python, this costs some 10 microseconds a layer.
+
+Who hears of each addition to a parameter's gradient, by autograd or by `rpcmp.worker.weight_grad`
+later on.
+
+A hook of the user's own keeps a parameter from being split. This one need not:
+`rpcmp.worker.weight_grad` says when a backward leaves its gradient for later, and calls it when
+that has come.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+from torch.autograd.graph import Node
+
+
+class Additions:
+    """A hook of one parameter; on the thread that differentiates.
+
+    Args:
+        parameter: whose gradient it is.
+        added: called after something has been added to it.
+    """
+
+    def __init__(self, parameter: Tensor, added: Callable[[], None]) -> None:
+        self._added = added
+        self._left_for_later = 0
+        parameter.register_post_accumulate_grad_hook(self)
+
+    def __call__(self, _: Tensor) -> None:
+        """Hear from autograd, which calls its hooks for a gradient of None as well."""
+        if self._left_for_later:
+            self._left_for_later -= 1
+        else:
+            self._added()
+
+    def leave(self) -> None:
+        """The backward that runs gives None: what it would have added comes later."""
+        self._left_for_later += 1
+
+    def reset(self) -> None:
+        """Forget backwards that have failed halfway."""
+        self._left_for_later = 0
+
+
+Operation = Callable[..., Tensor]
+
+CONVOLUTIONS = (
+    *("conv1d", "conv2d", "conv3d"),
+    *("conv_transpose1d", "conv_transpose2d", "conv_transpose3d"),
+)
+
+
+class _Watched(threading.local):
+    """What the forward that runs on this thread collects in."""
+
+    gradients: WeightGradients | None = None
+
+
+_watched = _Watched()
+
+
+class WeightGradients:
+    """The weight gradients of one micro-batch that wait.
+
+    Args:
+        splittable: the parameters that may be deferred; see `used_once`.
+    """
+
+    def __init__(self, splittable: frozenset[Tensor]) -> None:
+        self._splittable = splittable
+        self._uses: Counter[Tensor] = Counter()
+        self._waiting: list[Callable[[], None]] = []
+        self._deferring = False
+
+    @contextlib.contextmanager
+    def watch(self) -> Iterator[None]:
+        """Forwards on this thread within the block may be split."""
+        before, _watched.gradients = _watched.gradients, self
+        try:
+            yield
+        finally:
+            _watched.gradients = before
+
+    @contextlib.contextmanager
+    def defer(self) -> Iterator[None]:
+        """Backwards within the block leave weight gradients for `accumulate`.
+
+        Only the stage's own backward is run like this. What the user's code differentiates inside
+        of a forward is not.
+        """
+        self._deferring = True
+        try:
+            yield
+        finally:
+            self._deferring = False
+
+    def accumulate(self) -> None:
+        """Add all that waits to `.grad`; nothing waits afterwards."""
+        waiting, self._waiting = self._waiting, []
+        with torch.no_grad():
+            for add in waiting:
+                add()
+
+    def notice(self, parameters: Iterable[Tensor]) -> bool:
+        """Note that an operation uses `parameters`; whether it may be split at all.
+
+        Not where there are hooks of the user's: autograd calls them for a gradient of None as well.
+        """
+        self._uses.update(parameters)
+        return all(
+            parameter in self._splittable
+            and not parameter._backward_hooks
+            and all(isinstance(hook, Additions) for hook in _hooks(parameter))
+            for parameter in parameters
+        )
+
+    def postpone(self, parameters: Sequence[Tensor], add: Callable[[], None]) -> bool:
+        """Keep `add` for later, if it is all that its parameters get in this micro-batch."""
+        if not self._deferring or any(self._uses[parameter] > 1 for parameter in parameters):
+            return False
+        hooks = [hook for parameter in parameters for hook in _hooks(parameter)]
+        if not all(isinstance(hook, Additions) for hook in hooks):  # of a later forward
+            return False
+        for hook in hooks:
+            hook.leave()
+        self._waiting.append(add)
+        return True
+
+
+class Splitter:
+    """Makes the WeightGradients of a stage's micro-batches.
+
+    The first micro-batch is not split: its graph shows which parameters can be.
+    """
+
+    def __init__(self) -> None:
+        self._splittable: frozenset[Tensor] | None = None
+
+    def begin(self, splits: bool = True) -> WeightGradients:
+        """For one more micro-batch; nothing of it waits unless its stage `splits`."""
+        return WeightGradients((splits and self._splittable) or frozenset())
+
+    def calibrate(self, outputs: Iterable[Tensor]) -> None:
+        """Look at the first micro-batch's graph, by its outputs; does nothing for later ones."""
+        if self._splittable is None:
+            self._splittable = used_once(outputs)
+
+
+def used_once(outputs: Iterable[Tensor]) -> frozenset[Tensor]:
+    """The parameters that one operation of the graph of `outputs` uses, and that only once."""
+    nodes = [output.grad_fn for output in outputs if output.grad_fn is not None]
+    users: dict[Node, list[Node]] = {node: [] for node in nodes}
+    while nodes:
+        user = nodes.pop()
+        for node, _ in user.next_functions:
+            if node is None:
+                continue
+            if node not in users:
+                users[node] = []
+                nodes.append(node)
+            users[node].append(user)
+
+    def uses(node: Node) -> int:
+        """How many there are; a transposed parameter's are those of the parameter."""
+        return sum(1 if len(user.next_functions) > 1 else uses(user) for user in users[node])
+
+    # Only AccumulateGrad has a variable.
+    return frozenset(
+        node.variable for node in users if hasattr(node, "variable") and uses(node) == 1
+    )
+
+
+def splittable(operation: Operation) -> Operation:
+    """`operation`, whose weight gradients may be computed later than its input gradient.
+
+    For functions of the user's own that are worth it; linear layers and convolutions are already.
+    Called as `operation(input, *args, **kwargs)`; all further tensors are parameters. Its backward
+    must skip what is not asked for, as torch's own do, or else nothing is gained. Outside of a
+    stage that splits its backwards it stays as it is.
+    """
+
+    @functools.wraps(operation)
+    def split(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        gradients = _watched.gradients
+        if gradients is None:
+            return operation(input, *args, **kwargs)
+        parameters = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+        if not _can_split(gradients, input, parameters):
+            return operation(input, *args, **kwargs)
+        again = functools.partial(_call, operation, args, kwargs)
+        return _apply(_Taped, again, gradients, input, *parameters)
+
+    return split
+
+
+def install() -> None:
+    """Replace the functions of `torch.nn.functional`; before any of the user's code is imported."""
+    F.linear = _split_linear(F.linear)
+    for name in CONVOLUTIONS:
+        setattr(F, name, splittable(getattr(F, name)))
+
+
+def _split_linear(operation: Operation) -> Operation:
+    in_general = splittable(operation)
+
+    @functools.wraps(operation)
+    def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        gradients = _watched.gradients
+        if gradients is None:
+            return operation(input, weight, bias)
+        if not _is_one_product(input, weight):
+            return in_general(input, weight, bias)
+        if not _can_split(gradients, input, [weight] if bias is None else [weight, bias]):
+            return operation(input, weight, bias)
+        return _apply(_Linear, operation, gradients, input, weight, bias)
+
+    return linear
+
+
+def _can_split(gradients: WeightGradients, input: Tensor, parameters: Sequence[Tensor]) -> bool:
+    trained = _trained(*parameters)
+    may_wait = gradients.notice(trained)  # without a tape, too: it may be recomputed with one
+    return bool(trained) and may_wait and torch.is_grad_enabled() and not _is_special(input)
+
+
+def _is_special(input: Tensor) -> bool:
+    """Whether autocast, or hooks on saved tensors (checkpointing, offloading), change the rules.
+
+    What a checkpoint saves must be what its recomputation, which is not watched, saves again.
+    """
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return hooks is not None or torch.is_autocast_enabled(input.device.type)
+
+
+def _trained(*tensors: Tensor | None) -> list[Tensor]:
+    return [value for value in tensors if value is not None and value.requires_grad]
+
+
+def _is_one_product(input: Tensor, weight: Tensor) -> bool:
+    """Whether torch computes this linear as one matrix product, whose gradients we know."""
+    is_matrix = input.dim() in (2, 3) and input.is_contiguous() and weight.is_contiguous()
+    return is_matrix and weight.shape[1] > 1  # a column is contiguous both ways
+
+
+def _call(
+    operation: Operation,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    input: Tensor,
+    *parameters: Tensor,
+) -> Tensor:
+    """`operation(input, *args, **kwargs)`, with `parameters` in the place of its tensors."""
+    left = iter(parameters)
+
+    def place(value: Any) -> Any:
+        return next(left) if isinstance(value, Tensor) else value
+
+    placed = [place(value) for value in args]
+    return operation(input, *placed, **{key: place(value) for key, value in kwargs.items()})
+
+
+def _apply(function: type[torch.autograd.Function], *args: Any) -> Tensor:
+    apply: Callable[..., Tensor] = function.apply
+    return apply(*args)
+
+
+Gradients = tuple[Tensor | None, ...]
+
+
+class _Linear(torch.autograd.Function):
+    """`linear` of contiguous matrices, by the formulas of torch's own backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        operation: Operation,
+        gradients: WeightGradients,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+    ) -> Tensor:
+        ctx.operation, ctx.gradients = operation, gradients
+        ctx.save_for_backward(input, weight, bias)
+        return operation(input, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Gradients:
+        (grad,) = grads
+        input, weight, bias = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            return _twice_differentiable(ctx.operation, grad, input, weight, bias)
+        rows, inputs = grad.reshape(-1, weight.shape[0]), input.reshape(-1, weight.shape[1])
+        grad_input = None
+        if input.requires_grad:
+            grad_input = rows.mm(weight).reshape(input.shape)
+
+        def products() -> Gradients:
+            grad_weight = rows.t().mm(inputs) if weight.requires_grad else None
+            grad_bias = rows.sum(0) if bias is not None and bias.requires_grad else None
+            return grad_weight, grad_bias
+
+        def add() -> None:
+            for parameter, product in zip((weight, bias), products(), strict=True):
+                if product is not None:
+                    _add_to_grad(parameter, product)
+
+        if ctx.gradients.postpone(_trained(weight, bias), add):
+            return (None, None, grad_input, None, None)
+        return (None, None, grad_input, *products())
+
+
+class _Taped(torch.autograd.Function):
+    """Any operation: its own small tape is differentiated twice, for the input and for the rest."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        operation: Operation,
+        gradients: WeightGradients,
+        input: Tensor,
+        *parameters: Tensor,
+    ) -> Tensor:
+        leaf = input.detach().requires_grad_(input.requires_grad)
+        with torch.enable_grad():
+            output = operation(leaf, *parameters)
+        ctx.operation, ctx.gradients, ctx.tape = operation, gradients, (leaf, output)
+        ctx.save_for_backward(input, *parameters)
+        return output.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Gradients:
+        (grad,) = grads
+        input, *parameters = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            return _twice_differentiable(ctx.operation, grad, input, *parameters)
+        leaf, output = ctx.tape
+        trained = _trained(*parameters)
+
+        def add() -> None:
+            torch.autograd.backward([output], [grad], inputs=trained)
+
+        if ctx.gradients.postpone(trained, add):
+            return (None, None, *_differentiate(output, grad, leaf), *(None for _ in parameters))
+        return (None, None, *_differentiate(output, grad, leaf, *parameters))
+
+
+def _twice_differentiable(
+    operation: Operation, grad: Tensor, input: Tensor, *parameters: Tensor | None
+) -> Gradients:
+    """The gradients as parts of a graph of their own, for `create_graph=True`."""
+    output = operation(input, *parameters)
+    return (None, None, *_differentiate(output, grad, input, *parameters, create_graph=True))
+
+
+def _differentiate(
+    output: Tensor, grad: Tensor, *inputs: Tensor | None, create_graph: bool = False
+) -> Gradients:
+    """The gradients of `inputs`, None for those that need none."""
+    wanted = _trained(*inputs)
+    if not wanted:
+        return (None,) * len(inputs)
+    found = iter(
+        torch.autograd.grad([output], wanted, [grad], retain_graph=True, create_graph=create_graph)
+    )
+    return tuple(next(found) if _trained(value) else None for value in inputs)
+
+
+def _add_to_grad(parameter: Tensor, grad: Tensor) -> None:
+    """What autograd's accumulation does."""
+    if parameter.grad is None:
+        parameter.grad = grad
+    else:
+        parameter.grad.add_(grad)
+    for hook in _hooks(parameter):
+        hook(parameter)
+
+
+def _hooks(parameter: Tensor) -> list[Any]:
+    """Those that autograd calls when it has added to a gradient; of what is split, our own."""
+    return list((parameter._post_accumulate_grad_hooks or {}).values())

@@ -1,0 +1,339 @@
+"""Snapshots in shared memory: what stays whole while the next one is written."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rpcmp.checkpoint.slots import NUM_SLOTS, RETAINED, Slots, Snapshot
+
+
+@pytest.fixture
+def slots() -> Iterator[Slots]:
+    made = Slots.create()
+    yield made
+    made.close()
+
+
+def begun(slots: Slots) -> int:
+    """A slot to write to."""
+    slot = slots.begin()
+    assert slot is not None
+    return slot
+
+
+def write(slots: Slots, step: int, pin: bool = False, content: bytes | None = None) -> Snapshot:
+    """Write a snapshot of `step`."""
+    slot = begun(slots)
+    data = content or f"of step {step}".encode()
+    os.ftruncate(slots.fd(slot), len(data))
+    os.pwrite(slots.fd(slot), data, 0)
+    return slots.commit(slot, step, len(data), pin)
+
+
+def read(slots: Slots, step: int) -> bytes:
+    """The bytes of a snapshot."""
+    found = slots.get(step)
+    assert found is not None
+    return os.pread(slots.fd(found.slot), found.length, 0)
+
+
+def steps(slots: Slots) -> list[int]:
+    """Which snapshots there are."""
+    return [snapshot.step for snapshot in slots.all()]
+
+
+def test_fresh_slots_hold_nothing(slots: Slots) -> None:
+    assert len(slots) == NUM_SLOTS
+    assert slots.all() == []
+    assert slots.get(0) is None
+    assert [os.fstat(slots.fd(slot)).st_size for slot in range(NUM_SLOTS)] == [0] * NUM_SLOTS
+
+
+def test_a_snapshot_is_found_by_its_step_with_all_that_is_known_of_it(slots: Slots) -> None:
+    written = [write(slots, 2**40, content=b"large"), write(slots, 2**40 + 1, pin=True)]
+    assert [slots.get(2**40), slots.get(2**40 + 1)] == written
+    assert slots.get(2**40 + 2) is None
+    assert (written[0].length, written[0].is_pinned, written[1].is_pinned) == (5, False, True)
+    assert read(slots, 2**40) == b"large"
+
+
+def test_snapshots_come_oldest_first_in_whichever_slots_they_are(slots: Slots) -> None:
+    for step in range(1, 8):
+        write(slots, step)
+    found = slots.all()
+    assert [snapshot.step for snapshot in found] == [5, 6, 7]
+    assert [snapshot.slot for snapshot in found] != sorted(snapshot.slot for snapshot in found)
+
+
+def test_a_slots_memory_can_be_opened_by_its_path(slots: Slots) -> None:
+    written = write(slots, 3, content=b"\0bytes\xff")
+    with open(slots.path(written.slot), "rb") as file:
+        assert file.read() == b"\0bytes\xff"
+
+
+# What stays
+
+
+def test_without_pins_three_slots_are_written_in_turn(slots: Slots) -> None:
+    used = [write(slots, step).slot for step in range(1, 13)]
+    assert len(set(used)) == RETAINED + 1
+    assert used == used[: RETAINED + 1] * 4
+
+
+def test_the_newest_stay_whole_while_another_is_written(slots: Slots) -> None:
+    for step in range(1, 12):
+        slot = begun(slots)
+        os.ftruncate(slots.fd(slot), 0)  # the writer's right from now on
+        newest = list(range(max(1, step - RETAINED), step))
+        assert steps(slots) == newest
+        for kept in newest:
+            assert read(slots, kept) == f"of step {kept}".encode()
+        write(slots, step)
+
+
+def test_a_begun_slot_that_is_never_committed_does_not_exist(slots: Slots) -> None:
+    for step in (1, 2, 3):
+        write(slots, step)
+    first = begun(slots)
+    os.pwrite(slots.fd(first), b"half", 0)
+    assert steps(slots) == [2, 3]
+    for _ in range(10):  # as many writers die as want to
+        slot = begun(slots)
+        assert slots.get(1) is None
+        assert slot not in {snapshot.slot for snapshot in slots.all()}
+        assert steps(slots) == [2, 3]
+    write(slots, 4)
+    assert steps(slots) == [2, 3, 4]
+
+
+def test_what_is_pinned_is_never_overwritten(slots: Slots) -> None:
+    write(slots, 1, pin=True)
+    write(slots, 2)
+    write(slots, 3, pin=True)
+    for step in range(4, 20):
+        write(slots, step)
+    assert steps(slots) == [1, 3, 17, 18, 19]
+    assert (read(slots, 1), read(slots, 3)) == (b"of step 1", b"of step 3")
+    assert [snapshot.is_pinned for snapshot in slots.all()] == [True, True, False, False, False]
+
+
+def test_there_is_no_slot_while_all_are_needed(slots: Slots) -> None:
+    for step in range(1, NUM_SLOTS + 1):
+        write(slots, step, pin=step <= NUM_SLOTS - RETAINED)
+    for _ in range(2):
+        assert slots.begin() is None
+        assert steps(slots) == [1, 2, 3, 4, 5]
+    middle = slots.get(2)
+    assert middle is not None
+    slots.unpin(middle)
+    assert slots.begin() == middle.slot
+    assert steps(slots) == [1, 3, 4, 5]
+
+
+def test_the_newest_are_kept_pinned_or_not(slots: Slots) -> None:
+    for step in range(1, NUM_SLOTS + 1):
+        write(slots, step, pin=True)
+    for snapshot in slots.all()[-RETAINED:]:
+        slots.unpin(snapshot)
+    assert slots.begin() is None
+    assert steps(slots) == [1, 2, 3, 4, 5]
+
+
+def test_a_snapshot_can_be_pinned_when_it_is_there_already(slots: Slots) -> None:
+    first = write(slots, 1)
+    slots.pin(first.slot)
+    for step in range(2, 9):
+        write(slots, step)
+    assert slots.get(1) == Snapshot(first.slot, 1, first.length, True)
+    slots.unpin(first)
+    for step in range(9, 12):
+        write(slots, step)
+    assert slots.get(1) is None
+
+
+# What goes
+
+
+@pytest.mark.parametrize(("again", "left"), [(4, [3, 4]), (3, [3]), (1, [1]), (5, [3, 4, 5])])
+def test_a_step_that_is_done_again_drops_what_was_undone(
+    slots: Slots, again: int, left: list[int]
+) -> None:
+    for step in (1, 2, 3, 4):
+        write(slots, step, pin=step == 4)
+    slot = begun(slots)
+    assert steps(slots) == [3, 4]  # until it is whole, nothing more
+    slots.commit(slot, again, 0)
+    assert steps(slots) == left
+    found = slots.get(again)
+    assert found is not None
+    assert (found.slot, found.is_pinned) == (slot, False)
+
+
+def test_later_steps_can_be_dropped(slots: Slots) -> None:
+    for step in (1, 2, 3):
+        write(slots, step)
+    slots.truncate_after(3)
+    assert steps(slots) == [1, 2, 3]
+    slots.truncate_after(1)
+    assert steps(slots) == [1]
+    assert read(slots, 1) == b"of step 1"
+    write(slots, 2, content=b"another")
+    assert read(slots, 2) == b"another"
+    slots.truncate_after(0)
+    assert slots.all() == []
+
+
+def test_what_was_dropped_is_not_pinned_any_more(slots: Slots) -> None:
+    for step in range(1, NUM_SLOTS + 1):
+        write(slots, step, pin=True)
+    slots.truncate_after(1)
+    for step in range(2, 9):
+        write(slots, step)
+    assert steps(slots) == [1, 6, 7, 8]
+
+
+def test_clearing_gives_the_memory_back(slots: Slots) -> None:
+    for step in range(1, 4):
+        write(slots, step, pin=step == 1, content=bytes(100_000))
+    assert sum(os.fstat(slots.fd(slot)).st_size > 0 for slot in range(NUM_SLOTS)) == 3
+    slots.clear()
+    assert slots.all() == []
+    for slot in range(NUM_SLOTS):
+        stat = os.fstat(slots.fd(slot))
+        assert (stat.st_size, stat.st_blocks) == (0, 0)
+    write(slots, 1)
+    assert steps(slots) == [1]
+
+
+def test_closing_closes_every_descriptor() -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    made = Slots.create()
+    assert len(os.listdir("/proc/self/fd")) > before
+    made.close()
+    assert len(os.listdir("/proc/self/fd")) == before
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(made.fd(0))
+
+
+# Two processes
+
+
+def test_two_that_have_the_same_memory_see_the_same(slots: Slots) -> None:
+    other = Slots([os.dup(fd) for fd in slots.fds])
+    write(slots, 1, content=b"from here")
+    assert other.all() == slots.all()
+    assert read(other, 1) == b"from here"
+    write(other, 2, pin=True)
+    assert slots.all() == other.all()
+    found = other.get(1)
+    assert found is not None
+    slots.pin(found.slot)
+    assert [snapshot.is_pinned for snapshot in other.all()] == [True, True]
+    other.truncate_after(1)
+    assert steps(slots) == [1]
+    other.close()
+    assert read(slots, 1) == b"from here"
+
+
+def test_who_comes_later_finds_what_a_dead_writer_has_left(slots: Slots) -> None:
+    writer = Slots([os.dup(fd) for fd in slots.fds])
+    for step in (1, 2, 3):
+        write(writer, step)
+    os.pwrite(writer.fd(begun(writer)), b"half", 0)
+    writer.close()
+    successor = Slots([os.dup(fd) for fd in slots.fds])
+    assert steps(successor) == [2, 3]
+    assert read(successor, 3) == b"of step 3"
+    write(successor, 4)
+    assert steps(slots) == [2, 3, 4]
+    successor.close()
+
+
+# All of it
+
+
+@dataclass
+class Model:
+    """What the slots should hold: content and pin of each step."""
+
+    content: dict[int, bytes] = field(default_factory=dict)
+    pinned: set[int] = field(default_factory=set)
+
+    @property
+    def needed(self) -> set[int]:
+        """Steps that a writer must not take."""
+        return self.pinned | set(sorted(self.content)[-RETAINED:])
+
+    def drop(self, dropped: set[int]) -> None:
+        for step in dropped:
+            del self.content[step]
+        self.pinned -= dropped
+
+
+OPERATIONS = st.lists(
+    st.one_of(
+        st.tuples(st.sampled_from(["write", "save", "die"]), st.integers(1, 3)),
+        st.tuples(st.just("again"), st.integers(0, 4)),
+        st.tuples(st.sampled_from(["pin", "unpin"]), st.integers(0, NUM_SLOTS - 1)),
+        st.tuples(st.just("truncate"), st.integers(0, 4)),
+        st.tuples(st.just("clear"), st.just(0)),
+    ),
+    max_size=60,
+)
+
+
+@settings(deadline=None, derandomize=True, max_examples=300)
+@given(OPERATIONS)
+def test_nothing_that_is_needed_is_ever_lost(operations: list[tuple[str, int]]) -> None:
+    slots, model = Slots.create(), Model()
+    for number, (operation, argument) in enumerate(operations):
+        newest = max(model.content, default=0)
+        match operation:
+            case "write" | "save" | "die" | "again":
+                step = max(1, newest - argument) if operation == "again" else newest + argument
+                _write(slots, model, step, b"%d" % number, operation)
+            case "pin" | "unpin":
+                found = next((each for each in slots.all() if each.slot == argument), None)
+                if found is not None and operation == "pin":
+                    slots.pin(argument)
+                    model.pinned.add(found.step)
+                elif found is not None:
+                    slots.unpin(found)
+                    model.pinned.discard(found.step)
+            case "truncate":
+                slots.truncate_after(newest - argument)
+                model.drop({step for step in model.content if step > newest - argument})
+            case "clear":
+                slots.clear()
+                model.drop(set(model.content))
+        assert {each.step: each.is_pinned for each in slots.all()} == {
+            step: step in model.pinned for step in sorted(model.content)
+        }
+        assert {step: read(slots, step) for step in model.content} == model.content
+    slots.close()
+
+
+def _write(slots: Slots, model: Model, step: int, content: bytes, operation: str) -> None:
+    """Write a snapshot, or begin to; what was lost for it is noted."""
+    slot = slots.begin()
+    if slot is None:
+        assert len(model.needed) == NUM_SLOTS
+        return
+    lost = set(model.content) - set(steps(slots))
+    assert len(lost) <= 1
+    assert not lost & model.needed
+    model.drop(lost)
+    os.ftruncate(slots.fd(slot), 0)  # all that was here is gone
+    os.pwrite(slots.fd(slot), content, 0)
+    if operation != "die":
+        slots.commit(slot, step, len(content), pin=operation == "save")
+        model.drop({other for other in model.content if other >= step})
+        model.content[step] = content
+        if operation == "save":
+            model.pinned.add(step)

@@ -1,0 +1,119 @@
+"""Files that somebody else wrote: what they say is bounded before it is believed."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from rpcmp.checkpoint.folder import MANIFEST, look
+from rpcmp.config import loader
+from rpcmp.config.bounded_file import MIB
+from rpcmp.errors import ConfigError
+from rpcmp.observability.run_folder import reader, writer
+from rpcmp.observability.trace import chrome, window
+from rpcmp.observability.trace.analysis import measure
+from tests.support.tracefiles import GOOD_SPAN, HEADER
+from tests.support.traces import drawn
+
+
+def test_a_file_without_an_end_is_refused_by_what_it_decompresses_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chrome, "MAX_TEXT", 100_000)
+    path = tmp_path / "run.json.gz"
+    path.write_bytes(gzip.compress(b" " * 200_000))
+    with pytest.raises(ConfigError, match=r"run.json.gz is not .* longer than 100,000 characters"):
+        chrome.read(path)
+
+
+def test_pipes_and_devices_are_no_traces(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "run.json")
+    for path in (tmp_path / "run.json", Path("/dev/zero")):
+        with pytest.raises(ConfigError, match="no regular file"):
+            chrome.read(path)
+
+
+def test_values_may_lie_across_blocks_and_the_array_anywhere(tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    later = [
+        {**GOOD_SPAN, "ts": 10 * n, "args": {"step": n, "microbatch": 0, "waited_us": 0}}
+        for n in range(1, 2000)
+    ]
+    document = {"other": 1.5, "metadata": {"rpcmp": HEADER}, "traceEvents": later, "last": [{}]}
+    path.write_text(json.dumps(document, indent=3))
+    assert [span.step for span in chrome.read(path).tracks[0].spans] == [*range(1, 2000)]
+
+
+def test_of_a_trace_with_too_many_spans_some_steps_can_be_looked_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "run.json"
+    cells = "F0 B0 O . " * 9
+    chrome.write(drawn(f"a {cells}\nb . {cells}"), path)
+    whole = chrome.read(path)
+    expected = measure(whole, window.choose_window(whole, 4, 5))
+    monkeypatch.setattr(chrome, "MAX_SPANS", 30)
+    with pytest.raises(ConfigError, match=r"run.json has more than 30 spans .* --steps 10:12"):
+        chrome.read(path)
+    part = chrome.read(path, 4, 5)
+    assert len(part.tracks[0].spans) == 12
+    assert measure(part, window.choose_window(part, 4, 5)) == expected
+
+
+def run_folder(path: Path, **files: bytes) -> Path:
+    """The folder of a run, in which `files` have another content, by their stems."""
+    path.mkdir()
+    info = writer.RunInfo(name="job", started=0.0, outcome="done").model_dump_json().encode()
+    whole = {writer.RUN: info, writer.CONFIG: b"{}", writer.METRICS: b"", writer.EVENTS: b""}
+    for name, content in whole.items():
+        (path / name).write_bytes(files.get(Path(name).stem, content))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "reason"),
+    [
+        ("run", b"[" * 100_000, "recursion"),
+        ("config", b"[" * 100_000, "recursion"),
+        ("config", b" " * (16 * MIB + 1), "longer than 16 MiB"),
+        ("metrics", b" " * (4 * MIB + 1), "line 1 is longer than 4 MiB"),
+        ("events", b'{"event": "step", "time": 1%s}\n' % (b"0" * 400), "no event with a time"),
+    ],
+)
+def test_a_run_folder_that_takes_too_much_is_refused(
+    name: str, content: bytes, reason: str, tmp_path: Path
+) -> None:
+    folder = run_folder(tmp_path / "run", **{name: content})
+    with pytest.raises(ConfigError, match=rf"{name}.jsonl? is damaged or missing: .*{reason}"):
+        reader.read(folder)
+
+
+@pytest.mark.parametrize("name", [writer.RUN, writer.CONFIG, writer.METRICS, writer.EVENTS])
+def test_a_run_folder_that_leads_to_a_device_is_refused(name: str, tmp_path: Path) -> None:
+    folder = run_folder(tmp_path / "run")
+    (folder / name).unlink()
+    (folder / name).symlink_to("/dev/zero")
+    with pytest.raises(ConfigError, match=f"{name} is damaged or missing: it is no regular file"):
+        reader.read(folder)
+
+
+def test_a_manifest_that_takes_too_much_is_no_checkpoint(tmp_path: Path) -> None:
+    path = tmp_path / MANIFEST
+    path.write_bytes(b" " * (16 * MIB + 1))
+    assert "longer than 16 MiB" in getattr(look(tmp_path), "problem", "")
+    path.unlink()
+    path.symlink_to("/dev/zero")
+    assert "no regular file" in getattr(look(tmp_path), "problem", "")
+
+
+def test_a_config_that_takes_too_much_is_refused(tmp_path: Path) -> None:
+    deep, endless = tmp_path / "deep.toml", tmp_path / "endless.toml"
+    deep.write_text("a = " + "[" * 100_000)
+    endless.symlink_to("/dev/zero")
+    for path, reason in ((deep, "recursion"), (endless, "no regular file")):
+        with pytest.raises(ConfigError, match=rf"{path.name} is not valid TOML: .*{reason}"):
+            loader.load_config(path)

@@ -1,0 +1,123 @@
+"""Resolving "module:callable" and calling what it names."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from rpcmp.config import importing
+from rpcmp.config.types import Factory
+from rpcmp.errors import FactoryError, StageError
+from tests.zoo import models
+
+
+def named(name: str, **kwargs: Any) -> Factory:
+    """A factory of tests.zoo.models, or any "module:callable"."""
+    return Factory(callable=name if ":" in name else f"tests.zoo.models:{name}", kwargs=kwargs)
+
+
+def test_a_name_resolves_to_the_object() -> None:
+    assert importing.resolve("tests.zoo.models:layers", "model.layers") is models.layers
+    assert importing.resolve("torch:Tensor.add", "loss") is torch.Tensor.add
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("no_such_module:f", "ModuleNotFoundError: No module named 'no_such_module'"),
+        ("tests.zoo.models:no_such_name", "AttributeError: .*no_such_name"),
+        ("tests.zoo.models:FEATURES", "is int, not callable"),
+    ],
+)
+def test_a_name_that_does_not_resolve_says_why(name: str, message: str) -> None:
+    with pytest.raises(FactoryError, match=f"loss = '{name}'.*{message}"):
+        importing.resolve(name, "loss")
+
+
+def test_a_module_that_raises_on_import_shows_its_line(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "raises_on_import.py").write_text("width = 3\nwidth.oops\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(FactoryError, match=r"(?s)no attribute 'oops'.*line 2.*width\.oops"):
+        importing.resolve("raises_on_import:f", "loss")
+
+
+def test_a_factory_gets_positional_and_configured_arguments() -> None:
+    made = importing.create(named("torch.optim:SGD", lr=0.5), "optimizer", [torch.ones(1)])
+    assert made.param_groups[0]["lr"] == 0.5
+
+
+def test_a_factory_that_raises_shows_the_users_lines_only() -> None:
+    with pytest.raises(FactoryError) as caught:
+        importing.create(named("raising"), "data.train")
+    message = str(caught.value)
+    assert "data.train = 'tests.zoo.models:raising' failed: ValueError: out of order\n" in message
+    assert "models.py" in message
+    assert "factory.py" not in message
+
+
+def test_wrong_arguments_are_the_factorys_error() -> None:
+    with pytest.raises(FactoryError, match="unexpected keyword argument 'depth'"):
+        importing.create(named("layers", depth=3), "model.layers")
+
+
+@pytest.mark.parametrize(
+    ("source", "num_args", "said"),
+    [
+        (named("tests.zoo.ownoptimizers:MyOpt", lrr=1), 1, r"'lrr'; did you mean 'lr'\? \(there "),
+        (named("torch.optim.lr_scheduler:StepLR", stepsize=1), 1, "did you mean 'step_size'"),
+        (named("torch.nn:CrossEntropyLoss", label_smothing=0.1), 0, "mean 'label_smoothing'"),
+        (named("mean_absolute_error", scael=2.0), 0, "'scael'; did you mean 'scale'"),
+        (named("torch.optim:SGD", params=[]), 1, "unexpected keyword argument 'params'"),
+        (named("returned", lr=1), 0, "unexpected keyword argument 'lr'$"),
+    ],
+)
+def test_a_misspelt_argument_is_told_with_the_nearest(
+    source: Factory, num_args: int, said: str
+) -> None:
+    with pytest.raises(FactoryError, match=said):
+        importing.accepting(source, "it", num_args)
+
+
+def test_a_function_that_lacks_an_argument_is_refused_before_it_is_called() -> None:
+    with pytest.raises(FactoryError, match="'scael'"):
+        importing.function(named("mean_absolute_error", scael=2.0), "loss")
+
+
+def test_what_a_decorator_takes_is_its_own_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+    @functools.wraps(models.dataset)
+    def decorated(*args: Any, verbose: bool = False, **kwargs: Any) -> Any:
+        return models.dataset(*args, **kwargs)
+
+    monkeypatch.setattr(models, "returned", decorated)
+    assert len(importing.create(named("returned", verbose=True), "data.train", 3)) == 3
+    with pytest.raises(FactoryError, match=r"failed: TypeError: .*'oops'"):
+        importing.create(named("returned", oops=True), "data.train")
+
+
+def test_errors_of_rpcmp_pass_through(monkeypatch: pytest.MonkeyPatch) -> None:
+    error = StageError("a", "build", "why")
+
+    def fail() -> None:
+        raise error
+
+    monkeypatch.setattr(models, "raising", fail)
+    with pytest.raises(StageError) as caught:
+        importing.create(named("raising"), "loss")
+    assert caught.value is error
+
+
+def test_a_class_of_functions_is_built_once() -> None:
+    loss = importing.function(named("torch.nn:MSELoss", reduction="sum"), "loss")
+    assert isinstance(loss, nn.MSELoss)
+    assert loss.reduction == "sum"
+
+
+def test_a_function_gets_its_arguments_in_every_call() -> None:
+    loss = importing.function(named("mean_absolute_error", scale=2.0), "loss")
+    assert loss(torch.tensor([1.0, 3.0]), torch.tensor([2.0, 2.0])) == 2.0

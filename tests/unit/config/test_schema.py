@@ -1,0 +1,581 @@
+"""What a config may say, and what it means."""
+
+from __future__ import annotations
+
+import copy
+import datetime
+import typing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pydantic import BaseModel, ValidationError
+
+from rpcmp.config import topology
+from rpcmp.config.loader import parse_config, section_of
+from rpcmp.config.schema import Config
+from rpcmp.config.sections import (
+    CheckpointConfig,
+    DataConfig,
+    EarlyStoppingConfig,
+    LogConfig,
+    LossScalingConfig,
+    ModelConfig,
+    RecoveryConfig,
+    SecurityConfig,
+    StageConfig,
+)
+from rpcmp.config.types import Factory, OptimizerFactory
+from rpcmp.errors import ConfigError
+from rpcmp.pipelining import schedule
+
+LAYERS: dict[str, Any] = {"loss": "m:loss", "model": {"layers": "m:layers"}}
+BRANCHES: dict[str, Any] = {
+    "loss": "m:loss",
+    "stages": [
+        {"name": "image", "module": "m:Image", "inputs": ["input.image"]},
+        {"name": "text", "module": "m:Text", "inputs": ["input.text"]},
+        {"name": "head", "module": "m:Head", "inputs": ["image", "text"]},
+    ],
+}
+
+
+def layers(*stages: dict[str, Any], **model: Any) -> dict[str, Any]:
+    """A config with [model] and these [[stages]]."""
+    return {**LAYERS, "model": {"layers": "m:layers", **model}, "stages": list(stages)}
+
+
+def branches(index: int, **stage: Any) -> dict[str, Any]:
+    """BRANCHES with settings of one stage changed."""
+    changed = copy.deepcopy(BRANCHES)
+    changed["stages"][index].update(stage)
+    return changed
+
+
+SECTIONS: list[type[BaseModel]] = [
+    Config,
+    ModelConfig,
+    StageConfig,
+    DataConfig,
+    LossScalingConfig,
+    CheckpointConfig,
+    EarlyStoppingConfig,
+    RecoveryConfig,
+    SecurityConfig,
+    LogConfig,
+    Factory,
+    OptimizerFactory,
+]
+
+
+def test_the_defaults_are_as_documented() -> None:
+    assert parse_config(LAYERS).model_dump() == {
+        "name": "job",
+        "seed": 0,
+        "epochs": None,
+        "steps": None,
+        "num_microbatches": 4,
+        "schedule": "1f1b",
+        "max_in_flight": None,
+        "microbatches_per_message": 1,
+        "balance_replicas": False,
+        "wire_dtype": None,
+        "autocast": None,
+        "max_grad_norm": None,
+        "evaluate_every": None,
+        "evaluate_every_steps": None,
+        "ship_code": True,
+        "model": {"layers": "m:layers", "kwargs": {}, "balance": None, "num_stages": None},
+        "stages": [],
+        "loss": {"callable": "m:loss", "kwargs": {}},
+        "optimizer": {"callable": "torch.optim:SGD", "kwargs": {"lr": 0.01}, "groups": []},
+        "scheduler": None,
+        "scheduler_interval": "epoch",
+        "metrics": {},
+        "report": None,
+        "tied": [],
+        "init": None,
+        "data": None,
+        "early_stopping": None,
+        "loss_scaling": None,
+        "checkpoint": None,
+        "security": {"certs": None, "insecure": False, "confine": None},
+        "recovery": RecoveryConfig().model_dump(),
+        "log": {"folder": "runs", "tensorboard": None, "loggers": []},
+    }
+
+
+def test_the_defaults_of_checkpoints_and_recovery_are_as_documented() -> None:
+    assert CheckpointConfig(dir="runs").model_dump() == {
+        "dir": "runs",
+        "every_steps": None,
+        "every_seconds": None,
+        "keep": 3,
+        "on_error": "fail",
+        "best": None,
+        "best_mode": None,
+        "shared": False,
+    }
+    assert EarlyStoppingConfig().model_dump() == {
+        "metric": "loss",
+        "mode": None,
+        "patience": 3,
+        "min_delta": 0.0,
+    }
+    assert RecoveryConfig().model_dump() == {
+        "enabled": True,
+        "mirror_every_steps": 1,
+        "max_restarts": 5,
+        "keep_days": 14.0,
+        "heartbeat_timeout": 6.0,
+        "watchdog": 600.0,
+        "replace_after": 60.0,
+        "give_up_after": 600.0,
+        "spares": [],
+    }
+
+
+def test_the_defaults_of_a_stage_are_as_documented() -> None:
+    assert StageConfig().model_dump() == {
+        "name": None,
+        "module": None,
+        "kwargs": {},
+        "prefix": None,
+        "inputs": None,
+        "addresses": [],
+        "replicas": None,
+        "shares": None,
+        "device": "cpu",
+        "threads": 1,
+        "optimizer": {},
+        "scheduler": {},
+        "memory": None,
+        "frozen": False,
+        "recompute": False,
+        "autocast": None,
+    }
+
+
+def test_the_defaults_of_loss_scaling_are_those_of_torch() -> None:
+    ours = parse_config({**LAYERS, "loss_scaling": {}}).loss_scaling
+    theirs = torch.amp.GradScaler("cpu").state_dict()
+    assert ours is not None
+    assert ours.model_dump() == {
+        "initial": theirs["scale"],
+        **{key: theirs[key] for key in ("growth_factor", "backoff_factor", "growth_interval")},
+    }
+
+
+def test_the_defaults_of_the_data_are_as_documented() -> None:
+    assert DataConfig(train=Factory(callable="m:train")).model_dump() == {
+        "train": {"callable": "m:train", "kwargs": {}},
+        "test": None,
+        "sampler": None,
+        "collate": None,
+        "min_microbatch": None,
+        "batch_size": 32,
+        "shuffle": True,
+        "drop_last": False,
+        "num_workers": 0,
+        "at": "driver",
+        "paths": [],
+    }
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+def test_every_key_is_described(section: type[BaseModel]) -> None:
+    assert all(key.description for key in section.model_fields.values())
+
+
+def test_the_schedules_are_those_that_exist() -> None:
+    assert set(typing.get_args(Config.model_fields["schedule"].annotation)) == set(
+        schedule.POLICIES
+    )
+
+
+def test_a_config_does_not_change() -> None:
+    with pytest.raises(ValidationError, match="frozen"):
+        parse_config(LAYERS).seed = 1
+
+
+def test_a_config_survives_the_journey_to_another_process() -> None:
+    data = {
+        **BRANCHES,
+        "max_grad_norm": 1,
+        "metrics": {"accuracy": {"callable": "m:accuracy", "kwargs": {"k": [1, 2.5, "x", None]}}},
+        "data": {"train": "m:train"},
+    }
+    config = parse_config(data)
+    assert Config.model_validate_json(config.model_dump_json()) == config
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("-inf")])
+def test_infinite_arguments_survive_the_journey_to_another_process(value: float) -> None:
+    config = parse_config({**LAYERS, "loss": {"callable": "m:loss", "kwargs": {"most": value}}})
+    assert Config.model_validate_json(config.model_dump_json()).loss.kwargs == {"most": value}
+
+
+@pytest.mark.parametrize("value", [datetime.date(2020, 1, 1), object(), {1: "one"}, b"bytes"])
+@pytest.mark.parametrize("section", ["loss", "model"])
+def test_arguments_that_could_not_travel_are_refused(section: str, value: object) -> None:
+    name = "layers" if section == "model" else "callable"
+    with pytest.raises(ConfigError, match=rf"{section}\.kwargs\.x.* valid"):
+        parse_config({**LAYERS, section: {name: "m:f", "kwargs": {"x": value}}})
+
+
+def test_a_copy_in_another_folder_leaves_the_original_where_it_is(tmp_path: Path) -> None:
+    config = parse_config(LAYERS)
+    assert config.folder == Path.cwd()
+    assert config.with_folder(tmp_path).folder == tmp_path
+    assert config.folder == Path.cwd()
+
+
+def test_what_needs_data_says_what_for_and_what_to_give() -> None:
+    data = {"train": "m:train", "batch_size": 8}
+    assert parse_config({**LAYERS, "data": data}).require_data("training").batch_size == 8
+    needed = r"no \[data\] section, which training needs: give it `train`"
+    with pytest.raises(ConfigError, match=needed):
+        parse_config(LAYERS).require_data("training")
+
+
+@pytest.mark.parametrize(
+    ("data", "names"),
+    [
+        (LAYERS, ["stage0"]),
+        (layers(num_stages=3), ["stage0", "stage1", "stage2"]),
+        (layers(balance=[2, 1]), ["stage0", "stage1"]),
+        (layers({"name": "first"}, {}, balance=[2, 1]), ["first", "stage1"]),
+        (layers({}, {}, num_stages=2, balance=[1, 1]), ["stage0", "stage1"]),
+        (layers({}, {}, balance="auto"), ["stage0", "stage1"]),
+        (BRANCHES, ["image", "text", "head"]),
+    ],
+)
+def test_stages_are_counted_and_named(data: dict[str, Any], names: list[str]) -> None:
+    config = parse_config(data)
+    assert config.num_stages == len(names)
+    assert config.stage_names == names
+
+
+def test_layers_form_a_chain() -> None:
+    config = parse_config(layers({"name": "a"}, {"name": "b"}))
+    assert config.graph() == topology.chain_graph(["a", "b"])
+
+
+def test_a_stage_without_inputs_reads_the_one_before() -> None:
+    config = parse_config({"loss": "m:loss", "stages": [{"module": "m:A"}, {"module": "m:B"}]})
+    assert config.graph() == topology.chain_graph(["stage0", "stage1"])
+
+
+def test_named_stages_form_the_graph_that_they_say() -> None:
+    built = parse_config(BRANCHES).graph()
+    assert built.sink == "head"
+    assert [str(reference) for reference in built.inputs["head"]] == ["image", "text"]
+
+
+def test_a_stage_may_compute_in_something_else_than_the_job() -> None:
+    own = [{"autocast": "float32"}, {}, {"autocast": "float16"}]
+    config = parse_config({**layers(*own), "autocast": "bfloat16", "loss_scaling": {}})
+    assert [config.autocast_of(index) for index in range(3)] == [None, "bfloat16", "float16"]
+    plain = config.without_mixed_precision()
+    assert [plain.autocast_of(index) for index in range(3)] == [None, None, None]
+    assert plain.loss_scaling is None
+
+
+def test_addresses_go_by_stage() -> None:
+    config = parse_config(layers({"addresses": ["127.0.0.1:1"]}, {"addresses": ["[::1]:2"]}))
+    assert config.addresses == ["127.0.0.1:1", "[::1]:2"]
+
+
+def test_a_stage_without_a_table_has_the_defaults() -> None:
+    assert parse_config(layers(num_stages=2)).stage(1) == StageConfig()
+    assert parse_config(layers({}, {"threads": 2})).stage(1).threads == 2
+
+
+@pytest.mark.parametrize(
+    ("overrides", "holds"),
+    [
+        ({}, False),
+        ({"max_grad_norm": 1.0}, True),
+        ({"loss_scaling": {}}, True),
+        ({"scheduler": "torch.optim.lr_scheduler:StepLR"}, False),
+        ({"scheduler": "torch.optim.lr_scheduler:StepLR", "scheduler_interval": "step"}, False),
+        ({"scheduler": "torch.optim.lr_scheduler:ReduceLROnPlateau"}, False),
+        (
+            {
+                "scheduler": "torch.optim.lr_scheduler:ReduceLROnPlateau",
+                "scheduler_interval": "step",
+            },
+            True,
+        ),
+        ({"scheduler": "m:WatchesTheLoss", "scheduler_interval": "step"}, True),
+        (
+            {
+                "stages": [{}, {"scheduler": "m:WatchesTheLoss"}],
+                "scheduler": "torch.optim.lr_scheduler:StepLR",
+                "scheduler_interval": "step",
+            },
+            True,
+        ),
+    ],
+)
+def test_steps_are_held_where_somebody_has_to_look_at_all_stages(
+    overrides: dict[str, Any], holds: bool
+) -> None:
+    assert parse_config({**LAYERS, **overrides}).holds_steps is holds
+
+
+def test_a_stage_has_an_optimizer_of_its_own_or_the_jobs_with_its_arguments() -> None:
+    adam = {"callable": "torch.optim:Adam", "kwargs": {"lr": 0.1}}
+    tables: list[dict[str, Any]] = [
+        {"optimizer": adam, "scheduler": "m:Rate"},
+        {"optimizer": {"lr": 0.2}, "scheduler": {"gamma": 0.5}},
+        {"optimizer": "m:Own"},
+        {},
+    ]
+    jobs = {"callable": "torch.optim.lr_scheduler:StepLR", "kwargs": {"step_size": 2}}
+    config = parse_config({**layers(*tables), "scheduler": jobs})
+    assert Config.model_validate_json(config.model_dump_json()) == config
+    assert [config.optimizer_of(index) for index in range(4)] == [
+        OptimizerFactory.model_validate(adam),
+        OptimizerFactory(callable="torch.optim:SGD", kwargs={"lr": 0.2}),
+        OptimizerFactory(callable="m:Own"),
+        OptimizerFactory(callable="torch.optim:SGD", kwargs={"lr": 0.01}),
+    ]
+    assert [config.scheduler_of(index) for index in range(4)] == [
+        Factory(callable="m:Rate"),
+        Factory(callable="torch.optim.lr_scheduler:StepLR", kwargs={"step_size": 2, "gamma": 0.5}),
+        *[Factory.model_validate(jobs)] * 2,
+    ]
+    assert config.modules == {"m", "torch.optim", "torch.optim.lr_scheduler"}
+
+
+def test_a_stage_may_have_a_scheduler_where_the_job_has_none() -> None:
+    config = parse_config(layers({}, {"scheduler": "m:Rate"}))
+    assert (config.scheduler_of(0), config.scheduler_of(1)) == (None, Factory(callable="m:Rate"))
+    assert config.steps_scheduler("epoch")
+    plain = config.without_schedulers()
+    assert (plain.has_schedulers, config.has_schedulers) == (False, True)
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ({"loss": "m:loss"}, r"needs \[model\] with layers, or \[\[stages\]\] with modules"),
+        (layers(balance="auto"), r'balance = "auto" for how many stages\? give num_stages or \[\['),
+        (layers(balance="even", num_stages=2), r"model.balance: .* 'auto' \(got 'even'\)"),
+        (layers(balance=2), r"model.balance: .* valid list \(got 2\)"),
+        (layers({"memory": "8 gigs"}), "stages.0.memory: '8 gigs' is no size; write one like"),
+        (layers({}, {}, balance=[1, 1, 1]), r"balance says 3, \[\[stages\]\] says 2"),
+        (layers(num_stages=2, balance=[1, 1, 1]), "balance says 3, num_stages says 2"),
+        (layers({}, num_stages=2), r"num_stages says 2, \[\[stages\]\] says 1"),
+        (layers({"name": "a"}, {"name": "a"}), "stage name 'a' is taken twice"),
+        (layers({}, {"name": "stage0"}), "stage name 'stage0' is taken twice"),
+        (layers({"name": "input"}), "stage name 'input' is taken twice or reserved"),
+        (layers({"name": "target"}), "stage name 'target' is taken twice or reserved"),
+        (layers({"name": "driver"}), "stage name 'driver' is taken twice or reserved"),
+        (layers({"name": "a.b"}), "stages.0.name: not of the form letters, digits"),
+        (layers({"name": ""}), "stages.0.name: not of the form letters, digits"),
+        (
+            layers({"module": "m:A"}),
+            "stage 'stage0': `module`, `kwargs`, `prefix` and `inputs` do not go",
+        ),
+        (layers({"inputs": ["input"]}), "do not go with"),
+        (layers({"kwargs": {"a": 1}}), "do not go with"),
+        (branches(0, module=None), "stage 'image' needs a `module`"),
+        (branches(0, inputs=["head"]), "`inputs` form a cycle: 'image' reads 'head' reads 'image'"),
+        (branches(2, inputs=["image"]), "nobody reads the stages 'text', 'head'"),
+        (branches(2, inputs=["image", "txet"]), "no stage 'txet'; did you mean 'text'"),
+        (layers({"addresses": ["127.0.0.1:1"]}, {}), "1 of 2 stages have addresses"),
+        (layers({"addresses": ["127.0.0.1"]}), "'127.0.0.1' is not HOST:PORT"),
+        (layers({"addresses": ["a b:1"]}), "'a b:1' is not HOST:PORT"),
+        (
+            layers({"addresses": ["a:1", "b:1"], "replicas": 3}),
+            "replicas says 3, addresses says 2",
+        ),
+        (layers({"replicas": 2, "shares": [1, 2, 3]}), "replicas says 2, shares says 3"),
+        (layers({"shares": [1, 2]}), r"how many replicas\? shares says 2; give `replicas`"),
+        (layers({"replicas": 0}), "replicas: .* greater than or equal to 1"),
+        (
+            {**layers({}), "balance_replicas": True},
+            "balance_replicas = true, but no stage has",
+        ),
+        (
+            layers({"optimizer": {"callable": "m:O", "lr": 0.1}}),
+            "stages.0.optimizer: `lr` beside `callable`: what a stage has of its own is written",
+        ),
+        (
+            layers({"optimizer": {"kwargs": {"lr": 0.1}}}),
+            "stages.0.optimizer: `kwargs` without `callable`: write arguments .* as they are",
+        ),
+        (layers({"optimizer": {"callable": "m.O"}}), "stages.0.optimizer.callable: not of the"),
+        (layers({"optimizer": "Adam"}), "stages.0.optimizer.callable: not of the form"),
+        (layers({"optimizer": 3}), "stages.0.optimizer: .* valid dictionary"),
+        (
+            layers({"scheduler": {"step_size": 3}}),
+            "stage 'stage0': `scheduler` gives arguments to the job's, which has none",
+        ),
+        (layers(balance=[2, 0]), "model.balance.1: .* greater than or equal to 1"),
+        ({**LAYERS, "num_microbatches": 0}, "num_microbatches: .* greater than or equal to 1"),
+        ({**LAYERS, "steps": 0}, "steps: .* greater than or equal to 1"),
+        ({**LAYERS, "max_grad_norm": 0.0}, "max_grad_norm: .* greater than 0"),
+        ({**LAYERS, "schedule": "1F1B"}, "schedule: .* 'gpipe', '1f1b' or 'zero-bubble'"),
+        ({**LAYERS, "max_in_flight": 0}, "max_in_flight: .* greater than or equal to 1"),
+        ({**LAYERS, "name": "my job"}, "name: not of the form letters"),
+        ({**LAYERS, "loss": "torch.nn.MSELoss"}, "loss.callable: not of the form"),
+        ({**LAYERS, "loss": "m:f()"}, "loss.callable: not of the form"),
+        ({**LAYERS, "autocast": "float64"}, "autocast: .* 'bfloat16' or 'float16'"),
+        (layers({"autocast": "half"}), "stages.0.autocast: .* 'bfloat16'"),
+        (
+            layers({}, {"autocast": "float16"}, {"autocast": "float16"}),
+            r"\(stage 'stage1', 'stage2'\) loses small gradients .* a section \[loss_scaling\]",
+        ),
+        ({**LAYERS, "loss_scaling": {"init_scale": 2.0}}, "loss_scaling.init_scale: unknown key"),
+        ({**LAYERS, "loss_scaling": {"initial": 0.5}}, "initial: .* greater than or equal to 1"),
+        ({**LAYERS, "loss_scaling": {"initial": 1e39}}, "initial: .* less than or equal to"),
+        ({**LAYERS, "loss_scaling": {"growth_factor": 1}}, "growth_factor: .* greater than 1"),
+        ({**LAYERS, "loss_scaling": {"backoff_factor": 1.0}}, "backoff_factor: .* less than 1"),
+        ({**LAYERS, "loss_scaling": {"growth_interval": 0}}, "growth_interval: .* than or equal"),
+    ],
+)
+def test_what_does_not_fit_together_is_refused(data: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse_config(data)
+
+
+def evaluated(**more: Any) -> dict[str, Any]:
+    """A config with an evaluation dataset and two metrics."""
+    metrics = {"accuracy": "m:accuracy", "quality": "m:Quality"}
+    return {**LAYERS, "data": {"train": "m:train", "test": "m:test"}, "metrics": metrics, **more}
+
+
+def test_evaluations_follow_epochs_unless_steps_are_given() -> None:
+    for given, epochs in (
+        ({}, 1),
+        ({"evaluate_every": 3}, 3),
+        ({"evaluate_every": 0}, 0),
+        ({"evaluate_every_steps": 7}, 0),
+        ({"evaluate_every": 0, "evaluate_every_steps": 7}, 0),
+    ):
+        assert parse_config(evaluated(**given)).evaluate_every_epochs == epochs
+
+
+def test_whether_less_or_more_is_better_is_said_or_known_by_name() -> None:
+    for section, mode in (
+        ({}, "min"),
+        ({"metric": "accuracy"}, "max"),
+        ({"metric": "quality", "mode": "min"}, "min"),
+        ({"metric": "quality.f1"}, "max"),
+        ({"metric": "accuracy", "mode": "min"}, "min"),
+    ):
+        found = parse_config(evaluated(early_stopping=section)).early_stopping
+        assert found is not None
+        assert found.direction == mode
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"early_stopping": {"metric": "acuracy", "mode": "max"}}, "did you mean 'accuracy'"),
+        ({"early_stopping": {"metric": "quality"}}, "less or more of 'quality' better"),
+        ({"early_stopping": {"metric": "f1"}}, "'f1' is not among loss, accuracy, quality"),
+        ({"early_stopping": {}, "evaluate_every": 0}, "needs evaluations, and evaluate_every is 0"),
+        ({"early_stopping": {"patience": 0}}, "early_stopping.patience: "),
+        ({"early_stopping": {"min_delta": -1.0}}, "early_stopping.min_delta: "),
+        ({"checkpoint": {"dir": "d", "best": "lss", "best_mode": "min"}}, "did you mean 'loss'"),
+        ({"checkpoint": {"dir": "d", "best": "quality"}}, "give `best_mode` ="),
+        ({"checkpoint": {"dir": "d", "best_mode": "max"}}, "`best_mode` of what"),
+        ({"evaluate_every": 1, "evaluate_every_steps": 5}, "not both"),
+        ({"evaluate_every_steps": 5, "data": None}, "evaluate_every_steps needs an evaluation dat"),
+        ({"early_stopping": {}, "data": {"train": "m:t"}}, r"\[early_stopping\] needs an eval"),
+        ({"checkpoint": {"dir": "d", "best": "loss"}, "data": None}, "checkpoint.best needs an ev"),
+    ],
+)
+def test_what_is_decided_by_evaluations_needs_them(more: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse_config(evaluated(**more))
+
+
+def test_a_config_without_evaluation_is_a_valid_one() -> None:
+    config = parse_config(
+        evaluated(
+            evaluate_every_steps=3,
+            early_stopping={},
+            checkpoint={"dir": "d", "best": "accuracy"},
+            report="m:report",
+        )
+    )
+    plain = config.without_evaluation()
+    assert Config.model_validate_json(plain.model_dump_json()) == plain
+    assert (plain.watched, plain.metrics) == ({}, {})
+
+
+def keys_with_wrong_values() -> list[tuple[str, object]]:
+    """Every key of a job, with a value of a type that none of them takes."""
+    wrong: dict[str, object] = dict.fromkeys(Config.model_fields, 1.5)
+    wrong["max_grad_norm"] = "1.5"
+    return list(wrong.items())
+
+
+@pytest.mark.parametrize(("key", "value"), keys_with_wrong_values())
+def test_a_value_of_the_wrong_type_is_refused_and_not_converted(key: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=rf"\n  {key}: .*\(got {value!r}\)"):
+        parse_config({**LAYERS, key: value})
+
+
+@pytest.mark.parametrize(("key", "value"), [("seed", "1"), ("seed", True), ("ship_code", 1)])
+def test_numbers_strings_and_booleans_are_different_things(key: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=rf"{key}: .*valid"):
+        parse_config({**LAYERS, key: value})
+
+
+def test_every_section_refuses_unknown_keys() -> None:
+    kinds = [section_of(key.annotation) for key in Config.model_fields.values()]
+    sections: set[type[BaseModel]] = {Config, *(kind for kind in kinds if kind is not None)}
+    assert sections == set(SECTIONS)
+    assert all(section.model_config["extra"] == "forbid" for section in sections)
+
+
+def test_tuples_in_arguments_become_lists() -> None:
+    factory = Factory(callable="torch.optim:Adam", kwargs={"betas": (0.9, (1, 2))})
+    assert factory.kwargs == {"betas": [0.9, [1, 2]]}
+
+
+@pytest.mark.parametrize(
+    ("stage", "more", "said"),
+    [
+        ({"replicas": 3}, {"num_microbatches": 3}, None),
+        (
+            {"replicas": 3},
+            {"num_microbatches": 1},
+            "replicas 1, 2 will have nothing to do, since a step has only 1 micro-batch; raise "
+            "num_microbatches",
+        ),
+        ({"replicas": 2}, {"microbatches_per_message": 3}, None),
+        (
+            {"replicas": 2},
+            {"microbatches_per_message": 4},
+            "replica 1 will have nothing to do, since a step has only 1 message of 4 micro-batches;"
+            " lower microbatches_per_message or raise num_microbatches",
+        ),
+        ({"replicas": 3}, {"data": {"train": "m:data", "batch_size": 3}}, None),
+        (
+            {"replicas": 3},
+            {"data": {"train": "m:data", "batch_size": 2}},
+            "replica 2 will have nothing to do, since a step has only 2 micro-batches; raise "
+            "data.batch_size",
+        ),
+        ({"shares": [3, 1], "replicas": 2}, {"num_microbatches": 3}, None),
+        (
+            {"shares": [9, 1], "replicas": 2},
+            {"num_microbatches": 4},
+            "replica 1 will have nothing to do, since a step has only 4 micro-batches; raise "
+            "num_microbatches or make its shares more equal",
+        ),
+    ],
+)
+def test_replicas_whose_turn_never_comes_are_a_warning(
+    stage: dict[str, Any], more: dict[str, Any], said: str | None
+) -> None:
+    expected = [] if said is None else [f"stage 'stage0': {said}"]
+    assert parse_config({**LAYERS, "stages": [stage], **more}).warnings == expected

@@ -1,0 +1,118 @@
+"""Graphs of stages: who reads what, in which order the stages run, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rpcmp.config import topology
+from rpcmp.config.topology import Graph, Port, Reference
+from rpcmp.errors import ConfigError
+
+
+@pytest.fixture
+def two_branches() -> Graph:
+    """The drawing in the module's docstring."""
+    return topology.build_graph(
+        {
+            "image": ["input"],
+            "profile": ["input.profile"],
+            "classifier": ["image", "profile", "input"],
+        }
+    )
+
+
+def test_a_chain_reads_the_stage_before() -> None:
+    assert topology.chain_graph(["a", "b", "c"]) == topology.build_graph(
+        {"a": ["input"], "b": ["a"], "c": ["b"]}
+    )
+
+
+def test_the_drawn_graph_ends_in_the_classifier(two_branches: Graph) -> None:
+    assert two_branches.stages == ("image", "profile", "classifier")
+    assert two_branches.sink == "classifier"
+
+
+def test_a_port_says_who_reads_which_part(two_branches: Graph) -> None:
+    assert two_branches.ports("profile") == (Port("classifier", 1, ()),)
+    assert two_branches.ports("classifier") == ()
+
+
+def test_a_stage_that_is_read_twice_by_one_reader_has_two_ports() -> None:
+    built = topology.build_graph({"a": ["input"], "b": ["a.left", "input", "a.right.0"]})
+    assert built.ports("a") == (Port("b", 0, ("left",)), Port("b", 2, ("right", "0")))
+
+
+def test_ports_come_in_the_order_in_which_the_readers_run() -> None:
+    # The config lists "late" first, but it reads "early".
+    built = topology.build_graph({"late": ["a", "early"], "a": ["input"], "early": ["a"]})
+    assert built.stages == ("a", "early", "late")
+    assert [port.reader for port in built.ports("a")] == ["early", "late"]
+
+
+def test_depth_counts_the_longest_way_to_the_loss() -> None:
+    skip = topology.build_graph({"a": ["input"], "b": ["a"], "c": ["b"], "d": ["a", "c"]})
+    assert {stage: skip.depth(stage) for stage in skip.stages} == {"a": 4, "b": 3, "c": 2, "d": 1}
+
+
+@pytest.mark.parametrize(
+    ("text", "producer", "path", "from_batch"),
+    [
+        ("image", "image", (), False),
+        ("image.features.0", "image", ("features", "0"), False),
+        ("input", "input", (), True),
+        ("target.label", "target", ("label",), True),
+    ],
+)
+def test_a_reference_reads_as_it_is_written(
+    text: str, producer: str, path: tuple[str, ...], from_batch: bool
+) -> None:
+    reference = Reference.parse(text)
+    assert (reference.producer, reference.path, reference.from_batch) == (
+        producer,
+        path,
+        from_batch,
+    )
+    assert str(reference) == text
+
+
+@pytest.mark.parametrize(
+    ("inputs", "message"),
+    [
+        ({"a": ["input"], "b": ["aa"]}, "there is no stage 'aa'; did you mean 'a'"),
+        ({"a": ["inptu"]}, "did you mean 'input'"),
+        ({"a": ["input"], "b": ["zzzzz"]}, "there is no stage 'zzzzz'$"),
+        ({"a": []}, "stage 'a' reads nothing"),
+        ({"a": ["a"]}, "form a cycle: 'a' reads 'a'"),
+        ({"a": ["b"], "b": ["c"], "c": ["a"]}, "'a' reads 'b' reads 'c' reads 'a'"),
+        ({"x": ["a"], "a": ["b"], "b": ["a"]}, "form a cycle: 'a' reads 'b' reads 'a'"),
+        ({"a": ["input"], "b": ["a", "c"], "c": ["a", "b"]}, "cycle: 'b' reads 'c' reads 'b'"),
+        ({"a": ["input"], "b": ["input"]}, "nobody reads the stages 'a', 'b'"),
+    ],
+)
+def test_what_is_no_graph_with_one_end_is_refused(
+    inputs: dict[str, list[str]], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        topology.build_graph(inputs)
+
+
+@st.composite
+def shuffled_chains_with_skips(draw: st.DrawFn) -> dict[str, list[str]]:
+    """A chain in which stages may also read any earlier one, listed in any order."""
+    count = draw(st.integers(1, 7))
+    inputs = {"s0": ["input"]}
+    for index in range(1, count):
+        skips = draw(st.sets(st.integers(0, index - 1)))
+        inputs[f"s{index}"] = [f"s{i}" for i in sorted({index - 1, *skips})]
+    return {name: inputs[name] for name in draw(st.permutations(list(inputs)))}
+
+
+@settings(deadline=None, derandomize=True)
+@given(shuffled_chains_with_skips())
+def test_every_stage_comes_after_all_that_it_reads(inputs: dict[str, list[str]]) -> None:
+    built = topology.build_graph(inputs)
+    assert built.stages == tuple(f"s{index}" for index in range(len(inputs)))
+    edges = sum(len(built.ports(stage)) for stage in built.stages)
+    assert edges == sum(not ref.from_batch for refs in built.inputs.values() for ref in refs)

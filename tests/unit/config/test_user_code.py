@@ -1,0 +1,86 @@
+"""Which code a process computes with: what counts, and what does not."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rpcmp.config import user_code
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Two folders on the path: of a user, and one with packages beside each other."""
+    before = set(sys.modules)
+    files = {
+        "user/model_a.py": "import helper_b.deep, packed_c\nfrom packed_d import nothing\n",
+        "user/helper_b/__init__.py": "",
+        "user/helper_b/deep.py": "",
+        "user/unused_e.py": "",
+        "lib/packed_c.py": "import packed_f\n__version__ = '1.2'\n",
+        "lib/packed_d/__init__.py": "__version__ = '3.4'\ndef nothing(): pass\n",
+        "lib/packed_f.py": "__version__ = '5.6'\n",
+        "lib/loss_g.py": "",
+        "lib/any-1.0.dist-info/METADATA": "",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    for part in ("lib", "user"):
+        monkeypatch.syspath_prepend(tmp_path / part)
+    yield tmp_path
+    for name in set(sys.modules) - before:
+        del sys.modules[name]
+
+
+def test_what_is_named_what_lies_beside_it_and_versions_of_what_it_uses(folder: Path) -> None:
+    for name in ("model_a", "loss_g"):
+        importlib.import_module(name)
+    found = user_code.of_job({"model_a", "loss_g", "torch.nn", "functools"})
+    assert list(found) == [
+        "the code of 'helper_b'",
+        "the code of 'loss_g'",
+        "the code of 'model_a'",
+        "the version of 'packed_c'",
+        "the version of 'packed_d'",
+    ]
+    assert [found[f"the version of 'packed_{which}'"] for which in "cd"] == ["1.2", "3.4"]
+
+
+@pytest.mark.parametrize(
+    ("changed", "name"),
+    [
+        ("user/helper_b/deep.py", "the code of 'helper_b'"),
+        ("user/helper_b/late.py", "the code of 'helper_b'"),
+        ("lib/loss_g.py", "the code of 'loss_g'"),
+        ("user/unused_e.py", None),
+        ("lib/packed_f.py", None),
+    ],
+)
+def test_a_file_that_counts_is_told_by_its_module(
+    folder: Path, changed: str, name: str | None
+) -> None:
+    importlib.import_module("model_a")
+    before = user_code.of_job({"model_a", "loss_g"})  # the latter is loaded in another process
+    (folder / changed).write_text("# another release\n")
+    after = user_code.of_job({"model_a", "loss_g"})
+    assert {key for key in after if after[key] != before[key]} == ({name} if name else set())
+
+
+def test_how_a_release_was_built_is_of_no_account(folder: Path) -> None:
+    """One host has its wheel for CUDA, the other one does without."""
+
+    def found(tag: str) -> dict[str, str]:
+        (folder / "lib/packed_c.py").write_text(f"__version__ = '1.2+{tag}'\n")
+        sys.modules.pop("packed_c", None)
+        importlib.invalidate_caches()
+        importlib.import_module("model_a")
+        importlib.import_module("packed_c")
+        return user_code.of_job({"model_a", "packed_c"})  # named by the config, too
+
+    assert found("cpu")["the version of 'packed_c'"] == "1.2"
+    assert found("cpu") == found("cu126")

@@ -1,0 +1,176 @@
+"""What stages read of a mini-batch: held by the driver, fetched a few micro-batches at a time."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any, cast
+
+import pytest
+from torch.futures import Future
+
+from rpcmp.config.topology import DRIVER, ReplicaAssignment, ReplicaShare
+from rpcmp.data.batch_prefetch import GROUP, Slices
+from rpcmp.data.batch_server import Source
+from rpcmp.errors import ConfigError, JobError, to_wire
+from rpcmp.rpc.messages import Bundle, Mode, Outputs, Work
+from rpcmp.rpc.transport import Raised, Transport
+
+SECONDS = 30.0  # after which a test that hangs fails
+LAST = 99
+
+ALL = ReplicaShare(ReplicaAssignment([1]), 0)
+"""Of a stage's only replica."""
+
+SLICES = [{"x": index, "y": -index} for index in range(10)]
+
+
+def loaded() -> Source:
+    source = Source()
+    source.load(1, SLICES, list(range(100, 110)))
+    return source
+
+
+def test_slices_go_by_round_kind_path_and_micro_batch() -> None:
+    source = loaded()
+    source.load(2, [{"x": "other"}], None)
+    assert source.slices(1, "input", (), [8, 9]) == SLICES[8:]
+    assert source.slices(1, "input", ("y",), [0, 1, 2]) == [0, -1, -2]
+    assert source.slices(1, "target", (), [4]) == [104]
+    assert source.slices(2, "input", ("x",), [0]) == ["other"]
+
+
+def test_a_round_that_is_over_is_let_go_of_and_no_other() -> None:
+    source = loaded()
+    source.load(2, SLICES, None)
+    source.clear(1)
+    assert source.slices(2, "input", (), [0]) == SLICES[:1]
+    for kind in ("input", "target"):
+        with pytest.raises(ConfigError, match=f"the batch of round 1 has no {kind}s"):
+            source.slices(1, kind, (), [0])
+
+
+def test_what_a_batch_does_not_have_is_named() -> None:
+    with pytest.raises(ConfigError, match="the batch of round 1 has no inputs"):
+        loaded().slices(1, "input", (), [9, 10])
+    with pytest.raises(ConfigError, match=r"a stage reads 'input.z'"):
+        loaded().slices(1, "input", ("z",), [0])
+
+
+class Driver:
+    """Answers the stages' questions when the test says so."""
+
+    def __init__(self) -> None:
+        self.source = loaded()
+        self.asked: list[tuple[str, Any, tuple[Any, ...], Future[Any]]] = []
+        self._heard = threading.Condition()
+
+    def call(self, member: str, method: Callable[..., Any], *args: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        with self._heard:
+            self.asked.append((member, method, args, future))
+            self._heard.notify_all()
+        return future
+
+    def reader(self) -> Slices:
+        """A stage that asks it."""
+        return Slices(ALL, cast(Transport, self))
+
+    def questions(self, slices: Slices) -> list[tuple[Any, ...]]:
+        """All that was asked; questions come from another thread, one after the other."""
+        slices.get(bundle(0, number=LAST), "input", (), 0)
+        with self._heard:
+            assert self._heard.wait_for(lambda: self.asked[-1][2][0] == LAST, SECONDS)
+        self.asked.pop()
+        return [args for _, _, args, _ in self.asked]
+
+    def answer(self, index: int = -1) -> None:
+        _, method, args, future = self.asked[index]
+        future.set_result(method(self.source, *args))
+
+
+@pytest.fixture
+def driver() -> Driver:
+    return Driver()
+
+
+def bundle(*microbatches: int, number: int = 1) -> Bundle:
+    """Micro-batches of round `number`."""
+    works = [
+        Work(number, 1, microbatch, len(SLICES), 0, 1, len(SLICES), Mode.TRAIN)
+        for microbatch in microbatches
+    ]
+    return Bundle(0, 1, tuple(works))
+
+
+def test_a_few_micro_batches_come_with_one_question(driver: Driver) -> None:
+    slices = driver.reader()
+    answers = [slices.get(bundle(index), "input", ("x",), 0) for index in range(len(SLICES))]
+    assert driver.questions(slices) == [
+        (1, "input", ("x",), list(range(GROUP))),
+        (1, "input", ("x",), list(range(GROUP, len(SLICES)))),
+    ]
+    assert {(member, method) for member, method, _, _ in driver.asked} == {(DRIVER, Source.slices)}
+    assert not any(answer.done() for answer in answers)
+    for index in range(2):
+        driver.answer(index)
+    assert [answer.value() for answer in answers] == [[Outputs(index)] for index in range(10)]
+
+
+def test_no_micro_batch_is_asked_for_before_its_group_is_needed(driver: Driver) -> None:
+    slices = driver.reader()
+    for index in range(GROUP):
+        slices.get(bundle(index), "input", (), 0)
+    assert driver.questions(slices) == [(1, "input", (), list(range(GROUP)))]
+
+
+def test_kinds_paths_and_rounds_are_fetched_apart(driver: Driver) -> None:
+    slices = driver.reader()
+    slices.get(bundle(0), "input", ("x",), 0)
+    slices.get(bundle(0), "input", ("y",), 0)
+    slices.get(bundle(0), "target", (), 0)
+    slices.get(bundle(0, number=2), "input", ("x",), 0)
+    assert len(driver.questions(slices)) == 4
+
+
+def test_no_two_inputs_share_a_slice_which_one_of_them_may_change(driver: Driver) -> None:
+    slices = driver.reader()
+    for reader in range(2):
+        slices.get(bundle(0), "input", ("x",), reader)
+    assert len(driver.questions(slices)) == 2
+
+
+def test_a_slice_that_arrived_before_it_is_asked_for_is_given_at_once(driver: Driver) -> None:
+    slices = driver.reader()
+    slices.get(bundle(0), "input", ("x",), 0)
+    assert len(driver.questions(slices)) == 1
+    driver.answer()
+    assert slices.get(bundle(1), "input", ("x",), 0).value() == [Outputs(1)]
+
+
+def test_a_bundle_gets_its_slices_from_as_many_groups_as_they_lie_in(driver: Driver) -> None:
+    slices = driver.reader()
+    answers = [slices.get(bundle(*range(a, b)), "target", (), 0) for a, b in ((0, 6), (6, 10))]
+    assert len(driver.questions(slices)) == 2
+    driver.answer(0)
+    assert [answer.done() for answer in answers] == [True, False]
+    driver.answer(1)
+    values = [outputs.value for answer in answers for outputs in answer.value()]
+    assert values == list(range(100, 110))
+
+
+def test_what_went_wrong_is_the_answer_for_all_of_a_group(driver: Driver) -> None:
+    slices = driver.reader()
+    answers = [slices.get(bundle(index), "input", (), 0) for index in range(2)]
+    raised = Raised(to_wire(JobError("no such batch")))
+    assert len(driver.questions(slices)) == 1
+    driver.asked[0][-1].set_result(raised)
+    assert [answer.value() for answer in answers] == [raised, raised]
+
+
+def test_after_an_abort_nothing_of_the_rounds_before_is_given(driver: Driver) -> None:
+    slices = driver.reader()
+    slices.get(bundle(0), "input", (), 0)
+    slices.forget()
+    slices.get(bundle(0), "input", (), 0)
+    assert len(driver.questions(slices)) == 2

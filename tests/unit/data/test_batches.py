@@ -1,0 +1,266 @@
+"""Mini-batches: one order a seed and epoch, whoever asks and however often."""
+
+from __future__ import annotations
+
+import random
+from collections import UserDict
+from collections.abc import Iterator
+from contextlib import closing
+from multiprocessing import resource_tracker
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import BatchSampler, DistributedSampler, IterableDataset, RandomSampler
+
+from rpcmp.config.sections import DataConfig
+from rpcmp.config.types import Factory
+from rpcmp.data.batches import Batches, Loaded, OwnSampler, load_batches
+from rpcmp.errors import ConfigError
+from rpcmp.pipelining import layers
+from tests.support.minibatches import AllAtOnce, Transformed, batches_of, require_tails, values
+from tests.zoo import models
+
+
+def load(
+    name: str = "numbers", seed: int = 0, training: bool = True, samples: int = 10, **options: Any
+) -> Batches:
+    """The mini-batches of a dataset of tests.zoo.models."""
+    kwargs = {} if name == "Noise" else {"samples": samples}
+    train = Factory(callable=f"tests.zoo.models:{name}", kwargs=kwargs)
+    section = DataConfig(train=train, **{"batch_size": 4, **options})
+    return load_batches(train, "data.train", section, seed, training)
+
+
+def order(batches: Batches, epoch: int = 1) -> list[list[int]]:
+    """The indices in each mini-batch."""
+    return [inputs.tolist() for inputs, _ in batches.epoch(epoch)]
+
+
+def test_inputs_and_targets_stay_together() -> None:
+    for inputs, targets in load().epoch(1):
+        assert torch.equal(targets, inputs * 10)
+
+
+def test_every_sample_comes_once_an_epoch() -> None:
+    batches = order(load())
+    assert [len(batch) for batch in batches] == [4, 4, 2]
+    assert sorted(index for batch in batches for index in batch) == list(range(10))
+
+
+def test_an_epochs_order_depends_on_the_seed_and_the_epoch_alone() -> None:
+    used = load()
+    first, second = order(used, 1), order(used, 2)
+    assert first != second
+    torch.rand(5)  # what the model draws does not matter
+    assert order(used, 1) == order(load(), 1) == first
+    assert order(load(), 2) == second
+    assert order(load(seed=1), 1) != first
+
+
+def test_mini_batches_are_those_of_ranks_with_distributed_samplers() -> None:
+    here = order(load(seed=5, samples=16), epoch=3)
+    ranks = []
+    for rank in range(2):  # with half of the batch each
+        sampler: DistributedSampler[Any] = DistributedSampler(models.numbers(16), 2, rank, seed=5)
+        sampler.set_epoch(2)
+        ranks.append(list(BatchSampler(sampler, 2, drop_last=False)))
+    assert list(map(sorted, here)) == [sorted(a + b) for a, b in zip(*ranks, strict=True)]
+
+
+@pytest.fixture(scope="module")
+def tracker() -> None:
+    """A helper process of multiprocessing's, which lives on: started before a test looks for its
+    own."""
+    resource_tracker.ensure_running()
+
+
+def test_without_shuffling_and_in_evaluation_samples_come_in_order() -> None:
+    in_order = [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+    assert order(load(shuffle=False), 3) == in_order
+    assert order(load(training=False), 3) == in_order
+
+
+def test_an_incomplete_mini_batch_is_dropped_in_training_only() -> None:
+    dropping = load(drop_last=True)
+    assert len(dropping) == len(order(dropping)) == 2
+    assert len(load(drop_last=True, training=False)) == 3
+    assert len(load(samples=8, drop_last=True)) == 2
+
+
+def test_random_transforms_are_the_same_in_every_run_and_differ_between_epochs() -> None:
+    def drawn(epoch: int, seed: int = 0) -> torch.Tensor:
+        return torch.cat([inputs for inputs, _ in load("Noise", seed).epoch(epoch)])
+
+    assert torch.equal(drawn(1), drawn(1))
+    assert not torch.equal(drawn(1), drawn(2))
+    assert not torch.equal(drawn(1), drawn(1, seed=1))
+
+
+def test_a_random_transform_does_not_depend_on_what_happens_between_mini_batches() -> None:
+    undisturbed = [inputs for inputs, _ in load("Noise").epoch(1)]
+    disturbed = []
+    for inputs, _ in load("Noise").epoch(1):
+        disturbed.append(inputs)
+        layers.seed_all("a training step")
+    assert torch.equal(torch.cat(undisturbed), torch.cat(disturbed))
+
+
+class Counted(Transformed):
+    """Tells which samples were loaded."""
+
+    def __init__(self) -> None:
+        self.loaded: list[int] = []
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        self.loaded.append(index)
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_an_epoch_taken_up_in_its_middle_is_the_tail_of_the_whole(shuffle: bool) -> None:
+    require_tails(0, shuffle)
+
+
+@pytest.mark.usefixtures("tracker")
+def test_a_loader_process_changes_no_order_no_random_transform_and_no_generator_here() -> None:
+    """The generators are those of the process that asks for mini-batches.
+
+    Each loader imports torch; several at once: tests/long/test_data.py.
+    """
+
+    def drawn() -> list[float]:
+        return [torch.rand(()).item(), random.random(), numpy.random.rand()]
+
+    here = [values(batches_of(Transformed()), epoch) for epoch in (1, 2)]
+    layers.seed_all("a test")
+    undisturbed = drawn()
+    layers.seed_all("a test")
+    with closing(batches_of(Transformed(), num_workers=1)) as there:
+        assert [values(there, epoch) for epoch in (1, 2)] == here
+    assert drawn() == undisturbed
+
+
+def test_skipped_samples_are_not_loaded() -> None:
+    dataset = Counted()
+    tail = values(batches_of(dataset), 1, first=2)
+    assert dataset.loaded == [index for _, targets in tail for index in targets]
+    assert len(dataset.loaded) == 4
+    assert values(batches_of(dataset), 1, first=4) == []
+    assert len(dataset.loaded) == 4
+
+
+def test_a_dataset_may_load_the_samples_of_a_mini_batch_at_once() -> None:
+    assert values(batches_of(AllAtOnce()), 1) == values(batches_of(Transformed()), 1)
+
+
+def test_a_dataset_that_stops_early_does_not_end_the_epoch_in_silence() -> None:
+    class Stopping(Transformed):
+        def __getitem__(self, index: int) -> tuple[Tensor, int]:
+            raise StopIteration
+
+    with pytest.raises(RuntimeError, match="StopIteration"):
+        values(batches_of(Stopping()), 1)
+
+
+def test_items_that_are_no_pairs_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"must be \(input, target\) pairs"):
+        next(load("triples").epoch(1))
+
+
+@pytest.mark.parametrize(
+    ("options", "samples"), [({}, 0), ({"drop_last": True}, 3), ({"drop_last": True}, 0)]
+)
+def test_a_dataset_without_a_mini_batch_is_refused(options: dict[str, Any], samples: int) -> None:
+    with pytest.raises(ConfigError, match=f"data.train: {samples} samples make no mini-batch"):
+        load(samples=samples, **options)
+
+
+def load_returned(monkeypatch: pytest.MonkeyPatch, dataset: object) -> Batches:
+    """The mini-batches of any object."""
+    monkeypatch.setattr(models, "returned", lambda: dataset)
+    train = Factory(callable="tests.zoo.models:returned")
+    return load_batches(train, "data.train", DataConfig(train=train), 0, training=False)
+
+
+class Stream(IterableDataset[tuple[int, int]]):
+    """A dataset with a length, but without items."""
+
+    def __len__(self) -> int:
+        return 4
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        return iter([(1, 1)] * 4)
+
+
+@pytest.mark.parametrize("dataset", [3, iter([1]), {1}, Stream()])
+def test_what_has_no_length_or_items_is_refused(
+    monkeypatch: pytest.MonkeyPatch, dataset: object
+) -> None:
+    with pytest.raises(
+        ConfigError, match=r"'tests.zoo.models:returned' is not a map-style dataset"
+    ):
+        load_returned(monkeypatch, dataset)
+
+
+def test_a_list_of_pairs_is_a_dataset(monkeypatch: pytest.MonkeyPatch) -> None:
+    pairs = [({"image": torch.ones(2)}, index) for index in range(3)]
+    ((inputs, targets),) = load_returned(monkeypatch, pairs).epoch(1)
+    assert inputs["image"].shape == (3, 2)
+    assert targets.tolist() == [0, 1, 2]
+
+
+def test_what_is_no_tensor_is_named_with_the_part_of_the_batch_that_has_it() -> None:
+    batch = Loaded(torch.ones(2, 3), {"same": torch.ones(2), "name": ["a", "b"]})
+    with pytest.raises(ConfigError, match=r"^target\.name\.0 is str; a batch must be made of tens"):
+        _ = batch.num_samples
+
+
+def test_mappings_of_every_kind_become_dicts(monkeypatch: pytest.MonkeyPatch) -> None:
+    pairs = [UserDict(tokens=UserDict(ids=torch.ones(2)), label=index) for index in range(3)]
+    ((inputs, targets),) = load_returned(monkeypatch, pairs).epoch(1)
+    assert inputs is targets
+    assert (type(inputs), type(inputs["tokens"])) == (dict, dict)
+    assert inputs["tokens"]["ids"].shape == (3, 2)
+    assert inputs["label"].tolist() == [0, 1, 2]
+
+
+# The config's own sampler and collate function
+
+
+def sampled(sampler: Any, samples: int = 10) -> list[list[int]]:
+    """The first three epochs."""
+    own, found = OwnSampler(sampler, samples, seed=0), []
+    for epoch in range(3):
+        own.set_epoch(epoch)
+        found.append(list(own))
+    return found
+
+
+def test_a_samplers_own_generator_is_seeded_for_each_epoch() -> None:
+    generator = torch.Generator().manual_seed(5)
+    first = sampled(RandomSampler(range(10), generator=generator))
+    torch.rand(3, generator=generator)
+    assert sampled(RandomSampler(range(10), generator=generator)) == first
+    assert first[0] != first[1] != first[2]
+    assert all(sorted(epoch) == list(range(10)) for epoch in first)
+
+
+@pytest.mark.parametrize("wrong", [[0, 10], [-1, 0], [0, 1.0], ["a", 0], [torch.ones(2), 0]])
+def test_a_sampler_yields_indices(wrong: list[Any]) -> None:
+    with pytest.raises(ConfigError, match="has to yield indices of samples, here from 0 to 9"):
+        sampled(wrong)
+    assert sampled([torch.tensor(3), 4])[0] == [3, 4]
+
+
+def test_a_mini_batch_that_is_no_pair_is_named() -> None:
+    section = DataConfig(train="a:b", collate="tests.unit.data.test_batches:_triple")  # type: ignore[arg-type]
+    batches = Batches([(1, 2)] * 4, section, 0, training=True)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"a mini-batch is \(int64\[4\], .*data.collate"):
+        next(batches.epoch(1))
+
+
+def _triple(samples: list[Any]) -> tuple[Any, ...]:
+    return (torch.arange(len(samples)),) * 3

@@ -1,0 +1,171 @@
+"""Mini-batches that the driver only draws: the order is that of those that it loads."""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+from collections.abc import Sequence
+from typing import Any, cast
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rpcmp.config.loader import parse_config
+from rpcmp.config.schema import Config
+from rpcmp.config.sections import DataConfig
+from rpcmp.config.types import Factory
+from rpcmp.data.batches import Batches, Loaded, Order
+from rpcmp.data.index_batches import Announcer, Draws
+from rpcmp.driver.datasets import Datasets
+from rpcmp.driver.stage_group import Group
+from rpcmp.errors import ConfigError
+from rpcmp.rpc.messages import Drawn, Holding
+from tests.zoo import models
+
+SAMPLES = 10
+AHEAD = 2
+
+
+def section(**options: Any) -> DataConfig:
+    """A `[data]` section."""
+    train = Factory(callable="tests.zoo.models:numbers")
+    return DataConfig(train=train, **{"batch_size": 4, "at": "stage", **options})
+
+
+class Told:
+    """What the stages were told."""
+
+    def __init__(self) -> None:
+        self.drawn: list[Drawn] = []
+        self.messages: list[list[Drawn]] = []
+
+    def announce(self, drawn: Sequence[Drawn]) -> None:
+        self.drawn += drawn
+        self.messages.append(list(drawn))
+
+    def draws(self, dataset: str = "train", total: int = 0, **options: Any) -> Draws:
+        order = Order(range(SAMPLES), section(**options), 0, dataset == "train")
+        return Draws(dataset, order, Announcer(self.announce, AHEAD, itertools.count(1)), total)
+
+
+@given(
+    batch_size=st.integers(1, 11),
+    shuffle=st.booleans(),
+    drop_last=st.booleans(),
+    training=st.booleans(),
+    data=st.data(),
+)
+def test_the_samples_are_those_that_the_driver_would_load(
+    batch_size: int, shuffle: bool, drop_last: bool, training: bool, data: st.DataObject
+) -> None:
+    options = {"batch_size": batch_size, "shuffle": shuffle, "drop_last": drop_last}
+    loaded = Batches(models.numbers(SAMPLES), section(**options), 0, training)
+    draws = Told().draws("train" if training else "test", **options)
+    assert len(draws) == len(loaded)
+    for epoch in (1, 2):
+        first = data.draw(st.integers(0, len(loaded)))
+        expected = [inputs.tolist() for inputs, _ in loaded.epoch(epoch, first)]
+        drawn = list(draws.epoch(epoch, first))
+        assert [each.samples for each in drawn] == expected
+        assert [each.place for each in drawn] == [
+            (epoch, index) for index in range(first, len(loaded))
+        ]
+
+
+def test_mini_batches_are_announced_before_they_are_needed_and_once() -> None:
+    told = Told()
+    draws, asked = told.draws(total=7), []
+    for epoch, first in ((1, 1), (2, 0), (3, 0)):
+        for each in draws.epoch(epoch, first):
+            asked.append(each)
+            ahead = min(AHEAD, 6 - len(asked))  # across the ends of epochs, and not beyond the run
+            assert told.drawn[: len(asked) + ahead] == told.drawn
+            assert len(told.drawn) == len(asked) + ahead
+            if len(asked) == 6:
+                break
+    assert asked == told.drawn
+    assert [each.number for each in asked] == list(range(1, 7))
+    assert [each.place for each in asked] == [(1, 1), (1, 2), (2, 0), (2, 1), (2, 2), (3, 0)]
+
+
+def test_an_evaluation_announces_its_own_mini_batches_alone() -> None:
+    told = Told()
+    draws = told.draws("test")
+    for times in (1, 2):  # the same epoch may be evaluated twice
+        assert len(list(draws.epoch(1))) == 3
+        assert len(told.drawn) == 3 * times
+
+
+def test_a_draw_that_is_left_is_begun_again() -> None:
+    told = Told()
+    draws = told.draws(total=9)
+    next(draws.epoch(1))
+    assert [each.place for each in draws.epoch(2)] == [(2, 0), (2, 1), (2, 2)]
+
+
+def test_what_the_stages_are_told_is_indices_alone() -> None:
+    told = Told()
+    list(told.draws(batch_size=5).epoch(1))
+    for message in told.messages:
+        for each in message:
+            assert all(type(sample) is int for sample in each.samples)
+    assert max(len(pickle.dumps(message)) for message in told.messages) < 400
+
+
+class Stages:
+    """Stages that have built datasets."""
+
+    def __init__(self, **holdings: Holding) -> None:
+        self._holdings = holdings
+
+    def holdings(self) -> dict[str, Holding]:
+        return self._holdings
+
+    def announce(self, drawn: Sequence[Drawn]) -> None:
+        """Hear nothing."""
+
+
+def job(**more: Any) -> Config:
+    data = {"train": "m:train", "test": "m:test", "at": "stage", "batch_size": 4, **more}
+    model = {"layers": "m:layers", "num_stages": 2}
+    return parse_config({"loss": "torch.nn:MSELoss", "model": model, "data": data, "epochs": 2})
+
+
+def datasets(config: Config, *sizes: dict[str, int]) -> Datasets:
+    """Those of stages "a", "b", ... on hosts "host-a", "host-b", ..."""
+    stages = Stages(
+        **{name: Holding(f"host-{name}", size) for name, size in zip("ab", sizes, strict=False)}
+    )
+    return Datasets.at_stages(config, cast(Group, stages))
+
+
+def test_the_driver_knows_of_the_datasets_what_the_stages_say() -> None:
+    size = {"train": 10, "test": 5}
+    found = datasets(job(), size, size)
+    assert len(found.train) == 3
+    assert found.test is not None
+    assert [each.num_samples for each in found.test.epoch(1)] == [4, 1]
+    found.close()
+
+
+def test_hosts_with_other_data_are_named_both() -> None:
+    with pytest.raises(
+        ConfigError,
+        match=r"data.test has 5 samples for stage 'a' on host-a and 6 for stage 'b' on host-b",
+    ):
+        datasets(job(), {"train": 10, "test": 5}, {"train": 10, "test": 6})
+
+
+def test_a_dataset_at_the_stages_without_a_mini_batch_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"data.train: 3 samples make no mini-batch"):
+        datasets(job(drop_last=True), {"train": 3, "test": 1})
+    with pytest.raises(ConfigError, match=r"data.test: 0 samples make no mini-batch"):
+        datasets(job(), {"train": 3, "test": 0})
+
+
+def test_a_mini_batch_knows_how_many_samples_it_has() -> None:
+    inputs, targets = models.dataset(6).tensors
+    assert Loaded(inputs, targets).num_samples == Loaded(inputs).num_samples == 6
+    with pytest.raises(ConfigError, match="6 inputs and 5 targets do not make a mini-batch"):
+        _ = Loaded(inputs, targets[:5]).num_samples

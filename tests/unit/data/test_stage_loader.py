@@ -1,0 +1,215 @@
+"""Mini-batches that a stage loads itself: in processes of its own, before they are needed."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from typing import Any, cast
+
+import pytest
+import torch
+
+from rpcmp.config.loader import parse_config
+from rpcmp.config.schema import Config
+from rpcmp.config.topology import Reference
+from rpcmp.data.batches import Key, load_batches
+from rpcmp.data.loader_process import Parts
+from rpcmp.data.stage_loader import Feed, Loaders
+from rpcmp.errors import ConfigError, RpcmpError, StageError, WorkerDiedError, from_wire
+from rpcmp.pipelining import microbatch
+from rpcmp.rpc.messages import Bundle, Drawn, Mode, Work
+from rpcmp.rpc.transport import Raised
+from tests.support.processes import poll_for
+
+INPUT, TARGET = Reference("input"), Reference("target")
+
+
+def bundle(drawn: int, round_number: int, *microbatches: int) -> Bundle:
+    """Micro-batches of three of a mini-batch of seven samples."""
+    works = [
+        Work(round_number, 5, index, 3, 0, 2, 7, Mode.TRAIN, drawn=drawn) for index in microbatches
+    ]
+    return Bundle(0, 1, tuple(works))
+
+
+def drawn(number: int) -> Drawn:
+    """A mini-batch of seven samples."""
+    return Drawn(number, "train", 1, number - 1, list(range(7)))
+
+
+class Given:
+    """Loads what the test says, when the test says so."""
+
+    def __init__(self) -> None:
+        self.asked: dict[int, Callable[[Parts | RpcmpError], None]] = {}
+
+    def load(self, drawn: Drawn, done: Callable[[Parts | RpcmpError], None]) -> None:
+        self.asked[drawn.number] = done
+
+
+@pytest.fixture
+def given() -> Given:
+    return Given()
+
+
+@pytest.fixture
+def feed(given: Given) -> Feed:
+    return Feed(cast(Loaders, given))
+
+
+PARTS: Parts = {INPUT: {"x": torch.arange(14).reshape(7, 2)}, TARGET: torch.arange(7)}
+
+
+def values(answer: Any) -> list[Any]:
+    return [outputs.value for outputs in answer.value()]
+
+
+def test_slices_are_given_when_the_mini_batch_is_there(given: Given, feed: Feed) -> None:
+    feed.expect([drawn(1), drawn(2)])
+    early = feed.get(bundle(1, 1, 0, 1), INPUT)
+    assert list(given.asked) == [1, 2]
+    assert not early.done()
+    given.asked[1](PARTS)
+    late = feed.get(bundle(1, 1, 2), TARGET)
+    sliced = microbatch.split(PARTS[INPUT], 3)
+    for found, expected in zip(values(early), sliced, strict=False):
+        assert torch.equal(found["x"], expected["x"])
+    assert values(late)[0].tolist() == [5, 6]
+
+
+def test_a_question_may_overtake_the_announcement(given: Given, feed: Feed) -> None:
+    answer = feed.get(bundle(1, 1, 0), TARGET)
+    feed.expect([drawn(1)])
+    given.asked[1](PARTS)
+    assert values(answer)[0].tolist() == [0, 1, 2]
+
+
+def test_every_answer_is_a_copy_of_its_own(given: Given, feed: Feed) -> None:
+    feed.expect([drawn(1)])
+    given.asked[1](PARTS)
+    first, second = (values(feed.get(bundle(1, 1, 0), TARGET))[0] for _ in range(2))
+    first += 1
+    assert second.tolist() == PARTS[TARGET][:3].tolist() == [0, 1, 2]
+
+
+def test_what_is_done_is_let_go_of_and_what_is_announced_is_kept(given: Given, feed: Feed) -> None:
+    feed.expect([drawn(number) for number in range(1, 7)])
+    for number in range(1, 5):
+        feed.get(bundle(number, number, 0), INPUT)
+        assert len(feed) == 6 - max(0, number - 2)
+    feed.forget(4)
+    assert len(feed) == 0
+
+
+def test_a_question_that_an_abort_has_overtaken_is_answered(given: Given, feed: Feed) -> None:
+    """Nothing would ever be loaded for it: the job hung instead of saying what had failed."""
+    feed.expect([drawn(1)])
+    feed.forget(1)
+    raised = feed.get(bundle(1, 1, 0), INPUT).value()
+    assert isinstance(raised, Raised)
+    assert str(from_wire(raised.error)) == "step 5 was aborted"
+    assert len(feed) == 0
+    feed.expect([drawn(2)])
+    answer = feed.get(bundle(2, 2, 0), TARGET)
+    given.asked[2](PARTS)
+    assert values(answer)[0].tolist() == [0, 1, 2]
+
+
+def test_what_went_wrong_is_the_answer_and_names_the_step(given: Given, feed: Feed) -> None:
+    feed.expect([drawn(1), drawn(2)])
+    given.asked[1](StageError("a", "data", "ValueError: x", "the traceback"))
+    given.asked[2](WorkerDiedError("gone"))
+    raised = [feed.get(bundle(number, number, 0), INPUT).value() for number in (1, 2)]
+    assert all(isinstance(each, Raised) for each in raised)
+    first, second = (from_wire(each.error) for each in raised)
+    assert str(first) == "stage 'a' failed in data at step 5: ValueError: x"
+    assert isinstance(first, StageError)
+    assert first.traceback == "the traceback"
+    assert isinstance(second, WorkerDiedError)
+
+
+def job(**section: Any) -> Config:
+    """One stage that reads a part of the batch, and the targets for the loss."""
+    stage = {"name": "only", "module": "m:Module", "inputs": section.pop("inputs", ["input"])}
+    data = {"train": "tests.zoo.models:Noise", "at": "stage", **section}
+    return parse_config({"loss": "torch.nn:MSELoss", "stages": [stage], "data": data})
+
+
+@pytest.fixture
+def loaders() -> Iterator[Callable[..., Loaders]]:
+    """Makes loaders of `job`, and ends their processes."""
+    made: list[Loaders] = []
+
+    def make(**section: Any) -> Loaders:
+        made.append(Loaders(job(**section), "only"))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+def loaded(loaders: Loaders, key: Key, dataset: str = "train") -> Parts | RpcmpError:
+    """What a mini-batch gives."""
+    found: list[Parts | RpcmpError] = []
+    epoch, index, samples = key
+    loaders.load(Drawn(1, dataset, epoch, index, samples), found.append)
+    poll_for(lambda: found, "a mini-batch")
+    return found[0]
+
+
+def test_processes_load_the_bits_of_the_driver(loaders: Callable[..., Loaders]) -> None:
+    made = loaders(num_workers=2, test="tests.zoo.models:dataset")
+    assert made.holding().sizes == {"train": 8, "test": 10}
+    config = job().data
+    assert config is not None
+    with closing(load_batches(config.train, "data.train", config, 0, training=True)) as batches:
+        for index, (inputs, targets) in enumerate(batches.epoch(2)):
+            parts = loaded(made, (2, index, targets.tolist()))
+            assert isinstance(parts, dict)
+            assert list(parts) == [INPUT, TARGET]
+            assert torch.equal(parts[INPUT], inputs)
+            assert torch.equal(parts[TARGET], targets)
+
+
+def test_what_is_wrong_with_a_dataset_is_said_with_the_host(
+    loaders: Callable[..., Loaders],
+) -> None:
+    with pytest.raises(
+        ConfigError, match=r"^on .*: data.train = 'tests.zoo.models:raising' failed"
+    ):
+        loaders(train="tests.zoo.models:raising").holding()
+    with pytest.raises(ConfigError, match=r"^on .*: data.test = 'tests.zoo.models:Sum' is not a"):
+        loaders(test="tests.zoo.models:Sum").holding()
+
+
+def test_what_is_wrong_with_a_mini_batch_is_the_answer(loaders: Callable[..., Loaders]) -> None:
+    made = loaders(inputs=["input.0"], test="tests.zoo.models:triples")
+    made.holding()
+    error = loaded(made, (1, 0, [0]))
+    assert str(error).startswith("a stage reads 'input.0': no part '0' in float32[1, 3]")
+    error = loaded(made, (1, 0, [0]), "test")
+    assert "the dataset's items must be (input, target) pairs" in str(error)
+    error = loaded(made, (1, 0, [10]), "test")
+    assert str(error).startswith("stage 'only' failed in data: IndexError")
+
+
+def test_tensors_that_cannot_be_handed_over_are_an_error(loaders: Callable[..., Loaders]) -> None:
+    made = loaders(test="tests.zoo.models:complex_pairs")
+    made.holding()
+    error = loaded(made, (1, 0, [0]), "test")
+    assert str(error) == "stage 'only' failed in data: KeyError: torch.complex128"
+    assert isinstance(loaded(made, (1, 0, [0])), dict)  # and the process goes on
+
+
+def test_a_process_that_dies_is_no_answer_but_an_error(loaders: Callable[..., Loaders]) -> None:
+    made = loaders()
+    made.holding()
+    (pid,) = made.pids
+    os.kill(pid, signal.SIGKILL)
+    for _ in range(2):
+        error = loaded(made, (1, 0, [0]))
+        assert isinstance(error, WorkerDiedError)
+        assert f"(pid {pid}) was ended by signal 9" in str(error)

@@ -1,0 +1,75 @@
+"""The loss scaler has the numbers of `torch.amp.GradScaler`, and keeps them on every journey."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import asdict
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.amp import GradScaler
+
+from rpcmp.config.sections import LossScalingConfig
+from rpcmp.driver.loss_scaler import LOWEST, LossScaler, ScalerState
+from rpcmp.errors import LossScaleError
+
+CONFIGS = st.builds(
+    LossScalingConfig,
+    initial=st.floats(1.0, 2.0**126),
+    growth_factor=st.floats(1.0, 2.0**20, exclude_min=True),
+    backoff_factor=st.floats(0.0, 1.0, exclude_min=True, exclude_max=True),
+    growth_interval=st.integers(1, 4),
+)
+
+
+def torchs(config: LossScalingConfig, steps: list[bool]) -> Iterator[tuple[float, float, int]]:
+    """What torch's own has before each of some steps, and after them: its scale, what it multiplies
+    gradients by, its growth tracker."""
+    scaler = GradScaler("cpu", *config.model_dump().values())
+    weight = torch.nn.Parameter(torch.ones(()))
+    optimizer = torch.optim.SGD([weight])
+    for is_finite in (*steps, True):
+        scale = float(scaler.scale(torch.ones(())))
+        weight.grad = torch.tensor(1.0 if is_finite else math.nan)
+        tracker = scaler.state_dict()["_growth_tracker"]
+        scaler.unscale_(optimizer)
+        yield scale, weight.grad.item(), tracker
+        scaler.step(optimizer)
+        scaler.update()
+
+
+@given(CONFIGS, st.lists(st.booleans(), max_size=30))
+def test_scale_inverse_and_growth_are_torchs(config: LossScalingConfig, steps: list[bool]) -> None:
+    scaler = LossScaler(config)
+    for is_finite, (scale, inverse, tracker) in zip(
+        (*steps, True), torchs(config, steps), strict=True
+    ):
+        assert (scaler.state.scale, scaler.state.growth_tracker) == (scale, tracker)
+        if is_finite and scale:
+            assert scaler.inverse == inverse
+        scaler.update(is_finite)
+    assert scaler.state.skipped == steps.count(False)
+
+
+@given(CONFIGS, st.lists(st.booleans(), max_size=10))
+def test_its_state_survives_every_journey(config: LossScalingConfig, steps: list[bool]) -> None:
+    scaler = LossScaler(config)
+    for is_finite in steps:
+        scaler.update(is_finite)
+    assert ScalerState(**json.loads(json.dumps(asdict(scaler.state)))) == scaler.state
+
+
+def test_a_scale_that_is_of_no_use_any_more_is_noticed() -> None:
+    scaler = LossScaler(LossScalingConfig())
+    for _ in range(32):
+        scaler.update(False)
+    assert (scaler.state.scale, scaler.is_hopeless) == (LOWEST, False)
+    scaler.require_useful(32)
+    scaler.update(False)
+    assert scaler.is_hopeless
+    with pytest.raises(LossScaleError, match=r"fell to 7\.6e-06 at step 33"):
+        scaler.require_useful(33)

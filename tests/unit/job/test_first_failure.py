@@ -1,0 +1,89 @@
+"""The first error ends the job, whoever waits for whatever."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+
+from rpcmp.errors import BusyError, JobError
+from rpcmp.job.first_failure import FirstFailure, both
+
+
+def in_a_loop(test: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]:
+    """Run a test in an event loop of its own."""
+
+    @functools.wraps(test)
+    def run() -> None:
+        asyncio.run(test())
+
+    return run
+
+
+async def raises(error: Exception) -> None:
+    raise error
+
+
+async def gives(value: int) -> int:
+    return value
+
+
+async def never() -> None:
+    await asyncio.Event().wait()
+
+
+@in_a_loop
+async def test_the_first_failure_is_raised_to_all_who_wait() -> None:
+    failure = FirstFailure()
+    waiting = [asyncio.ensure_future(failure.unless_failed(never())) for _ in range(2)]
+    failure.follow(raises(BusyError("first")))
+    for waiter in waiting:
+        with pytest.raises(BusyError, match="first"):
+            await waiter
+    failure.fail(JobError("second"))
+    assert str(await failure.reason(0)) == "first"
+    await failure.close()
+
+
+@in_a_loop
+async def test_without_a_failure_the_value_comes_through() -> None:
+    failure = FirstFailure()
+    assert await failure.unless_failed(gives(7)) == 7
+    assert await failure.reason(0) is None
+    await failure.close()
+
+
+@in_a_loop
+async def test_what_is_awaited_may_fail_by_itself() -> None:
+    failure = FirstFailure()
+    with pytest.raises(BusyError):
+        await failure.unless_failed(raises(BusyError("own")))
+    await failure.close()
+
+
+@in_a_loop
+async def test_a_bug_in_a_follower_is_no_silence() -> None:
+    failure = FirstFailure()
+    failure.follow(raises(ZeroDivisionError("oops")))
+    error = await failure.reason(5)
+    assert "ZeroDivisionError: oops" in str(error)
+    await failure.close()
+
+
+@in_a_loop
+async def test_when_the_job_ends_nothing_counts_any_more() -> None:
+    failure = FirstFailure()
+    failure.ignore()
+    failure.fail(JobError("a connection broke"))
+    assert await failure.reason(0) is None
+    await failure.close()
+
+
+@in_a_loop
+async def test_both_gives_both_or_the_first_error() -> None:
+    assert await both(gives(1), gives(2)) == (1, 2)
+    with pytest.raises(BusyError):
+        await both(never(), raises(BusyError("no")))

@@ -1,0 +1,69 @@
+"""Who is named when nothing moves any more. No processes."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import cast
+
+import pytest
+
+from rpcmp.errors import WorkerHungError
+from rpcmp.job.first_failure import Watchdog
+from rpcmp.job.worker_group import Stages
+from rpcmp.process.activity import NO_MICROBATCH, Doing
+from rpcmp.v1 import control_pb2 as pb
+
+SECONDS = 0.01
+
+
+class Asked:
+    """Stages that answer with what they have been doing, and for how long."""
+
+    def __init__(self, *answers: dict[str, tuple[str, float]]) -> None:
+        self._answers = [*answers]
+
+    async def inspect(self) -> dict[str, pb.InspectResponse]:
+        """One answer after the other; the last one again and again."""
+        answers = self._answers.pop(0) if len(self._answers) > 1 else self._answers[0]
+        return {
+            stage: pb.InspectResponse(host=f"{stage}'s", doing=pb.Doing(phase=phase, seconds=since))
+            for stage, (phase, since) in answers.items()
+        }
+
+
+def named(asked: Asked, driver: Doing | None = None) -> tuple[str, str]:
+    """The stage that hangs, and in what."""
+    watchdog = Watchdog(SECONDS, cast(Stages, asked))
+    if driver is not None:
+        watchdog.note(driver)
+    with pytest.raises(WorkerHungError) as error:
+        asyncio.run(asyncio.wait_for(watchdog.run(), 60))
+    return error.value.stage, error.value.phase
+
+
+@pytest.mark.parametrize(
+    ("answers", "stage"),
+    [
+        ({"a": ("forward", 2.0), "b": ("backward", 3.0)}, "b"),
+        ({"a": ("", 9.0), "b": ("backward", 3.0)}, "b"),
+        ({"a": ("join", 9.0), "b": ("build", 3.0), "c": ("", 9.0)}, "b"),
+        ({"a": ("backward", 3.0), "b": ("sum", 9.0)}, "a"),
+        ({"a": ("join", 3.0), "b": ("join", 9.0)}, "b"),
+    ],
+)
+def test_who_does_something_of_its_own_is_named(
+    answers: dict[str, tuple[str, float]], stage: str
+) -> None:
+    assert named(Asked(answers)) == (stage, answers[stage][0])
+
+
+def test_where_all_wait_it_is_the_driver() -> None:
+    driver = Doing("data", 3, NO_MICROBATCH, 9.0)
+    assert named(Asked({"a": ("", 9.0), "b": ("", 9.0)}), driver) == ("driver", "data")
+
+
+def test_nobody_is_named_while_one_goes_on() -> None:
+    """What is asked first is not yet a hang: b has just begun."""
+    going_on = {"a": ("forward", 9.0), "b": ("backward", 0.0)}
+    hangs = {"a": ("", 9.0), "b": ("backward", 9.0)}
+    assert named(Asked(going_on, hangs)) == ("b", "backward")

@@ -1,0 +1,243 @@
+"""Which calls of a program's a group that is formed again has to repeat."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rpcmp.errors import JobError
+from rpcmp.job.service import CHANGING, DIFFERENTIATING, KEPT, Call, CallHistory
+
+READING = ["evaluate", "predict", "state_dict", "optimizer_state_dict", "live_state"]
+
+Made = tuple[str, tuple[object, ...]]
+"""A call that the model has seen: its name and arguments."""
+
+
+def after(steps: int) -> dict[str, object]:
+    """What the driver is after so many steps."""
+    return {"step": steps} if steps else {}
+
+
+def make(history: CallHistory, name: str, *arguments: object, step: int = 0, kept: int = 0) -> Call:
+    """Make a call that is answered."""
+    call = history.new(name, arguments)
+    history.note_done(call, after(step), kept)
+    return call
+
+
+def names(calls: Iterable[Call]) -> list[str]:
+    """What was called."""
+    return [call.name for call in calls]
+
+
+def train(history: CallHistory, first: int, last: int) -> None:
+    """Train steps after each of which all stages keep what they are."""
+    for step in range(first, last + 1):
+        make(history, "train_step", f"batch {step}", step=step, kept=step)
+
+
+def test_calls_that_change_something_are_numbered() -> None:
+    history = CallHistory()
+    assert history.new("train_step", (1,)) == Call(1, "train_step", (1,))
+    assert history.new("train_step", (2,)).version == 1  # the first was never answered
+    for version, name in enumerate(sorted(CHANGING), start=1):
+        assert make(history, name, version) == Call(version, name, (version,))
+        for reading in READING:
+            assert make(history, reading, 3) == Call(0, reading, (3,))
+    assert names(history.since(0)) == sorted(CHANGING)
+
+
+def test_before_the_first_is_kept_a_group_begins_at_nothing() -> None:
+    history = CallHistory()
+    assert history.known == {0: {}}
+    make(history, "load_state_dict", {})
+    make(history, "forward_backward", 1)
+    assert history.known == {0: {}}
+    assert names(history.since(0)) == ["load_state_dict", "forward_backward"]
+
+
+def test_what_a_group_has_not_seen_is_repeated_in_order() -> None:
+    history = CallHistory()
+    train(history, 1, 2)
+    make(history, "forward_backward", 1, step=2, kept=2)
+    make(history, "clip_grad_norm_", 1.0, 2.0, step=2, kept=2)
+    make(history, "optimizer_step", step=3, kept=5)
+    make(history, "step_scheduler", 0.1, step=3, kept=5)
+    assert history.known == {1: after(1), 2: after(2), 5: after(3)}
+    assert list(history.since(2)) == [
+        Call(3, "forward_backward", (1,)),
+        Call(4, "clip_grad_norm_", (1.0, 2.0)),
+        Call(5, "optimizer_step", ()),
+        Call(6, "step_scheduler", (0.1,)),
+    ]
+    assert names(history.since(5)) == ["step_scheduler"]
+    assert list(history.since(6)) == []
+
+
+def test_the_newest_that_were_kept_are_known() -> None:
+    history = CallHistory()
+    for step in range(1, 10):
+        train(history, step, step)
+        assert sorted(history.known) == list(range(max(0, step - KEPT + 1), step + 1))
+        assert all(state == after(version) for version, state in history.known.items())
+
+
+def test_what_is_forgotten_cannot_be_repeated() -> None:
+    history = CallHistory()
+    train(history, 1, 5)
+    assert len(list(history.since(3))) == 2
+    for version in (0, 2):
+        with pytest.raises(JobError, match=f"begins at call {version}, of which too much is forg"):
+            history.since(version)
+
+
+def test_repeated_calls_are_no_new_ones() -> None:
+    history = CallHistory()
+    train(history, 1, 2)
+    make(history, "forward_backward", step=2, kept=2)
+    before, known = list(history.since(0)), history.known
+    for call in history.since(0):
+        history.note_done(call, after(1), call.version)
+        history.note_failed(call)
+    assert list(history.since(0)) == before
+    assert history.known == known
+
+
+def test_calls_may_change_while_they_are_repeated() -> None:
+    history = CallHistory()
+    train(history, 1, 3)
+    repeated = []
+    for call in history.since(1):
+        repeated.append(call.version)
+        make(history, "train_step", step=10, kept=history.new("train_step", ()).version)
+    assert repeated == [2, 3]
+
+
+@pytest.mark.parametrize("name", sorted(CHANGING - DIFFERENTIATING))
+def test_a_call_that_failed_and_differentiates_nothing_changes_nothing(name: str) -> None:
+    history = CallHistory()
+    make(history, "forward_backward", 1)
+    history.note_failed(history.new(name, (2,)))
+    make(history, "train_step", 3)
+    assert list(history.since(0)) == [
+        Call(1, "forward_backward", (1,)),
+        Call(2, "train_step", (3,)),
+    ]
+
+
+@pytest.mark.parametrize("name", sorted(DIFFERENTIATING))
+def test_a_step_that_failed_leaves_no_gradients(name: str) -> None:
+    history = CallHistory()
+    make(history, "forward_backward", 1)
+    failed = history.new(name, (2,))
+    history.note_failed(failed)
+    make(history, "train_step", 3)
+    assert list(history.since(0)) == [
+        Call(1, "forward_backward", (1,)),
+        Call(2, "zero_grad", ()),
+        Call(3, "train_step", (3,)),
+    ]
+
+
+@pytest.mark.parametrize("name", READING)
+def test_a_call_that_only_reads_leaves_nothing_even_if_it_fails(name: str) -> None:
+    history = CallHistory()
+    history.note_failed(history.new(name, ()))
+    make(history, name)
+    assert list(history.since(0)) == []
+    assert history.new("train_step", ()).version == 1
+
+
+def test_it_is_said_once_that_a_call_has_ended() -> None:
+    history = CallHistory()
+    assert not history.take_is_new()
+    call = make(history, "train_step")
+    assert history.take_is_new()
+    assert not history.take_is_new()
+    history.note_done(call, after(1), 1)  # repeated
+    assert not history.take_is_new()
+    history.note_failed(history.new("train_step", ()))
+    assert not history.take_is_new()
+
+
+class Batch:
+    """What only the history keeps alive."""
+
+
+def test_the_arguments_of_what_is_forgotten_are_let_go() -> None:
+    history = CallHistory()
+    alive: list[weakref.ref[Batch]] = []
+
+    def call(step: int, kept: int) -> None:
+        batch = Batch()
+        alive.append(weakref.ref(batch))
+        make(history, "train_step", batch, step=step, kept=kept)
+
+    for step in range(1, 200):
+        call(step, step - step % 4)
+        gc.collect(0)
+        assert sum(batch() is not None for batch in alive) <= 4 * KEPT
+        assert len(history.known) <= KEPT
+    gc.collect()
+    oldest = min(history.known)
+    assert [batch() is not None for batch in alive] == [step > oldest for step in range(1, 200)]
+
+
+# All of it
+
+CALLS = st.lists(
+    st.tuples(
+        st.sampled_from([*sorted(CHANGING), "evaluate", "predict"]),
+        st.sampled_from(["done", "kept", "failed", "lost"]),
+    ),
+    max_size=60,
+)
+
+
+@settings(deadline=None, derandomize=True, max_examples=300)
+@given(CALLS)
+def test_from_each_known_version_the_repeated_calls_lead_to_the_same_model(
+    calls: list[tuple[str, str]],
+) -> None:
+    history = CallHistory()
+    model: list[Made] = []
+    steps, kept = [0], [0]
+    for number, (name, outcome) in enumerate(calls):
+        call = history.new(name, (number,))
+        if outcome == "lost":  # with the group: the call is made again, as the same or another
+            assert rebuilt(history, model) == [model] * len(history.known)
+            continue
+        if outcome == "failed":
+            history.note_failed(call)
+        if outcome == "failed" and name not in DIFFERENTIATING:
+            continue
+        if call.version == 0:
+            history.note_done(call, after(steps[-1]), kept[-1])
+            continue
+        assert call.version == len(model) + 1
+        steps.append(steps[-1] + (outcome != "failed" and name == "train_step"))
+        if outcome == "failed":
+            model.append(("zero_grad", ()))
+        else:
+            model.append((name, (number,)))
+            if outcome == "kept":
+                kept.append(call.version)
+            history.note_done(call, after(steps[-1]), kept[-1])
+        assert history.known == {version: after(steps[version]) for version in kept[-KEPT:]}
+        assert rebuilt(history, model) == [model] * len(history.known)
+        memory = len(list(history.since(min(history.known))))
+        assert memory == len(model) - kept[-KEPT:][0]
+
+
+def rebuilt(history: CallHistory, model: list[Made]) -> list[list[Made]]:
+    """What becomes of a group that begins at each version that is known."""
+    return [
+        model[:version] + [(call.name, call.arguments) for call in history.since(version)]
+        for version in history.known
+    ]

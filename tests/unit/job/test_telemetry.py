@@ -1,0 +1,208 @@
+"""How the processes of a run are, made of what the servers and the driver process say."""
+
+from __future__ import annotations
+
+import platform
+from typing import Any
+
+import pytest
+
+from rpcmp.config.topology import DRIVER
+from rpcmp.job.telemetry import Vitals
+from rpcmp.process.activity import Doing
+from rpcmp.process.tcp_stats import Way
+from rpcmp.v1 import control_pb2 as pb
+
+A, B, D = "127.77.0.1:40001", "127.77.0.2:40002", "127.77.0.3:40003"
+
+
+class Clock:
+    """`time.monotonic`, set by the test."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr("rpcmp.job.telemetry.time.monotonic", lambda: made.now)
+    return made
+
+
+def said(
+    *ways: Way,
+    state: pb.ServerState.ValueType = pb.SERVER_STATE_RUNNING,
+    listens: str = "",
+    pid: int = 7,
+) -> pb.WatchResponse:
+    """What a server says of its worker."""
+    return pb.WatchResponse(
+        state=state,
+        listens=listens,
+        vitals=pb.Vitals(
+            host="host-a",
+            pid=pid,
+            doing=pb.Doing(phase="forward", step=3, microbatch=2, seconds=0.5),
+            memory=1000,
+            cpu_seconds=1.5,
+            in_flight=2,
+            ways=[pb.Way(**way._asdict()) for way in ways],
+        ),
+    )
+
+
+def told(vitals: Vitals) -> dict[str, Any]:
+    return vitals.event(5)
+
+
+def links(vitals: Vitals) -> dict[tuple[str, str], dict[str, Any]]:
+    return {(link["from"], link["to"]): link for link in told(vitals)["links"]}
+
+
+def test_a_worker_is_what_its_server_says() -> None:
+    vitals = Vitals()
+    vitals.begin()
+    vitals.hear("a", said())
+    event = told(vitals)
+    assert (event["event"], event["step"], event["driver"]) == ("vitals", 5, {})
+    assert event["workers"] == {
+        "a": {
+            "state": "running",
+            "restarts": 0,
+            "host": "host-a",
+            "pid": 7,
+            "phase": "forward",
+            "microbatch": 2,
+            "seconds": 0.5,
+            "memory": 1000,
+            "cpu_seconds": 1.5,
+            "in_flight": 2,
+        }
+    }
+
+
+def test_a_change_without_vitals_changes_the_state_alone() -> None:
+    vitals = Vitals()
+    vitals.begin()
+    vitals.hear("a", pb.WatchResponse(state=pb.SERVER_STATE_CLAIMED))
+    assert told(vitals)["workers"] == {}  # nothing is known of it yet
+    vitals.hear("a", said(state=pb.SERVER_STATE_BUILDING))
+    vitals.hear("a", pb.WatchResponse(state=pb.SERVER_STATE_RUNNING))
+    worker = told(vitals)["workers"]["a"]
+    assert (worker["state"], worker["memory"]) == ("running", 1000)
+
+
+def test_links_add_up_what_both_ends_have_opened() -> None:
+    vitals = Vitals()
+    vitals.begin()
+    vitals.hear("a", said(Way(B, 100, 10, 0.2), Way("127.0.0.1:80", 9, 9, 0.1), listens=A))
+    vitals.hear("b", said(Way(A, 1000, 1, 0.1), listens=B))
+    vitals.joined(D)
+    doing = Doing("step", 3, -1, 0.1)
+    vitals.hear_driver(9, doing, [[A, 5, 6, 0.3], ["", 70, 80, 0.0]], {A: 0.04}, [])
+    found = links(vitals)
+    assert {pair: link["bytes"] for pair, link in found.items()} == {
+        ("a", "b"): 101,
+        ("b", "a"): 1010,
+        (DRIVER, "a"): 5,
+        ("a", DRIVER): 6,
+    }
+    assert found["a", "b"]["rtt_s"] == found["b", "a"]["rtt_s"] == 0.1
+    assert found[DRIVER, "a"]["rtt_s"] == 0.04  # between the hosts, not to the own supervisor
+
+
+def test_rates_are_of_the_time_between_two_counts_whenever_they_are_heard(clock: Clock) -> None:
+    vitals = Vitals()
+    vitals.begin()
+    vitals.hear("b", said(listens=B))
+    for counted, heard, count, rate in (
+        (10.0, 10.4, 1000, 0.0),  # of the first nobody knows since when
+        (12.0, 12.1, 1100, 50.0),
+        (12.0, 12.9, 1100, 50.0),  # the same once more
+        (14.0, 14.2, 1100, 0.0),
+        (14.5, 14.5, 1300, 400.0),
+    ):
+        clock.now = heard
+        change = said(Way(B, count, 2 * count, 0.1))
+        change.vitals.counted_s_ago = heard - counted
+        vitals.hear("a", change)
+        found = links(vitals)
+        assert found["a", "b"]["bytes_per_s"] == pytest.approx(rate)
+        assert found["b", "a"]["bytes_per_s"] == pytest.approx(2 * rate)
+        assert found["a", "b"]["bytes"] == count
+
+
+def test_a_process_that_was_lost_is_so_until_the_next_one_is_there() -> None:
+    vitals = Vitals()
+    vitals.begin()
+    for label in ("a", "b"):
+        vitals.hear(label, said(Way(B, 1, 1, 0.1), listens=A if label == "a" else B))
+    vitals.lose("a")
+    lost, other = (told(vitals)["workers"][label] for label in ("a", "b"))
+    assert (lost["state"], lost["pid"], lost["memory"], lost["in_flight"]) == ("lost", 0, 0, 0)
+    assert (other["state"], other["pid"]) == ("running", 7)
+    vitals.begin()
+    assert told(vitals)["links"] == []  # they begin anew, with the processes
+    assert told(vitals)["workers"]["a"]["state"] == "lost"
+    vitals.hear("a", said(state=pb.SERVER_STATE_CLAIMED, pid=8))
+    fresh = told(vitals)["workers"]["a"]
+    assert (fresh["state"], fresh["pid"], fresh["restarts"]) == ("claimed", 8, 1)
+
+
+def test_a_loss_that_nobody_can_name_changes_nothing() -> None:
+    vitals = Vitals()
+    vitals.begin()
+    vitals.hear("a", said())
+    before = told(vitals)["workers"]
+    vitals.lose("")
+    assert told(vitals)["workers"] == before
+
+
+def test_who_was_lost_before_it_was_heard_of_is_not_told_of_at_all() -> None:
+    vitals = Vitals()
+    for _ in range(2):
+        vitals.begin()
+        vitals.hear("a", pb.WatchResponse(state=pb.SERVER_STATE_CLAIMED))
+        for label in ("a", DRIVER):
+            vitals.lose(label)
+            assert (told(vitals)["workers"], told(vitals)["driver"]) == ({}, {})
+
+
+def test_the_driver_is_one_of_them() -> None:
+    vitals = Vitals()
+    vitals.begin()
+    vitals.hear_driver(9, Doing("plan", 0, -1, 0.1), [], {}, [])
+    assert told(vitals)["driver"]["state"] == "building"
+    vitals.joined(D)
+    vitals.hear_driver(9, Doing("step", 3, -1, 0.1), [], {}, [])
+    driver = told(vitals)["driver"]
+    assert (driver["state"], driver["phase"], driver["pid"]) == ("running", "step", 9)
+    assert driver["host"] == platform.node()
+    vitals.lose(DRIVER)
+    assert told(vitals)["driver"]["state"] == "lost"
+
+
+def test_tensors_that_take_another_way_count_where_they_are_more(clock: Clock) -> None:
+    vitals = Vitals()
+    vitals.begin()
+    vitals.hear("a:1", said(listens=A))
+    for now, tensors in ((1.0, 1000), (2.0, 3000)):
+        clock.now = now
+        change = said(Way(A, 50, 5000, 0.1), listens=B)
+        change.vitals.tensors.add(peer="a:1", sent=tensors, received=tensors)
+        vitals.hear("b", change)
+    vitals.joined(D)
+    answers = [[name, 0, n, 0.0] for name, n in (("a:1", 7), ("b:0", 8), ("b", 1), ("nobody", 1))]
+    vitals.hear_driver(9, Doing("step", 3, -1, 0.1), [], {}, answers)
+    found = links(vitals)
+    assert {pair: link["bytes"] for pair, link in found.items()} == {
+        ("b", "a:1"): 3000,
+        ("a:1", "b"): 5000,
+        (DRIVER, "a:1"): 0,
+        ("a:1", DRIVER): 7,
+        (DRIVER, "b"): 0,
+        ("b", DRIVER): 9,
+    }
+    assert found["b", "a:1"]["bytes_per_s"] == pytest.approx(2000.0)
+    assert found["b", "a:1"]["rtt_s"] == 0.1

@@ -1,0 +1,69 @@
+"""What a way carries, over a real connection; and what cannot be asked of the other side."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from rpcmp.errors import RelayError
+from rpcmp.net import link_test
+from rpcmp.net.link_test import MAX_BYTES, Way
+from rpcmp.net.tls import End
+
+
+def talk(client: Callable[[End], Awaitable[Any]]) -> tuple[Any, BaseException | None]:
+    """What the client gets, and what the server's side ends with."""
+
+    async def both() -> tuple[Any, BaseException | None]:
+        ours, theirs = (End(one) for one in socket.socketpair())
+        serving = asyncio.ensure_future(serve(theirs))
+        try:
+            result = await client(ours)
+        finally:
+            ours.close()
+            await asyncio.wait([serving])
+            theirs.close()
+        return result, serving.exception()
+
+    return asyncio.run(both())
+
+
+async def serve(end: End) -> None:
+    assert (await end.read_message())["op"] == "measure"
+    await link_test.answer(end)
+
+
+def test_both_ways_are_measured() -> None:
+    way, ended = talk(lambda end: link_test.measure(end, 0.001))
+    assert way.latency_s > 0
+    assert min(way.there, way.back) > 0
+    assert abs(way.clock_ahead_s) <= way.latency_s  # it is the same clock
+    assert isinstance(ended, EOFError)
+
+
+def test_without_seconds_only_there_and_back() -> None:
+    way, _ = talk(lambda end: link_test.measure(end, 0))
+    assert way == Way(way.latency_s, way.clock_ahead_s)
+
+
+@pytest.mark.parametrize(
+    "question",
+    [
+        {"op": "give", "bytes": MAX_BYTES + 1},
+        {"op": "take", "bytes": -1},
+        {"op": "take", "bytes": "many"},
+        {"op": "connect"},
+        {},
+    ],
+)
+def test_who_asks_for_anything_else_is_let_go(question: dict[str, Any]) -> None:
+    async def ask(end: End) -> None:
+        await end.write_message({"op": "measure"})
+        await end.write_message(question)
+
+    _, ended = talk(ask)
+    assert isinstance(ended, RelayError)

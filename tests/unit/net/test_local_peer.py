@@ -1,0 +1,175 @@
+"""Whose the other end of a loopback connection is: servers look, and so do their clients.
+
+What another user's is takes another user: tests/system/test_localpeer.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import struct
+import threading
+from pathlib import Path
+
+import pytest
+
+from rpcmp.errors import SecurityError, UnreachableError
+from rpcmp.net import local_peer
+from rpcmp.net.dialer import Dialer
+from rpcmp.net.identity import RELAY
+from rpcmp.net.local_peer import is_trusted, owner
+from rpcmp.net.port import Front, Inner, Visitor
+from rpcmp.net.security import Security
+from rpcmp.process.tcp_stats import LISTEN
+
+HERE = "127.0.0.1"
+
+
+@pytest.mark.parametrize("host", [HERE, "::1"])
+def test_the_kernel_says_whose_the_other_end_is(host: str) -> None:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.create_server((host, 0), family=family) as listener, socket.socket(family) as near:
+        near.connect(listener.getsockname())
+        far, _ = listener.accept()
+        with far:
+            assert owner(far) == owner(near) == os.geteuid()
+            near.close()
+            assert owner(far) is None
+
+
+def test_one_that_is_reset_while_it_is_looked_at_is_nobodys(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its own end is known to no kernel any more either, and that is no kernel's fault."""
+    with socket.create_server((HERE, 0)) as listener:
+        near = socket.create_connection(listener.getsockname())
+        near.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        asked: list[local_peer.Place] = []
+
+        def ask(local: local_peer.Place, remote: local_peer.Place) -> None:
+            asked.append(local)
+            if len(asked) == 2:
+                near.close()
+
+        monkeypatch.setattr(local_peer, "_ask", ask)
+        far, _ = listener.accept()
+        with far:
+            assert owner(far) is None
+        assert len(asked) == 2
+
+
+def test_so_it_does_through_a_socket_for_both_protocols() -> None:
+    with socket.create_server((HERE, 0)) as listener, socket.socket(socket.AF_INET6) as near:
+        near.connect(("::ffff:127.0.0.1", listener.getsockname()[1]))
+        far, _ = listener.accept()
+        with far:
+            assert owner(far) == owner(near) == os.geteuid()
+    both = socket.create_server(("::", 0), family=socket.AF_INET6, dualstack_ipv6=True)
+    with both as listener, socket.create_connection((HERE, listener.getsockname()[1])) as near:
+        far, _ = listener.accept()
+        with far:
+            assert owner(far) == owner(near) == os.geteuid()
+
+
+def test_another_users_port_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if the kernel said so of the listener."""
+    ask, other = local_peer._ask, os.geteuid() + 1
+
+    def others(local: local_peer.Place, remote: local_peer.Place) -> local_peer.Found | None:
+        found = ask(local, remote)
+        return found and found._replace(uid=other)
+
+    monkeypatch.setattr(local_peer, "_ask", others)
+    with socket.create_server((HERE, 0)) as listener:
+        address = f"{HERE}:{listener.getsockname()[1]}"
+        with pytest.raises(SecurityError, match=rf"served by .*uid {other}\b.*, not by you"):
+            asyncio.run(Dialer(Security()).open(address, RELAY, None))
+
+
+@pytest.mark.parametrize("is_accepted", [False, True])
+def test_a_server_that_dies_meanwhile_has_hung_up_and_is_nobody_elses(is_accepted: bool) -> None:
+    """The run then waits for it to come back; a SecurityError would end it."""
+    listener = socket.create_server((HERE, 0))
+    address = f"{HERE}:{listener.getsockname()[1]}"
+    with socket.create_connection(listener.getsockname()) as near:
+        far = listener.accept()[0] if is_accepted else None
+        listener.close()
+        if far is not None:
+            far.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            dying = threading.Timer(local_peer.LAST_WORDS / 5, far.close)
+            dying.start()
+        with pytest.raises(OSError, match=r"hung up|not connected"):
+            local_peer._require_own_listener(near, address)
+        if far is not None:
+            dying.join()
+
+
+def test_a_port_that_no_process_has_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where it leads into a container: our own end is known, and lasts."""
+    ask = local_peer._ask
+
+    def hidden(local: local_peer.Place, remote: local_peer.Place) -> local_peer.Found | None:
+        found = ask(local, remote)
+        return None if found is not None and found.state == LISTEN else found
+
+    monkeypatch.setattr(local_peer, "_ask", hidden)
+    with (
+        socket.create_server((HERE, 0)) as listener,
+        socket.create_connection(listener.getsockname()) as near,
+        pytest.raises(SecurityError, match="served by no process that this kernel shows"),
+    ):
+        local_peer._require_own_listener(near, "here")
+
+
+def test_only_our_own_user_and_root_are_trusted() -> None:
+    assert is_trusted(os.geteuid())
+    assert is_trusted(0)
+    assert not is_trusted(os.geteuid() + 1)
+    assert not is_trusted(None)
+
+
+def test_a_port_that_no_process_here_serves_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it looks where the kernel forwards a port into a container."""
+    ask = local_peer._ask
+
+    def without_listeners(local: local_peer.Place, remote: local_peer.Place) -> object:
+        return None if not remote[1] else ask(local, remote)
+
+    monkeypatch.setattr(local_peer, "_ask", without_listeners)
+    with (
+        socket.create_server((HERE, 0)) as listener,
+        pytest.raises(SecurityError, match="forwarded to a container"),
+    ):
+        asyncio.run(Dialer(Security()).open(f"{HERE}:{listener.getsockname()[1]}", RELAY, None))
+
+
+def test_a_kernel_that_does_not_say_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local_peer, "_SOCK_DIAG", 31)  # there is no such service
+
+    async def refuse(visitor: Visitor) -> None:
+        raise AssertionError("it has come in")
+
+    async def start() -> None:
+        front = Front(Security(), Inner(Path()), Path(), Path(), refuse)
+        try:
+            await front.start(HERE, 0)
+        finally:
+            await front.stop()
+
+    with pytest.raises(SecurityError, match=r"does not say whose.*--certs.*--insecure"):
+        asyncio.run(start())
+    with (
+        socket.create_server((HERE, 0)) as listener,
+        pytest.raises(SecurityError, match=r"does not say whose.*--certs.*--insecure"),
+    ):
+        asyncio.run(Dialer(Security()).open(f"{HERE}:{listener.getsockname()[1]}", RELAY, None))
+
+
+def test_a_server_that_never_accepts_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rpcmp.net.dialer.OPEN_SECONDS", 0.2)
+    with (
+        socket.create_server((HERE, 0)) as listener,
+        pytest.raises(UnreachableError, match="does not answer within"),
+    ):
+        asyncio.run(Dialer(Security()).open(f"{HERE}:{listener.getsockname()[1]}", RELAY, None))

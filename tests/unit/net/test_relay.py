@@ -1,0 +1,56 @@
+"""What a relay refuses to carry; what it carries is in test_front, test_splice and test_lan."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from typing import cast
+
+import pytest
+
+from rpcmp.errors import JobError, SecurityError, WorkerDiedError
+from rpcmp.net.dialer import Dialer
+from rpcmp.net.relay import Peer, Relay
+from rpcmp.net.security import Security
+from rpcmp.net.tls import End
+from rpcmp.process.fork_client import Forks, NetworkOf
+
+
+class OnTheHostsLoopback:
+    """A fork server where the kernel makes no networks, and somebody else has every port."""
+
+    async def network(self) -> NetworkOf:
+        return NetworkOf("host-a", is_private=False, reason="Operation not permitted")
+
+    async def listener(self, host: str, port: int) -> None:
+        raise JobError("the system refuses it: Address already in use")
+
+
+def opened(peer: Peer) -> None:
+    """Have a relay carry what goes to a peer."""
+    relay = Relay("job", 1, "a:0", cast("Forks", OnTheHostsLoopback()), Dialer(Security()), print)
+    asyncio.run(relay.open("127.0.0.1:40000", [peer]))
+
+
+@pytest.mark.parametrize("listens", ["10.0.0.1:40001", "0.0.0.0:40001", "[::]:40001"])
+def test_a_peer_that_others_could_reach_is_refused(listens: str) -> None:
+    with pytest.raises(SecurityError, match="for all to see"):
+        opened(Peer("b:0", listens, "host-b:50052", 1))
+
+
+def test_a_port_that_is_taken_is_no_end_but_a_reason_for_fresh_processes() -> None:
+    with pytest.raises(WorkerDiedError, match=r"127\.0\.0\.1:40001.* fresh processes"):
+        opened(Peer("b:0", "127.0.0.1:40001", "host-b:50052", 1))
+
+
+def test_the_round_trip_is_that_to_the_other_host() -> None:
+    relay = Relay("job", 1, "a:0", cast("Forks", OnTheHostsLoopback()), Dialer(Security()), print)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        there = End(socket.create_connection(listener.getsockname()))
+        assert relay.round_trips == {}
+        relay._carried[there] = "127.77.0.2:40001"
+        (found,) = relay.round_trips.items()
+        assert found[0] == "127.77.0.2:40001"
+        assert 0 < found[1] < 10
+        there.close()
+        assert relay.round_trips == {}

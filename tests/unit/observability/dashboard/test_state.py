@@ -1,0 +1,287 @@
+"""What the page knows of a run, without processes and browsers."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rpcmp.cli import output
+from rpcmp.observability.dashboard import entries
+from rpcmp.observability.dashboard.curves import LIMIT, Row, Series
+from rpcmp.observability.dashboard.html import html
+from rpcmp.observability.dashboard.state import EVALUATIONS, State
+from tests.support import pageevents
+from tests.support.pageevents import Event
+
+
+class Mirror:
+    """What a browser makes of the messages it gets; `assets/model.js` in other words."""
+
+    def __init__(self) -> None:
+        self.version: int | None = None
+        self.parts: dict[str, Any] = {}
+        self.rows: list[Any] = []
+        self.entries: list[Any] = []
+
+    def apply(self, message: dict[str, Any] | None) -> None:
+        if message is None:
+            return
+        self.version = message["version"]
+        self.parts |= message["parts"]
+        if message["curve"] is not None:
+            self.rows[message["curve"]["from"] :] = message["curve"]["rows"]
+        self.entries += message["entries"]
+
+
+def state_of(*events: Event) -> State:
+    state = State()
+    for event in events:
+        state.take(event)
+    return state
+
+
+def part(state: State, name: str) -> Any:
+    message = state.since(None)
+    assert message is not None
+    return message["parts"][name]
+
+
+def health(state: State) -> dict[str, str]:
+    return {worker["label"]: worker["state"] for worker in part(state, "workers")}
+
+
+def test_changes_one_by_one_are_what_a_page_that_opens_late_is_told() -> None:
+    state, always, seldom = State(), Mirror(), Mirror()
+    for number, event in enumerate(pageevents.run(2 * LIMIT + 100, lost_after=300)):
+        state.take(event)
+        always.apply(state.since(always.version))
+        if number % 97 == 0:
+            seldom.apply(state.since(seldom.version))
+    seldom.apply(state.since(seldom.version))
+    late = Mirror()
+    late.apply(state.since(None))
+    assert always.rows == seldom.rows == late.rows
+    assert always.parts == seldom.parts == late.parts
+    assert late.entries == sorted(late.entries, key=lambda entry: entry["n"])
+    assert late.entries[-5:] == always.entries[-5:] == seldom.entries[-5:]
+    assert state.since(always.version) is None
+
+
+def test_10000_steps_stay_light_and_a_step_costs_a_few_hundred_bytes() -> None:
+    state = state_of(*pageevents.run(10_000, lost_after=300))
+    found = state.since(None)
+    assert found is not None
+    assert LIMIT / 2 <= len(found["curve"]["rows"]) <= LIMIT
+    assert len(json.dumps(found)) < 300_000
+    version = state.version
+    state.take(next(e for e in pageevents.run(1) if e["event"] == "step"))
+    assert len(json.dumps(state.since(version))) < 4000
+
+
+@given(
+    st.lists(st.one_of(st.none(), st.floats(-1e6, 1e6)), min_size=1, max_size=200),
+    st.integers(2, 20),
+)
+def test_a_curve_keeps_its_ends_its_extremes_and_its_mean(
+    losses: list[float | None], limit: int
+) -> None:
+    series = Series(limit)
+    for step, loss in enumerate(losses, 1):
+        series.add(Row(1, step, step / 4, loss, loss, loss, 10.0), version=step)
+    assert len(series) <= limit
+    found = series.since(-1)
+    assert found is not None
+    rows = found["rows"]
+    assert [row[0] for row in rows] == sorted(row[0] for row in rows)
+    assert rows[-1][0] == len(losses)
+    finite = [loss for loss in losses if loss is not None]
+    lows = [row[3] for row in rows if row[3] is not None]
+    highs = [row[4] for row in rows if row[4] is not None]
+    if finite:
+        assert min(lows) == pytest.approx(min(finite), rel=1e-5)
+        assert max(highs) == pytest.approx(max(finite), rel=1e-5)
+    assert all(row[5] == 10.0 for row in rows)
+
+
+def test_a_killed_stage_is_lost_until_the_next_generation_runs() -> None:
+    begun = [event for event in pageevents.run(8) if event["event"] not in ("summary", "end")]
+    state = state_of(*begun)
+    assert set(health(state).values()) == {"running"}
+
+    state.take(pageevents.fault(8, "coarse"))
+    assert health(state)["coarse"] == "lost"
+    assert health(state)["fine"] == "running"
+    assert part(state, "progress")["status"] == "recovering"
+    assert part(state, "progress")["faults"] == [8]
+
+    state.take(pageevents.vitals(8, generation=1))  # sent before it was noticed
+    assert health(state)["coarse"] == "lost"
+    state.take(pageevents.vitals(8, generation=2, coarse="building"))
+    assert health(state)["coarse"] == "building"
+    state.take({"event": "generation", "generation": 2, "step": 8, "workers": {}})
+    assert set(health(state).values()) == {"running"}
+    assert part(state, "progress")["status"] == "training"
+    assert part(state, "progress")["generation"] == 2
+
+
+def test_a_step_of_the_lost_generation_brings_nobody_back() -> None:
+    *begun, step = [event for event in pageevents.run(9) if event["event"] in ("run", "step")]
+    state = state_of(*begun, pageevents.fault(8, "lift:1"))
+    state.take(step)
+    assert health(state)["lift:1"] == "lost"
+    assert health(state)["lift:0"] == "running"
+    state.take({**step, "step": 10, "generation": 2})
+    assert health(state)["lift:1"] == "running"
+
+
+def test_a_fault_of_a_stage_with_replicas_may_name_the_stage_alone() -> None:
+    state = state_of(next(pageevents.run(1)), pageevents.fault(1, "lift"))
+    assert [label for label, state in health(state).items() if state == "lost"] == [
+        "lift:0",
+        "lift:1",
+    ]
+
+
+@pytest.mark.parametrize("outcome", ["done", "failed", "interrupted"])
+def test_at_the_end_all_stages_have_ended_but_for_what_was_lost(outcome: str) -> None:
+    begin = next(pageevents.run(1))
+    end = {"event": "end", "outcome": outcome, "error": "why"}
+    state = state_of(begin, pageevents.fault(1, "finish"), end)
+    assert part(state, "progress")["status"] == outcome
+    assert part(state, "progress")["error"] == "why"
+    assert health(state)["finish"] == "lost"
+    assert health(state)["fine"] == "ended"
+
+
+def test_the_driver_is_a_worker_where_vitals_tell_of_it() -> None:
+    state = state_of(next(pageevents.run(1)), pageevents.vitals(1))
+    assert health(state)["driver"] == "running"
+
+
+def test_a_flood_of_one_kind_hides_nothing_of_another() -> None:
+    state = state_of(pageevents.fault(1))
+    for number in range(5 * entries.LIMIT):
+        state.take({"event": "log", "level": "WARNING", "logger": "x", "text": f"line {number}"})
+    found = state.since(None)
+    assert found is not None
+    assert len(found["entries"]) == entries.LIMIT + 1
+    assert found["entries"][0]["kind"] == "fault"
+    assert found["parts"]["counts"] == {"fault": 1, "message": 5 * entries.LIMIT}
+
+
+def test_of_too_many_evaluations_every_other_stays_and_the_newest() -> None:
+    def evaluated(count: int) -> list[int]:
+        state = state_of(*({"event": "eval", "step": n, "loss": 1.0} for n in range(count)))
+        return [step for step, *_ in part(state, "evaluations")]
+
+    assert evaluated(EVALUATIONS) == list(range(EVALUATIONS))
+    assert evaluated(EVALUATIONS + 1) == list(range(0, EVALUATIONS + 1, 2))
+
+
+def test_what_is_no_number_does_not_reach_the_browser() -> None:
+    step = next(event for event in pageevents.run(1) if event["event"] == "step")
+    state = state_of(
+        {**step, "loss": math.nan, "learning_rate": math.inf},
+        {"event": "eval", "step": 1, "epoch": 1, "loss": math.inf, "f1": math.nan},
+    )
+    json.dumps(state.since(None), allow_nan=False)
+    assert part(state, "evaluations") == [[1, 0.0, {"loss": None, "f1": None}]]
+
+
+def test_the_learning_rates_are_those_of_all_groups() -> None:
+    step = next(event for event in pageevents.run(1) if event["event"] == "step")
+    assert part(state_of(step), "progress")["learning_rates"] == [0.003]
+    groups = {"lift:0": [0.003, math.inf, 0.03], "finish": [0.5, 0.25]}
+    several = state_of({**step, "group_learning_rates": groups})
+    assert part(several, "progress")["learning_rates"] == [0.003, 0.03]
+
+
+def test_an_event_that_nobody_shows_changes_nothing() -> None:
+    state = state_of(next(pageevents.run(1)))
+    version = state.version
+    state.take({"event": "of another time", "time": 1.0})
+    assert state.since(version) is None
+
+
+def test_every_kind_of_event_has_its_words() -> None:
+    events: list[Event] = [
+        {"event": "fault", "step": 3, "error": "gone"},
+        {"event": "waiting", "stage": "b", "address": "h:1"},
+        {"event": "replaced", "stage": "b", "lost": "h:1", "address": "s:1"},
+        {"event": "generation", "generation": 2, "step": 3},
+        {"event": "recovered", "generation": 2, "step": 3, "seconds": 1.25},
+        {"event": "resumed", "step": 3, "changed": ["seed"]},
+        {"event": "checkpoint", "step": 3, "path": "c", "seconds": 0.5, "bytes": 2**20},
+        {"event": "best", "step": 3, "metric": "loss", "value": 0.25},
+        {"event": "eval", "step": 3, "epoch": 1, "loss": 0.5, "accuracy": 0.75},
+        {"event": "early_stop", "step": 3, "metric": "loss"},
+        {"event": "warning", "text": "mind this"},
+        {"event": "log", "level": "ERROR", "logger": "a.b", "text": "oh", "count": 3},
+        {"event": "plan", "balance": [1, 2], "step_s": 0.25},
+        {"event": "shares", "shares": {"a": [1, 2]}},
+        {"event": "start", "steps": 1000},
+        {"event": "report", "text": "all is well"},
+        {"event": "summary", "steps": 1000, "loss": 0.125},
+        {"event": "end", "outcome": "failed", "error": "out of memory"},
+    ]
+    assert {event["event"] for event in events} == set(entries.KINDS)
+    assert [entries.text(event) for event in events] == [
+        "Lost: gone",
+        "Waiting for the server at h:1",
+        "The spare at s:1 takes the place of h:1",
+        "Generation 2 begins",
+        "Going on after 1.2 s",
+        "Resuming; changed since: seed",
+        "Checkpoint in 0.5 s, 1.0 MiB: c",
+        "The best so far: loss 0.2500",
+        "loss 0.5000, accuracy 0.7500",
+        "Stopped early: loss has not become better",
+        "mind this",
+        "a.b: oh (x 3)",
+        "Balance [1, 2], predicted step 250.0 ms",
+        "Replicas share micro-batches {'a': [1, 2]}",
+        "1,000 steps",
+        "all is well",
+        "Done: 1,000 steps, loss 0.1250",
+        "The run has ended, failed: out of memory",
+    ]
+
+
+def test_resuming_from_nothing_is_no_resuming() -> None:
+    resumed = {"event": "resumed", "step": 0, "changed": []}
+    assert entries.text(resumed) == "No checkpoint to resume from: starting from the beginning"
+    assert entries.text(resumed).lower() == output.fault_line(resumed)
+
+
+def test_times_of_a_diagram_are_from_its_begin() -> None:
+    shown = part(state_of(pageevents.timeline(8)), "timeline")
+    first = shown["stages"][0]
+    assert first["spans"][0] == ["F", 0, 0, 9500]
+    assert all(item[-2] >= 0 for stage in shown["stages"] for item in stage["spans"])
+
+
+def test_a_page_that_is_open_is_told_of_a_diagram_at_once() -> None:
+    state = state_of(*pageevents.run(1))
+    known = state.version
+    state.take(pageevents.timeline(8))
+    message = state.since(known)
+    assert message is not None
+    assert set(message["parts"]) == {"timeline"}
+
+
+def test_a_report_is_one_file_and_nothing_that_a_run_says_gets_out_of_its_data() -> None:
+    hostile = "</script><script>alert(1)</script><!--"
+    events = [*pageevents.run(20), {"event": "warning", "text": hostile}]
+    page = html([pageevents.record("<!--<script>", events)])
+    assert "</script><script>alert" not in page
+    data = page.split('<script type="application/json" id="data">')[1].split("</script>")[0]
+    (run,) = json.loads(data)["runs"]
+    assert run["name"] == "<!--<script>"
+    assert run["state"]["entries"][-1]["text"] == hostile
+    for outside in ("src=", 'rel="stylesheet"', "import {", "export {", 'href="icon.svg'):
+        assert outside not in page.replace("data.src", "")

@@ -1,0 +1,140 @@
+"""Who may scrape, and who may not."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import shutil
+import socket
+import ssl
+import threading
+import urllib.error
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rpcmp.errors import ConfigError
+from rpcmp.net.security import Security
+from rpcmp.observability.prometheus.endpoint import MOST, serving
+from rpcmp.observability.prometheus.run import RunMetrics
+from tests.support.lan import issue, issue_to_driver
+from tests.support.scraping import HERE, port_of, scrape, value
+
+ELSEWHERE = "0.0.0.0"
+
+
+@pytest.fixture(scope="module")
+def certs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return issue_to_driver(tmp_path_factory.mktemp("certs"), HERE).parent
+
+
+def trusting(authority: Path, holder: Path | None) -> ssl.SSLContext:
+    """How Prometheus comes: `ca_file`, `cert_file` and `key_file` of its `tls_config`."""
+    context = ssl.create_default_context(cafile=str(authority / "ca.crt"))
+    if holder is not None:
+        context.load_cert_chain(holder / "tls.crt", holder / "tls.key")
+    return context
+
+
+@contextlib.contextmanager
+def door(address: str, security: Security) -> Iterator[str]:
+    metrics = RunMetrics()
+    saved = {"step": 3, "seconds": 0.5, "bytes": 4096, "path": "somewhere"}
+    metrics.tell({"event": "checkpoint", "time": 1000.0, "generation": 1, **saved})
+    with serving(metrics.store, address, security) as url:
+        yield url
+
+
+def test_on_loopback_everybody_may_read() -> None:
+    with door(f"{HERE}:0", Security()) as url:
+        assert url.startswith(f"http://{HERE}:")
+        assert value(scrape(url), "rpcmp_checkpoint_step") == 3
+        assert "process_resident_memory_bytes" in {name for name, _ in scrape(url)}
+    with pytest.raises(urllib.error.URLError):
+        scrape(url)  # it is closed
+
+
+def test_no_web_page_can_read_them_by_a_name_of_its_own() -> None:
+    with door(f"{HERE}:0", Security()) as url:
+        for name in ("127.0.0.1", "localhost:9464", "[::1]:1"):
+            assert status(url, name) == 200
+        for name in (f"evil.example:{port_of(url)}", "evil.example", "[::1", ""):
+            assert status(url, name) == 403
+
+
+def status(url: str, host: str) -> int:
+    with contextlib.closing(http.client.HTTPConnection(HERE, port_of(url), timeout=20)) as line:
+        line.request("GET", "/metrics", headers={"Host": host})
+        return line.getresponse().status
+
+
+def test_connections_that_say_nothing_are_few_and_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rpcmp.observability.prometheus.endpoint.SCRAPE_SECONDS", 0.5)
+    monkeypatch.setattr("rpcmp.net.accept.SILENT_SECONDS", 1)
+    before = threading.active_count()
+    with door(f"{HERE}:0", Security()) as url, contextlib.ExitStack() as stack:
+        silent = [
+            stack.enter_context(socket.create_connection((HERE, port_of(url))))
+            for _ in range(3 * MOST)
+        ]
+        assert value(scrape(url), "rpcmp_checkpoint_step") == 3
+        assert threading.active_count() - before < 20
+        for connection in silent:
+            connection.settimeout(20)
+            assert connection.recv(1) == b""
+
+
+@pytest.mark.parametrize("address", [f"{ELSEWHERE}:0", "[::]:0", "host-a:9464"])
+def test_elsewhere_nobody_is_let_in_without_certificates(address: str) -> None:
+    refused = pytest.raises(ConfigError, match=r"not a loopback address.*--certs DIR")
+    with refused, door(address, Security()):
+        raise AssertionError("it is open")
+
+
+def test_who_says_insecure_gets_it() -> None:
+    with door(f"{ELSEWHERE}:0", Security(insecure=True)) as url:
+        assert value(scrape(f"http://{HERE}:{port_of(url)}/metrics"), "rpcmp_checkpoint_step") == 3
+
+
+def test_elsewhere_both_sides_show_certificates_of_one_authority(
+    certs: Path, tmp_path: Path
+) -> None:
+    other = issue(tmp_path / "other", HERE)
+    with door(f"{ELSEWHERE}:0", Security(certs / "driver-here")) as bound:
+        assert bound.startswith("https://")
+        url = f"https://{HERE}:{port_of(bound)}/metrics"
+        found = scrape(url, trusting(certs, certs / "stage0"))
+        assert value(found, "rpcmp_checkpoint_step") == 3
+        for holder in (None, other / "stage0"):
+            with pytest.raises((urllib.error.URLError, OSError)):
+                scrape(url, trusting(certs, holder))
+        with pytest.raises(urllib.error.URLError, match="CERTIFICATE_VERIFY_FAILED"):
+            scrape(url, trusting(other, certs / "stage0"))
+        with pytest.raises((urllib.error.URLError, OSError)):
+            scrape(url.replace("https", "http"))
+
+
+def test_one_that_says_nothing_holds_up_nobody(certs: Path) -> None:
+    with door(f"{ELSEWHERE}:0", Security(certs / "driver-here")) as bound:
+        port = port_of(bound)
+        with socket.create_connection((HERE, port)), socket.create_connection((HERE, port)):
+            found = scrape(f"https://{HERE}:{port}/metrics", trusting(certs, certs / "driver-here"))
+        assert value(found, "rpcmp_checkpoint_step") == 3
+
+
+def test_a_certificate_that_was_renewed_is_shown(certs: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "own"
+    shutil.copytree(certs / "driver-here", folder)
+
+    def shown(port: int) -> bytes | None:
+        with socket.create_connection((HERE, port)) as connection:
+            context = trusting(certs, certs / "stage0")
+            with context.wrap_socket(connection, server_hostname=HERE) as session:
+                return session.getpeercert(binary_form=True)
+
+    with door(f"{ELSEWHERE}:0", Security(folder)) as bound:
+        before = shown(port_of(bound))
+        for name in ("tls.crt", "tls.key"):
+            shutil.copy(certs / "stage0" / name, folder / name)
+        assert shown(port_of(bound)) not in (before, None)

@@ -1,0 +1,189 @@
+"""The figures of runs and servers, made of their events and of what they do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rpcmp.config.topology import DRIVER
+from rpcmp.job.telemetry import Vitals
+from rpcmp.observability.prometheus.registry import Family, Store, Tally
+from rpcmp.observability.prometheus.run import RunMetrics
+from tests.support.scraping import Samples, of, value
+
+
+def told(metrics: RunMetrics) -> Samples:
+    return {
+        (sample.name, frozenset(sample.labels.items())): sample.value
+        for family in metrics.store.collect()
+        for sample in family.samples
+    }
+
+
+# Counters
+
+
+@given(st.lists(st.tuples(st.integers(1, 4), st.integers(0, 100)), max_size=30))
+def test_counters_never_fall(seen: list[tuple[int, int]]) -> None:
+    tally, before = Tally(), 0.0
+    for source, count in sorted(seen, key=lambda pair: pair[0]):
+        total = tally.total("key", source, count)
+        assert total >= before
+        before = total
+    highest: dict[int, int] = {}
+    for source, count in seen:
+        highest[source] = max(count, highest.get(source, 0))
+    assert before == sum(highest.values())
+
+
+def test_what_is_counted_goes_on_where_the_process_before_it_ended() -> None:
+    tally = Tally()
+    assert [tally.total("a", 1, n) for n in (5, 9)] == [5, 9]
+    assert [tally.total("a", 2, n) for n in (0, 3, 12)] == [9, 12, 21]
+    assert tally.total("b", 2, 7) == 7
+
+
+def test_labels_have_to_be_those_of_the_family() -> None:
+    store = Store([Family("x", "gauge", "An x", ("stage",))])
+    with pytest.raises(ValueError, match="has the labels"):
+        store.set("x", 1.0)
+
+
+# A run's
+
+
+def event(name: str, generation: int = 1, **more: Any) -> dict[str, Any]:
+    return {"event": name, "time": 1000.0, "generation": generation, **more}
+
+
+def step(number: int, **busy: dict[str, float]) -> dict[str, Any]:
+    return event(
+        "step",
+        step=number,
+        epoch=1,
+        loss=1 / number,
+        samples_per_s=320.0,
+        step_s=0.1,
+        data_share=0.2,
+        busy_seconds=busy,
+        learning_rates=dict.fromkeys(busy, 0.5),
+    )
+
+
+def process(pid: int, **more: Any) -> dict[str, Any]:
+    known = {"memory": 100, "in_flight": 2, "restarts": 0, "state": "running", "cpu_seconds": 1.0}
+    return {**known, "pid": pid, **more}
+
+
+def vitals(generation: int, links: dict[tuple[str, str], int], **workers: Any) -> dict[str, Any]:
+    told = [
+        {"from": a, "to": b, "bytes": n, "bytes_per_s": 0.0, "rtt_s": 0.001}
+        for (a, b), n in links.items()
+    ]
+    return event("vitals", generation, step=1, workers=workers, driver={}, links=told)
+
+
+def test_steps_add_up() -> None:
+    metrics = RunMetrics()
+    for number in (1, 2):
+        metrics.tell(step(number, a={"F": 0.01, "B": 0.02, "W": 0.0, "O": 0.005}))
+    found = told(metrics)
+    assert value(found, "rpcmp_step") == 2
+    assert value(found, "rpcmp_loss") == 0.5
+    assert value(found, "rpcmp_samples_total") == 64
+    assert value(found, "rpcmp_steps_total") == 2
+    assert value(found, "rpcmp_data_seconds_total") == pytest.approx(0.04)
+    assert value(found, "rpcmp_learning_rate", stage="a") == 0.5
+    assert of(found, "rpcmp_busy_seconds_total", "kind") == pytest.approx(
+        {("forward",): 0.02, ("backward",): 0.04, ("weight",): 0.0, ("optimizer",): 0.01}
+    )
+    assert not of(found, "rpcmp_idle_seconds_total", "kind")  # nobody knows the reasons yet
+
+
+def test_each_parameter_group_has_its_learning_rate_where_there_are_several() -> None:
+    metrics = RunMetrics()
+    metrics.tell({**step(1, a={}, b={}), "group_learning_rates": {"a": [0.5, 0.25]}})
+    found = of(told(metrics), "rpcmp_group_learning_rate", "group")
+    assert found == {("0",): 0.5, ("1",): 0.25}
+
+
+def test_idle_time_is_divided_by_its_reasons_and_none_is_lost() -> None:
+    metrics = RunMetrics()
+    busy = {"F": 0.02, "B": 0.02, "W": 0.0, "O": 0.0}  # of 0.1 s
+    lost = {"bubble": 0.3, "network": 0.1, "overhead": 0.0}
+    metrics.tell(step(1, a=busy))
+    metrics.tell(event("timeline", stages=[{"label": "a", "lost": lost}]))
+    metrics.tell(step(2, a=busy))
+    even = dict.fromkeys(lost, 0.0)
+    metrics.tell(event("timeline", stages=[{"label": "a", "lost": even}]))
+    metrics.tell(step(3, a=busy))
+    found = of(told(metrics), "rpcmp_idle_seconds_total", "kind")
+    assert found == pytest.approx({("bubble",): 0.11, ("network",): 0.05, ("overhead",): 0.02})
+    assert sum(found.values()) == pytest.approx(3 * 0.06)
+
+
+def test_bytes_and_processor_time_go_on_over_generations() -> None:
+    metrics = RunMetrics()
+    seen = []
+    for generation, count, pid, seconds in (
+        (1, 100, 7, 1.0),
+        (1, 300, 7, 2.0),
+        (1, 300, 0, 0.0),  # it is gone
+        (2, 0, 8, 0.5),
+        (2, 50, 8, 1.5),
+    ):
+        worker = process(pid, cpu_seconds=seconds, restarts=generation - 1)
+        metrics.tell(vitals(generation, {("a", "b"): count}, a=worker))
+        found = told(metrics)
+        seen.append(
+            (
+                value(found, "rpcmp_link_bytes_total", source="a", target="b"),
+                value(found, "rpcmp_cpu_seconds_total", stage="a"),
+            )
+        )
+    assert seen == [(100, 1.0), (300, 2.0), (300, 2.0), (300, 2.5), (350, 3.5)]
+    assert value(found, "rpcmp_restarts_total", stage="a") == 1
+    assert value(found, "rpcmp_generation") == 2
+
+
+def test_a_process_is_in_one_state() -> None:
+    metrics = RunMetrics()
+    for state in ("running", "lost"):
+        metrics.tell(vitals(1, {}, a=process(7, state=state)))
+    states = of(told(metrics), "rpcmp_worker_state", "state")
+    assert [state for (state,), is_in in states.items() if is_in] == ["lost"]
+
+
+def test_a_driver_process_that_dies_before_its_first_sign_of_life_is_no_problem() -> None:
+    metrics, known = RunMetrics(), Vitals()
+    for generation in (1, 2):
+        known.begin()
+        known.lose(DRIVER)
+        metrics.tell({**event("vitals", generation), **known.event(step=0)})
+    found = told(metrics)
+    assert value(found, "rpcmp_generation") == 2
+    assert value(found, "rpcmp_memory_bytes", stage=DRIVER) is None
+
+
+def test_a_checkpoint_ages(monkeypatch: pytest.MonkeyPatch) -> None:
+    metrics = RunMetrics()
+    assert value(told(metrics), "rpcmp_checkpoint_age_seconds") is None  # there is none
+    metrics.tell(event("checkpoint", step=3, seconds=0.5, bytes=4096, path="somewhere"))
+    for now, age in ((1007.0, 7.0), (1030.0, 30.0), (990.0, 0.0)):  # clocks are set back
+        monkeypatch.setattr("rpcmp.observability.prometheus.run.time.time", lambda now=now: now)
+        assert value(told(metrics), "rpcmp_checkpoint_age_seconds") == age
+    assert value(told(metrics), "rpcmp_checkpoint_duration_seconds") == 0.5
+    assert value(told(metrics), "rpcmp_checkpoints_total") == 1
+
+
+def test_events_that_are_no_figures_are_no_problem() -> None:
+    metrics = RunMetrics()
+    for name in ("warning", "log", "resumed", "end", "something new"):
+        metrics.tell(event(name, text="t"))
+    assert set(told(metrics)) == {("rpcmp_generation", frozenset())}
+
+
+# The whole

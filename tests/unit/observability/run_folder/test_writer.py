@@ -1,0 +1,178 @@
+"""What a run keeps, and what can be read of it however the run ended. No processes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rpcmp.cli.observing import observers
+from rpcmp.errors import ConfigError
+from rpcmp.observability import json_lines
+from rpcmp.observability.run_folder import reader, writer
+from rpcmp.observability.run_folder.writer import RunFolder, Thinning
+from tests.support import runs
+
+LOSSES = [2.0, 1.0, 0.1 + 0.2]
+
+
+def names(path: Path) -> list[str]:
+    return sorted(file.name for file in path.iterdir())
+
+
+def test_all_that_was_told_is_kept_in_its_file(tmp_path: Path) -> None:
+    of = runs.config(tmp_path)
+    told = runs.events(of, LOSSES)
+    path = runs.kept(of, told)
+    assert path.parent == tmp_path / "runs"
+    assert path.name.startswith("job-2")
+    assert names(path) == [
+        writer.CONFIG,
+        writer.EVENTS,
+        writer.LOG,
+        writer.METRICS,
+        writer.RUN,
+    ]
+    metrics = json_lines.read(path / writer.METRICS)
+    assert [event["event"] for event in metrics] == ["step", "step", "step", "eval"]
+    assert [event["loss"] for event in metrics[:3]] == LOSSES  # to the last bit
+    others = [event["event"] for event in json_lines.read(path / writer.EVENTS)]
+    assert others == ["run", "start", "timeline", "fault", "summary", "end"]
+    assert (path / writer.LOG).read_text().split() == [event["event"] for event in told]
+    record = reader.read(path)
+    assert sorted(record.events, key=told.index) == told
+    assert [event["time"] for event in record.events] == sorted(e["time"] for e in told)
+    assert (record.info.outcome, record.info.run) == ("done", "abc")
+    assert record.info.versions["torch"] == "2.13.0"
+
+
+def test_what_was_given_in_confidence_is_not_kept(tmp_path: Path) -> None:
+    log = {"loggers": [{"callable": "m:f", "kwargs": {"key": "a secret"}}]}
+    of = runs.config(tmp_path, log=log)
+    path = runs.kept(of, [event for event in runs.events(of, LOSSES) if event["event"] != "run"])
+    config = json.loads((path / writer.CONFIG).read_text())
+    assert config["optimizer"]["kwargs"]["lr"] == 0.1
+    assert config["optimizer"]["kwargs"]["note"].startswith("sha256:")
+    assert all("a secret" not in file.read_text() for file in path.iterdir())
+
+
+def test_the_folders_of_runs_stay_out_of_repositories(tmp_path: Path) -> None:
+    of = runs.config(tmp_path)
+    runs.kept(of, runs.events(of, LOSSES))
+    assert (tmp_path / "runs" / ".gitignore").read_text() == "*\n"
+    (tmp_path / "mine").mkdir()
+    of = runs.config(tmp_path, log={"folder": "mine"})
+    runs.kept(of, runs.events(of, LOSSES))
+    assert not (tmp_path / "mine" / ".gitignore").exists()  # whose it is may decide
+
+
+def test_two_runs_of_one_second_have_two_folders(tmp_path: Path) -> None:
+    first = writer.make_folder(tmp_path, "job-1")
+    assert writer.make_folder(tmp_path, "job-1").name == "job-1-2"
+    assert writer.make_folder(tmp_path, "job-1").name == "job-1-3"
+    assert first.name == "job-1"
+
+
+@pytest.mark.parametrize("others", [0, 1])
+def test_a_run_that_never_began_leaves_nothing(tmp_path: Path, others: int) -> None:
+    of = runs.config(tmp_path)
+    for _ in range(others):
+        runs.kept(of, runs.events(of, LOSSES))
+    end = {"event": "end", "outcome": "failed", "error": "nobody answers", "time": 0.0}
+    assert not runs.kept(of, [runs.run(of), end]).exists()
+    assert (tmp_path / "runs").exists() == bool(others)
+
+
+def test_a_run_that_is_resumed_names_the_newest_folder_of_the_run(tmp_path: Path) -> None:
+    of = runs.config(tmp_path)
+    begun, whole = runs.events(of, LOSSES)[:2], runs.events(of, LOSSES)
+    resumed = {"event": "resumed", "step": 3, "run": "abc", "changed": [], "time": runs.BEGIN}
+    first = runs.kept(of, whole)
+    second = runs.kept(of, [{**begun[0], "job_id": "other"}, resumed, begun[1]])
+    third = runs.kept(of, [{**begun[0], "job_id": "another"}, resumed, begun[1]])
+    found = [reader.read(path).info for path in (first, second, third)]
+    assert [info.continues for info in found] == [None, first.name, second.name]
+    assert {info.run for info in found} == {"abc"}
+
+
+def test_a_line_that_was_cut_off_is_left_out_and_no_other(tmp_path: Path) -> None:
+    of = runs.config(tmp_path)
+    path = runs.kept(of, runs.events(of, LOSSES))
+    file = path / writer.METRICS
+    file.write_bytes(file.read_bytes()[:-5])
+    record = reader.read(path)
+    assert [event["loss"] for event in record.all("step")] == LOSSES
+    assert record.all("eval") == []
+
+
+def test_what_comes_every_second_is_kept_ever_more_rarely() -> None:
+    thinning = Thinning()
+    kept = [
+        second
+        for second in range(24 * 3600)
+        if thinning.passes({"event": "vitals", "time": float(second)})
+    ]
+    assert kept[:4] == [0, 30, 60, 90]
+    assert len(kept) < 150
+    assert [event["time"] for event in thinning.take_held()] == [24 * 3600 - 1.0]
+    assert thinning.take_held() == []
+
+
+def test_a_folder_that_was_asked_for_and_cannot_be_had_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "taken").write_text("a file")
+    with pytest.raises(ConfigError, match=r"log\.folder: cannot write .*taken"):
+        observers(runs.config(tmp_path, log={"folder": "taken"}))
+    with pytest.raises(ConfigError, match=r"log\.folder: cannot write .*/taken/below"):
+        observers(runs.config(tmp_path, log={"folder": "taken/below"}))
+
+
+def test_one_that_nobody_asked_for_is_missed_with_a_reason(tmp_path: Path) -> None:
+    (tmp_path / "runs").write_text("a file")
+    (folder,) = observers(runs.config(tmp_path))
+    assert isinstance(folder, RunFolder)
+    with pytest.raises(OSError, match="runs"):
+        folder.tell({"event": "start"})
+    folder.close()
+    assert observers(runs.config(tmp_path, log={"folder": ""})) == []
+
+
+def damaged(path: Path, file: str, content: str) -> str:
+    """What reading says when a file holds something else."""
+    (path / file).write_text(content)
+    with pytest.raises(ConfigError) as error:
+        reader.read(path)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "said"),
+    [
+        (writer.RUN, '{"format": 2, "unknown": 1}', "a newer one wrote it; update rpcmp"),
+        (writer.RUN, "{", "run.json is damaged or missing"),
+        (writer.RUN, "[]", "run.json is damaged or missing"),
+        (writer.RUN, '{"format": 1, "name": 3}', "name: Input should be a valid string"),
+        (writer.CONFIG, "[]", "config.json is damaged or missing: it is not a JSON object"),
+        (writer.METRICS, "{}\n", "metrics.jsonl is damaged or missing: line 1 is no event"),
+        (writer.EVENTS, "{\n{}\n", "events.jsonl is damaged or missing: line 1 is not JSON"),
+        (writer.EVENTS, "3\n", "events.jsonl is damaged or missing: line 1 is not a JSON object"),
+    ],
+)
+def test_what_is_damaged_is_named(tmp_path: Path, file: str, content: str, said: str) -> None:
+    of = runs.config(tmp_path)
+    assert said in damaged(runs.kept(of, runs.events(of, LOSSES)), file, content)
+
+
+def test_what_is_no_run_is_refused_with_what_could_be_meant(tmp_path: Path) -> None:
+    of = runs.config(tmp_path)
+    path = runs.kept(of, runs.events(of, LOSSES))
+    cases = {
+        tmp_path / "nowhere": "there is nothing of that name",
+        tmp_path: "it has no run.json",
+        path.parent: f"it holds 1 of them; name one: {path}",
+        path / writer.LOG: "is no folder of a run",
+    }
+    for given, said in cases.items():
+        with pytest.raises(ConfigError) as error:
+            reader.read(given)
+        assert said in str(error.value)

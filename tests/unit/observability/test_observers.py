@@ -1,0 +1,215 @@
+"""Observers are told everything in order, and nothing that one of them does harms the run."""
+
+from __future__ import annotations
+
+import io
+import logging
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from rpcmp.errors import DrainingError, InterruptedJobError, JobError
+from rpcmp.observability import observers
+from rpcmp.observability.observers import LAG, MOST, watching
+from rpcmp.process.logging.display import Display
+
+Event = dict[str, Any]
+
+
+class Told:
+    """An observer that keeps what it hears, and calls `on` with it before."""
+
+    name = "the witness"
+
+    def __init__(self, on: Callable[[Event], None] = lambda event: None) -> None:
+        self.on = on
+        self.events: list[Event] = []
+        self.closed = 0
+
+    def tell(self, event: Event) -> None:
+        self.on(event)
+        self.events.append(event)
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+class Hanging(Told):
+    """One that hangs in its first event until it may go on."""
+
+    def __init__(self) -> None:
+        super().__init__(self._wait)
+        self.may_go_on = threading.Event()
+
+    def _wait(self, event: Event) -> None:
+        self.may_go_on.wait()
+
+
+def names(events: list[Event]) -> list[str]:
+    return [event["event"] for event in events]
+
+
+def warnings(events: list[Event]) -> list[str]:
+    return [event["text"] for event in events if event["event"] == "warning"]
+
+
+def test_everybody_is_told_in_order_and_the_end_is_last() -> None:
+    shown: list[Event] = []
+    first, second = Told(), Told()
+    with watching([first, second], shown.append) as report:
+        for step in range(1000):
+            report({"event": "step", "step": step, "generation": 3})
+    assert [event["step"] for event in shown[:-1]] == list(range(1000))
+    assert first.events == second.events == shown
+    assert (first.closed, second.closed) == (1, 1)
+    end = shown[-1]
+    assert {**end, "time": 0} == {
+        "event": "end",
+        "outcome": "done",
+        "error": "",
+        "generation": 3,
+        "time": 0,
+    }
+
+
+@pytest.mark.parametrize(
+    ("error", "outcome", "text"),
+    [
+        (JobError("it broke"), "failed", "it broke"),
+        (ValueError("a bug"), "failed", "ValueError: a bug"),
+        (InterruptedJobError(2, 7), "interrupted", "ended by SIGINT after step 7"),
+        (DrainingError("stopped"), "interrupted", "stopped"),
+        (KeyboardInterrupt(), "interrupted", "KeyboardInterrupt"),
+    ],
+)
+def test_the_end_says_how_it_ended(error: BaseException, outcome: str, text: str) -> None:
+    told = Told()
+    with pytest.raises(type(error)), watching([told], lambda event: None):
+        raise error
+    (end,) = told.events
+    assert (end["outcome"], end["error"]) == (outcome, text)
+    assert told.closed == 1
+
+
+def test_one_that_raises_is_dropped_with_a_warning_that_names_it() -> None:
+    def fail(event: Event) -> None:
+        raise OSError("the disk is full")
+
+    shown: list[Event] = []
+    bad, good = Told(fail), Told()
+    with watching([bad, good], shown.append) as report:
+        report({"event": "start"})
+        while bad.closed == 0:
+            threading.Event().wait(0.001)
+        report({"event": "summary"})
+    (warning,) = warnings(shown)
+    assert warning.startswith("the witness failed: OSError: the disk is full")
+    assert "the run goes on without it" in warning
+    assert (names(shown)[0], names(shown)[-2:]) == ("start", ["summary", "end"])
+    assert good.events == shown
+    assert bad.events == []
+    assert bad.closed == 1
+
+
+def test_one_that_fails_at_the_very_end_is_named_before_the_end_is_shown() -> None:
+    def fail(event: Event) -> None:
+        raise SystemExit(3)  # user code may
+
+    shown: list[Event] = []
+    with watching([Told(fail)], shown.append):
+        pass
+    assert names(shown) == ["warning", "end"]
+
+
+def test_what_is_soon_out_of_date_is_for_observers_alone() -> None:
+    shown: list[Event] = []
+    observer = Told()
+    with watching([observer], shown.append) as report:
+        for event in ("start", "vitals", "timeline"):
+            report({"event": event})
+    assert names(shown) == ["start", "end"]  # nobody may read the output for hours
+    assert names(observer.events) == ["start", "vitals", "timeline", "end"]
+
+
+def test_one_that_lags_misses_only_what_is_out_of_date() -> None:
+    slow = Hanging()
+    with watching([slow], lambda event: None) as report:
+        for step in range(5 * LAG):
+            report({"event": "step", "step": step})
+            report({"event": "vitals", "step": step})
+        slow.may_go_on.set()
+    told = names(slow.events)
+    assert told.count("step") == 5 * LAG
+    assert 0 < told.count("vitals") < 2 * LAG
+    assert told[-1] == "end"
+
+
+def test_one_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[Event] = []
+    monkeypatch.setattr(observers, "MOST", 50)
+    assert MOST > 50
+    hanging = Hanging()
+    with watching([hanging], shown.append) as report:
+        for step in range(100):
+            report({"event": "step", "step": step})
+    hanging.may_go_on.set()
+    (warning,) = warnings(shown)
+    assert "lags 50 events behind" in warning
+    assert [event["step"] for event in shown if event["event"] == "step"] == list(range(100))
+
+
+def test_the_end_waits_for_nobody_for_ever() -> None:
+    shown: list[Event] = []
+    hanging = Hanging()
+    with watching([hanging], shown.append, patience=0.01) as report:
+        report({"event": "start"})
+    hanging.may_go_on.set()
+    assert names(shown) == ["start", "warning", "end"]
+    assert "did not finish in time" in shown[1]["text"]
+
+
+def test_what_an_observer_reports_goes_to_the_others_alone() -> None:
+    reports: list[Callable[[Event], None]] = []
+
+    def speak(event: Event) -> None:
+        if event["event"] == "start":
+            reports[0]({"event": "log", "text": "I was told"})
+
+    speaker, listener = Told(speak), Told()
+    with watching([speaker, listener], lambda event: None) as report:
+        reports.append(report)
+        report({"event": "start"})
+        while "log" not in names(listener.events):
+            threading.Event().wait(0.001)
+    assert names(listener.events) == ["start", "log", "end"]
+    assert names(speaker.events) == ["start", "end"]
+
+
+def test_an_output_that_cannot_be_written_ends_the_run_and_is_told() -> None:
+    def show(event: Event) -> None:
+        raise BrokenPipeError("nobody reads any more")
+
+    told = Told()
+    with pytest.raises(BrokenPipeError), watching([told], show) as report:
+        report({"event": "start"})
+    assert names(told.events) == ["end"]
+    assert told.events[0]["outcome"] == "failed"
+
+
+def test_what_an_observer_says_is_shown_but_not_reported() -> None:
+    stream = io.StringIO()
+    display = Display(stream)
+
+    def say(text: str) -> None:
+        display.emit(logging.makeLogRecord({"levelname": "INFO", "levelno": 20, "msg": text}))
+
+    observer = Told(lambda event: say(f"heard {event['event']}"))
+    with watching([observer], lambda event: None) as report, display.reporting(report):
+        report({"event": "start"})
+        say("a word of the run's")
+    display.finish()
+    assert names(observer.events) == ["start", "log", "end"]
+    shown = [line.rpartition(": ")[2] for line in stream.getvalue().splitlines()]
+    assert shown == ["heard start", "heard log", "heard end"]

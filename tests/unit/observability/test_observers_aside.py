@@ -1,0 +1,51 @@
+"""Output that nobody reads for a while holds up nobody, and none of it is lost."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from rpcmp.observability.observers import aside
+
+
+def test_events_are_shown_in_order_and_reported_without_waiting() -> None:
+    shown: list[int] = []
+    may_go_on = threading.Event()
+
+    def show(event: dict[str, int]) -> None:
+        may_go_on.wait()
+        shown.append(event["step"])
+
+    with aside(show) as report:
+        for step in range(1000):
+            report({"step": step})
+        assert shown == []
+        may_go_on.set()
+    assert shown == list(range(1000))
+
+
+def test_an_output_that_cannot_be_written_ends_the_run() -> None:
+    tried = threading.Event()
+
+    def show(event: dict[str, int]) -> None:
+        tried.set()
+        raise BrokenPipeError("nobody reads any more")
+
+    def report_all() -> None:
+        with aside(show) as report:
+            report({"step": 1})
+            tried.wait()
+            for step in range(100_000):
+                report({"step": step})
+
+    with pytest.raises(BrokenPipeError):
+        report_all()
+
+
+def test_so_does_one_that_fails_at_the_end() -> None:
+    def show(event: dict[str, int]) -> None:
+        raise BrokenPipeError("nobody reads any more")
+
+    with pytest.raises(BrokenPipeError), aside(show) as report:
+        report({"step": 1})

@@ -1,0 +1,229 @@
+"""What a step looks like while the run goes on."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from rpcmp.config.topology import Member
+from rpcmp.driver.stage_group import Group
+from rpcmp.driver.tracing import Follower
+from rpcmp.errors import JobError
+from rpcmp.observability.trace import chrome
+from rpcmp.observability.trace.analysis import timeline
+from rpcmp.observability.trace.spans import Kind, Span
+from rpcmp.worker.executor import STEPS_KEPT, Recorder
+from tests.support.traces import SLOW_LINKS, ZERO_BUBBLE, drawn
+from tests.support.twostages import STAGES, job
+
+MS = 1e-3
+
+
+def shown(picture: str, step: int) -> dict[str, Any]:
+    found = timeline(drawn(picture), step)
+    assert found is not None
+    return found
+
+
+def stage(event: dict[str, Any], label: str) -> dict[str, Any]:
+    (found,) = (each for each in event["stages"] if each["label"] == label)
+    return cast(dict[str, Any], found)
+
+
+def test_a_step_lasts_until_the_next_one_begins_anywhere() -> None:
+    event = shown(ZERO_BUBBLE, 1)
+    assert (event["event"], event["step"], event["seconds"]) == ("timeline", 1, 8 * MS)
+    assert stage(event, "stage0")["spans"] == [
+        ["F", 0, 0, 1 * MS],
+        ["F", 1, 1 * MS, 2 * MS],
+        ["B", 0, 3 * MS, 4 * MS],
+        ["W", 0, 4 * MS, 5 * MS],
+        ["B", 1, 5 * MS, 6 * MS],
+        ["W", 1, 6 * MS, 7 * MS],
+        ["O", -1, 7 * MS, 8 * MS],
+    ]
+    assert stage(event, "stage0")["idle"] == [["bubble", 2 * MS, 3 * MS]]
+    assert stage(event, "stage0")["host"] == "host-stage0"
+    assert event["bottleneck"].startswith("bottleneck: stage")
+
+
+def test_spans_idle_time_and_shares_are_of_the_same_time() -> None:
+    event = shown(SLOW_LINKS, 1)
+    for each in event["stages"]:
+        assert sum(each["busy"].values()) + sum(each["lost"].values()) == pytest.approx(1)
+        for kind, share in each["busy"].items():
+            found = sum(end - start for k, _, start, end in each["spans"] if k == kind)
+            assert found == pytest.approx(share * event["seconds"])
+        for loss, share in each["lost"].items():
+            found = sum(end - start for name, start, end in each["idle"] if name == loss)
+            assert found == pytest.approx(share * event["seconds"])
+
+
+def test_what_still_goes_on_of_the_step_before_is_seen_as_well() -> None:
+    event = shown(
+        """
+        stage0  F0 .  B0 O  F0 .  B0 O  F0
+        stage1  .  F0 B0 W0 W0 O  F0 B0 W0 O
+        """,
+        2,
+    )
+    assert [span[0] for span in stage(event, "stage1")["spans"]] == ["W", "O", "F", "B"]
+
+
+def test_an_evaluation_after_a_step_is_no_part_of_it() -> None:
+    event = shown("stage0  F0 B0 O  .  .  .  .  F0 B0 O", 1)
+    assert event["seconds"] == 3 * MS
+    assert stage(event, "stage0")["idle"] == []
+
+
+@pytest.mark.parametrize("step", [2, 3])
+def test_a_step_that_is_not_whole_is_not_shown(step: int) -> None:
+    assert timeline(drawn(ZERO_BUBBLE), step) is None
+
+
+def test_a_stage_keeps_what_it_did_in_its_last_steps() -> None:
+    recorder = Recorder()
+    recorder.add("F", 1, 0, 0, 0)
+    recorder.follows = True
+    for step in range(2, 70):
+        for kind in ("F", "B", "O"):
+            recorder.add(kind, step, 0, 0, 0)
+    assert recorder.take_spans() == []  # nobody traces
+    assert [span.step for span in recorder.recent(69, 3)] == [67] * 3 + [68] * 3 + [69] * 3
+    assert [span.step for span in recorder.recent(68, 2)] == [67] * 3 + [68] * 3
+    kept = {span.step for span in recorder.recent(69, 1000)}
+    assert kept == set(range(69 - STEPS_KEPT, 70))
+
+
+class Stages:
+    """Stages whose second one has a clock that is ahead."""
+
+    AHEAD = 10**12
+
+    def __init__(self) -> None:
+        self.asked: list[int] = []
+        self.may_answer = threading.Event()
+        self.may_answer.set()
+        self.error: JobError | None = None
+
+    def follow(self) -> dict[str, str]:
+        return dict.fromkeys(STAGES, "host-a")
+
+    def clock(self, worker: Member) -> int:
+        return self.AHEAD if worker.stage == STAGES[1] else 0
+
+    def ask_recent(self, step: int, count: int) -> Callable[[], dict[str, list[Span]]]:
+        self.asked.append(step)
+
+        def answers() -> dict[str, list[Span]]:
+            self.may_answer.wait()
+            if self.error is not None:
+                raise self.error
+            return {
+                name: _steps(step, ahead)
+                for name, ahead in zip(STAGES, (0, self.AHEAD), strict=True)
+            }
+
+        return answers
+
+
+def _steps(last: int, ahead: int) -> list[Span]:
+    """A forward and a backward of a millisecond in each of three steps."""
+    found = []
+    for step in range(last - 2, last + 1):
+        for offset, kind in ((0, Kind.FORWARD), (1, Kind.BACKWARD)):
+            start = ahead + step * 10_000_000 + offset * 1_000_000
+            found.append(Span(kind, step, 0, start, start, start + 1_000_000))
+    return found
+
+
+class Clock:
+    now = 100.0
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> type[Clock]:
+    monkeypatch.setattr(Clock, "now", 100.0)
+    monkeypatch.setattr("rpcmp.driver.tracing.time.monotonic", lambda: Clock.now)
+    monkeypatch.setattr("rpcmp.driver.tracing.time.perf_counter_ns", lambda: 0)
+    return Clock
+
+
+def test_a_step_is_shown_every_other_second_on_the_drivers_clock(clock: type[Clock]) -> None:
+    stages, events = Stages(), list[dict[str, Any]]()
+    follower = Follower(job(), cast(Group, stages), events.append, 2.0)
+    for step in range(1, 11):  # half a second each
+        follower.after_step(step)
+        clock.now += 0.5
+        while follower._showing is not None and not follower._showing.done():
+            pass
+    follower.close()
+    assert stages.asked == [2, 6, 10]
+    assert [event["step"] for event in events] == [1, 5, 9]
+    first, second = events[0]["stages"]
+    assert first["spans"] == second["spans"] == [["F", 0, 0.0, 0.001], ["B", 0, 0.001, 0.002]]
+
+
+def test_steps_that_take_long_to_show_are_shown_less_often(
+    clock: type[Clock], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spent = iter(range(0, 1000, 3))  # hundredths of a second of a processor
+    monkeypatch.setattr("rpcmp.driver.tracing.time.thread_time", lambda: next(spent) / 100)
+    stages = Stages()
+    follower = Follower(job(), cast(Group, stages), lambda event: None, 2.0)
+    for step in range(1, 11):
+        follower.after_step(step)
+        while follower._showing is not None and not follower._showing.done():
+            pass
+        clock.now += 1.0
+    follower.close()
+    assert stages.asked == [2, 5, 8]
+
+
+def test_an_answer_that_takes_its_time_holds_nobody_up(clock: type[Clock]) -> None:
+    stages, events = Stages(), list[dict[str, Any]]()
+    stages.may_answer.clear()
+    follower = Follower(job(), cast(Group, stages), events.append, 2.0)
+    for step in range(1, 30):
+        follower.after_step(step)
+        clock.now += 10
+    assert stages.asked == [2]  # one question at a time
+    stages.may_answer.set()
+    follower.close()
+    assert [event["step"] for event in events] == [1]
+
+
+def test_a_stage_that_is_lost_is_the_training_s_business(clock: type[Clock]) -> None:
+    stages, events = Stages(), list[dict[str, Any]]()
+    stages.error = JobError("the worker is gone")
+    follower = Follower(job(), cast(Group, stages), events.append, 2.0)
+    follower.after_step(1)
+    follower.after_step(2)
+    follower.close()
+    assert stages.asked == [2]
+    assert events == []
+    assert follower._showing is not None
+    assert follower._showing.exception() is None
+
+
+def test_the_last_steps_are_written_as_a_trace(tmp_path: Path) -> None:
+    events = list[dict[str, Any]]()
+    follower = Follower(job(), cast(Group, Stages()), events.append, 2.0)
+    follower.write(tmp_path / "trace.json.gz")
+    assert list(tmp_path.iterdir()) == []  # there has been no step
+    for step in range(1, 5):
+        follower.after_step(step)
+    follower.close()
+    follower.write(tmp_path / "trace.json.gz")
+    trace = chrome.read(tmp_path / "trace.json.gz")
+    assert [track.stage for track in trace.tracks] == list(STAGES)
+    for track in trace.tracks:
+        assert [span.step for span in track.spans] == [2, 2, 3, 3, 4, 4]
+    assert [path.name for path in tmp_path.iterdir()] == ["trace.json.gz"]
+    follower.write(tmp_path / "nowhere" / "trace.json.gz")
+    (text,) = [event["text"] for event in events if event["event"] == "warning"]
+    assert text.startswith("no trace of the last steps: cannot write the trace")

@@ -1,0 +1,188 @@
+"""What each worker is told."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from rpcmp.config import loader
+from rpcmp.config.loader import parse_config
+from rpcmp.config.schema import Config
+from rpcmp.config.topology import DRIVER, member_name, member_names
+from rpcmp.errors import ConfigError
+from rpcmp.pipelining import inflight
+from rpcmp.pipelining.assignment import Assignment, assign
+from rpcmp.pipelining.schedule import Limits
+from tests.support.graphs import workers
+from tests.support.settings import setting
+
+
+def chain(width: int = 6, **model: Any) -> Config:
+    """A job with the layers of tests.zoo.models, whose sizes are 5w, w(w + 1) and w + 1."""
+    source = {"layers": "tests.zoo.models:layers", "kwargs": {"width": width}, **model}
+    return parse_config({"loss": "torch.nn:MSELoss", "model": source})
+
+
+BRANCHES = {
+    "loss": "m:loss",
+    "num_microbatches": 8,
+    "stages": [
+        {"name": "c", "module": "m:C", "inputs": ["a", "b"]},
+        {"name": "a", "module": "m:A", "inputs": ["input"]},
+        {"name": "b", "module": "m:B", "inputs": ["a"]},
+    ],
+}
+
+
+def layers_of(config: Config) -> list[list[str]]:
+    return [assignment.layers for assignment in assign(config)]
+
+
+def test_a_balance_assigns_layers() -> None:
+    assert layers_of(chain(balance=[2, 1])) == [["first", "middle"], ["last"]]
+
+
+def test_without_a_balance_the_largest_stage_is_as_small_as_it_can_be() -> None:
+    assert layers_of(chain(width=6, num_stages=2)) == [["first"], ["middle", "last"]]
+    assert layers_of(chain(width=2, num_stages=2)) == [["first"], ["middle", "last"]]
+    assert layers_of(chain(num_stages=1)) == [["first", "middle", "last"]]
+
+
+def test_named_stages_are_a_layer_each_in_the_configs_order() -> None:
+    assignments = assign(parse_config(BRANCHES))
+    assert [assignment.layers for assignment in assignments] == [["c"], ["a"], ["b"]]
+    assert [assignment.stage_name for assignment in assignments] == ["c", "a", "b"]
+    assert [assignment.stage_index for assignment in assignments] == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "of_a", "of_b", "of_c"),
+    [
+        ({}, Limits(3, 3), Limits(2, 2), Limits(1, 1)),
+        ({"max_in_flight": 1}, Limits(1, 1), Limits(1, 1), Limits(1, 1)),
+        ({"schedule": "gpipe"}, Limits(8, 8), Limits(8, 8), Limits(8, 8)),
+        (
+            {"schedule": "zero-bubble"},
+            Limits(3, 3),
+            Limits(2, 4, splits=True, deferred=1),
+            Limits(1, 4, splits=True, deferred=2),
+        ),
+        (
+            {"schedule": "zero-bubble", "max_in_flight": 6},
+            Limits(5, 5),
+            Limits(3, 6, splits=True, deferred=2),
+            Limits(1, 6, splits=True, deferred=4),
+        ),
+    ],
+)
+def test_limits_follow_the_schedule_the_graph_and_max_in_flight(
+    overrides: dict[str, Any], of_a: Limits, of_b: Limits, of_c: Limits
+) -> None:
+    config = parse_config({**BRANCHES, **overrides})
+    assert inflight.limits(config) == {"a": of_a, "b": of_b, "c": of_c}
+    assert [assignment.limits for assignment in assign(config)] == [of_c, of_a, of_b]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "of_c", "held", "in_flight"),
+    [
+        ({}, Limits(1, 1), {"a": 8, "b": 6, "c": 3}, 5),
+        ({"max_in_flight": 7}, Limits(1, 1), {"a": 6, "b": 6, "c": 3}, 4),
+        ({"schedule": "gpipe", "max_in_flight": 8}, Limits(3, 3), {"a": 8, "b": 8, "c": 8}, 5),
+        (
+            {"schedule": "zero-bubble", "max_in_flight": 3},
+            Limits(1, 1, splits=True),
+            {"a": 3, "b": 3, "c": 3},
+            3,
+        ),
+        ({"microbatches_per_message": 100}, Limits(1, 1), {"a": 8, "b": 8, "c": 8}, 2),
+    ],
+)
+def test_schedules_count_bundles_where_micro_batches_share_a_message(
+    overrides: dict[str, Any], of_c: Limits, held: dict[str, int], in_flight: int
+) -> None:
+    config = parse_config({**BRANCHES, "microbatches_per_message": 3, **overrides})
+    assert inflight.limits(config)["c"] == of_c
+    assert inflight.held(config) == held
+    assert inflight.in_flight(config) == in_flight
+
+
+def test_a_message_must_not_hold_more_than_may_be_in_flight() -> None:
+    config = parse_config({**BRANCHES, "microbatches_per_message": 3, "max_in_flight": 2})
+    with pytest.raises(
+        ConfigError, match="max_in_flight = 2, but one message has microbatches_per_m"
+    ):
+        inflight.limits(config)
+
+
+def test_a_schedule_that_cannot_run_within_max_in_flight_is_refused() -> None:
+    config = parse_config({**BRANCHES, "schedule": "gpipe", "max_in_flight": 4})
+    with pytest.raises(ConfigError, match="max_in_flight = 4: gpipe holds all 8 micro-batches"):
+        inflight.limits(config)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (chain(balance=[1, 1]), "adds up to 2, but the model has 3 layers: first, middle, last"),
+        (chain(num_stages=2, balance="auto"), "has to be measured"),
+        (chain(num_stages=4), "4 stages need at least as many layers, but the model has 3"),
+        (chain(layers="tests.zoo.models:raising", kwargs={}), "failed: ValueError"),
+        (chain(layers="tests.zoo.models:no_such"), "does not import"),
+        (
+            parse_config({**BRANCHES, "stages": [{"module": "m:M", "device": "gpu"}]}),
+            "stage 'stage0': device = 'gpu': .* one of cpu, cuda",
+        ),
+    ],
+)
+def test_a_plan_that_cannot_be_made_says_why(config: Config, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        assign(config)
+
+
+@pytest.mark.parametrize(
+    ("stage", "message"),
+    [
+        ({"optimizer": {"callable": "torch.optim:Adm"}}, "optimizer of stage 'stage0' = 'torch"),
+        ({"optimizer": {"betas": [0.9, 0.99]}}, "optimizer of stage 'stage0' = 'torch.optim:SGD'"),
+        (
+            {"scheduler": {"callable": "torch.optim.lr_scheduler:StepLR"}},
+            "scheduler of stage 'stage0' = .* failed: TypeError",
+        ),
+    ],
+)
+def test_what_a_stage_has_of_its_own_is_tried_out(stage: dict[str, Any], message: str) -> None:
+    job = {"loss": "torch.nn:MSELoss", "model": {"layers": "tests.zoo.models:layers"}}
+    with pytest.raises(ConfigError, match=message):
+        assign(parse_config({**job, "stages": [stage]}))
+
+
+def test_an_optimizer_that_takes_matrices_only_may_have_stages_of_them() -> None:
+    model = {"layers": "tests.zoo.models:matrices", "num_stages": 2}
+    config = parse_config(
+        {"loss": "torch.nn:MSELoss", "model": model, "optimizer": "torch.optim:Muon"}
+    )
+    assert len(assign(config)) == 2
+
+
+@pytest.mark.parametrize(
+    "config", [chain(num_stages=3), parse_config(BRANCHES)], ids=["chain", "graph"]
+)
+def test_an_assignment_survives_the_journey_to_its_worker(config: Config) -> None:
+    for assignment in assign(config):
+        assert Assignment.model_validate_json(assignment.model_dump_json()) == assignment
+
+
+def test_ranks_follow_the_config_and_the_driver_comes_last() -> None:
+    assert member_names(workers("a", "driver")) == [member_name("a"), member_name("driver"), DRIVER]
+    everybody = member_names(workers("a", "driver", replicas=2))
+    assert everybody == ["a:0", "a:1", "driver:0", "driver:1", DRIVER]
+
+
+def test_a_worker_knows_the_limits_of_all_settings_that_may_come() -> None:
+    stages = [{"module": "zoo:First"}, {"module": "zoo:Join"}]
+    config = loader.parse_config({"stages": stages, "loss": "torch.nn:MSELoss"})
+    first, _ = assign(config, [setting(9, "gpipe"), setting(9, "1f1b", 5)])
+    arrived = Assignment.model_validate_json(first.model_dump_json())
+    assert [limits.open for limits in arrived.all_limits] == [2, 9, 5]

@@ -1,0 +1,235 @@
+"""Where a measured model is cut, and what is promised of it."""
+
+from __future__ import annotations
+
+import asyncio
+from itertools import combinations, pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rpcmp.config.loader import parse_config
+from rpcmp.config.schema import Config
+from rpcmp.errors import ConfigError
+from rpcmp.job import autobalance
+from rpcmp.job.autobalance import as_one, with_full_microbatches
+from rpcmp.pipelining.cost_model import Prediction, predict
+from rpcmp.pipelining.layer_profile import HostProfile, LayerProfile
+from rpcmp.pipelining.partition import StageHost, choose_balance
+from rpcmp.process.fork_client import Forks
+
+
+def layer(seconds: float = 1.0, state: int = 0, activations: int = 0) -> LayerProfile:
+    """A layer that computes so many seconds a step of one micro-batch, half of them backwards."""
+    return LayerProfile(
+        forward_s=seconds / 2,
+        backward_s=seconds / 4,
+        weight_s=seconds / 4,
+        update_s=0,
+        state_bytes=state,
+        activation_bytes=activations,
+        input_bytes=1,
+    )
+
+
+def host(
+    layers: list[LayerProfile], index: int = 0, limit: int | None = None, **settings: int
+) -> StageHost:
+    profile = HostProfile(layers=layers, base_bytes=10, available_bytes=None)
+    counts = {"num_microbatches": 1, "held": 1} | settings
+    return StageHost(f"stage{index}", profile, limit, counts["num_microbatches"], counts["held"])
+
+
+def hosts(times: list[list[float]]) -> list[StageHost]:
+    """One a row, which says how long it takes for each layer."""
+    return [host([layer(each) for each in row], index) for index, row in enumerate(times)]
+
+
+@pytest.mark.parametrize(
+    ("times", "balance"),
+    [
+        ([[1, 1, 1, 1]] * 2, [2, 2]),
+        ([[1, 1, 9, 1, 1]] * 3, [2, 1, 2]),
+        ([[5, 1, 1, 1]] * 3, [1, 1, 2]),  # the first decides, the others are as even as can be
+        ([[1, 1, 5, 1, 1, 1, 1]] * 4, [2, 1, 2, 2]),
+        ([[1, 1, 1, 1], [3, 3, 3, 3]], [3, 1]),  # the second host is three times as slow
+        ([[3, 3, 3, 3], [1, 1, 1, 1]], [1, 3]),
+        ([[0, 0, 0]] * 2, [1, 2]),
+        ([[0.1] * 6] * 3, [2, 2, 2]),  # sums of floats from different starts are no ties
+    ],
+)
+def test_times_give_the_expected_balance(times: list[list[float]], balance: list[int]) -> None:
+    assert choose_balance(hosts(times)) == balance
+
+
+def test_the_update_counts_once_a_step_and_the_rest_for_each_micro_batch() -> None:
+    costly = layer().model_copy(update={"update_s": 3.0})
+    assert host([layer(), costly], num_microbatches=4).seconds(0, 2) == 4 * 2.0 + 3.0
+
+
+def test_a_stage_holds_its_state_and_the_activations_of_all_open_micro_batches() -> None:
+    stage = host([layer(), layer(state=100, activations=7), layer(state=50)], held=3)
+    assert stage.memory(1, 3) == 10 + 100 + 50 + 3 * (1 + 7)
+
+
+def test_a_memory_limit_moves_the_cut() -> None:
+    layers = [layer(state=100) for _ in range(6)]
+    assert choose_balance([host(layers, 0), host(layers, 1)]) == [3, 3]
+    assert choose_balance([host(layers, 0), host(layers, 1, limit=220)]) == [4, 2]
+
+
+def test_a_model_that_fits_nowhere_names_the_stage_that_lacks_most() -> None:
+    layers = [layer(state=1024) for _ in range(4)]
+    message = (
+        r"no balance fits into memory; with \[3, 1\], .* stage 'stage1' needs 1.0 KiB and may "
+        r"have 500 B; .* `memory`"
+    )
+    with pytest.raises(ConfigError, match=message):
+        choose_balance([host(layers, 0, limit=4096), host(layers, 1, limit=500)])
+
+
+def test_more_stages_than_layers_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"3 stages need at least as many layers, .* has 2"):
+        choose_balance(hosts([[1, 1]] * 3))
+
+
+def balances(num_layers: int, num_stages: int) -> list[list[int]]:
+    cuts = combinations(range(1, num_layers), num_stages - 1)
+    return [[end - start for start, end in pairwise([0, *cut, num_layers])] for cut in cuts]
+
+
+def loads(stages: list[StageHost], balance: list[int]) -> list[float] | None:
+    """Each stage's seconds; None where one does not fit."""
+    ends = [sum(balance[: index + 1]) for index in range(len(balance))]
+    parts = list(zip(stages, [0, *ends], ends, strict=False))
+    if any(stage.overrun(start, end) > 0 for stage, start, end in parts):
+        return None
+    return [stage.seconds(start, end) for stage, start, end in parts]
+
+
+@st.composite
+def clusters(draw: st.DrawFn) -> list[StageHost]:
+    """Hosts that differ in speed and memory; whole numbers, so that sums are exact."""
+    num_layers = draw(st.integers(1, 7))
+    num_stages = draw(st.integers(1, num_layers))
+    sizes = draw(st.lists(st.integers(0, 9), min_size=num_layers, max_size=num_layers))
+    times = st.lists(st.integers(0, 9), min_size=num_layers, max_size=num_layers)
+    limits = st.none() | st.integers(10, 40)
+    return [
+        host(
+            [layer(time * 4, size, size) for time, size in zip(draw(times), sizes, strict=True)],
+            index,
+            limit=draw(limits),
+        )
+        for index in range(num_stages)
+    ]
+
+
+@settings(deadline=None, derandomize=True, max_examples=400)
+@given(clusters())
+def test_no_balance_is_better_than_the_chosen_one(stages: list[StageHost]) -> None:
+    every = balances(len(stages[0].profile.layers), len(stages))
+    found = [load for balance in every if (load := loads(stages, balance)) is not None]
+    if not found:
+        with pytest.raises(ConfigError, match="no balance fits"):
+            choose_balance(stages)
+        return
+    chosen = loads(stages, choose_balance(stages))
+    assert chosen is not None
+    best = min((max(load), sum(seconds**2 for seconds in load)) for load in found)
+    assert (max(chosen), sum(seconds**2 for seconds in chosen)) == best
+
+
+def predicted(updates: list[float], **changes: Any) -> Prediction:
+    """Three stages of one layer, four micro-batches, one unit for each action."""
+    model = {"layers": "m:layers", "num_stages": 3}
+    config: Config = parse_config({"loss": "m:loss", "model": model, **changes})
+    layers = [layer(2.0).model_copy(update={"update_s": update}) for update in updates]
+    stages = [host(layers, index, 20, num_microbatches=4) for index in range(3)]
+    return predict(config, stages, [1, 1, 1])
+
+
+def test_the_prediction_is_the_schedule_as_it_is_drawn() -> None:
+    found = predicted([0, 0, 0])
+    assert found.step_s == 12.0
+    assert found.bubble == pytest.approx(1 / 3)
+    stage = found.stages["stage1"]
+    assert (stage.num_layers, stage.busy_s, stage.memory_bytes) == (1, 8.0, 11)
+    assert stage.bubble == pytest.approx(1 / 3)
+
+
+def test_the_next_step_overlaps_with_this_one_unless_the_driver_looks_at_all_stages() -> None:
+    assert predicted([0, 0, 3]).step_s == 12.0
+    assert predicted([0, 0, 6]).step_s == 8.0 + 6.0
+    assert predicted([0, 0, 6], max_grad_norm=1.0).step_s == 12.0 + 6.0
+
+
+# Replicas
+
+
+@pytest.mark.parametrize(
+    ("seconds", "more", "expected"),
+    [
+        ([1, 1], {}, 2),  # two of four each
+        ([1, 1, 1], {}, 2),  # in turn: one of them has two
+        ([1] * 8, {}, 1),  # four have one, the others none
+        ([1, 3], {}, 6),
+        ([1, 3], {"balance_replicas": True}, 3),  # three and one
+        ([1, 3], {"stages": [{"replicas": 2, "shares": [3, 1]}]}, 3),
+        ([1, 1], {"microbatches_per_message": 4}, 4),  # one message, one replica
+    ],
+)
+def test_replicas_take_what_the_last_of_them_takes(
+    seconds: list[float], more: dict[str, Any], expected: float
+) -> None:
+    config = parse_config(
+        {
+            "loss": "torch.nn:MSELoss",
+            "model": {"layers": "tests.zoo.models:layers"},
+            "stages": [{"replicas": len(seconds)}],
+            "num_microbatches": 4,
+            **more,
+        }
+    )
+    profiles = [host([layer(each), layer(each)]).profile for each in seconds]
+    profile = as_one(config, 0, profiles)
+    one = StageHost("stage0", profile, None, config.num_microbatches, 1)
+    assert one.seconds(0, 1) == pytest.approx(expected)
+    assert profile.base_bytes == 10
+
+
+# Steps of few samples
+
+
+@pytest.mark.parametrize(("batch_size", "count"), [(2, 2), (4, 4), (10, 4)])
+def test_steps_of_few_samples_are_measured_as_they_are(batch_size: int, count: int) -> None:
+    data = {"train": "m:data", "batch_size": batch_size}
+    given = parse_config(
+        {"loss": "m:loss", "model": {"layers": "m:l", "balance": "auto", "num_stages": 2}}
+        | {"num_microbatches": 4, "data": data}
+    )
+    full = with_full_microbatches(given)
+    assert full == given.model_copy(update={"num_microbatches": count})
+    without = given.model_copy(update={"data": None})
+    assert with_full_microbatches(without) is without
+
+
+def test_a_stage_is_never_busy_for_longer_than_a_step_of_few_samples(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def measured(config: Config, *_: Any) -> list[StageHost]:
+        counts = {"num_microbatches": config.num_microbatches, "held": 1}
+        return [host([layer(), layer()], index, **counts) for index in range(2)]
+
+    monkeypatch.setattr(autobalance, "stage_hosts", measured)
+    given = parse_config(
+        {"loss": "m:loss", "model": {"layers": "m:l", "balance": "auto", "num_stages": 2}}
+        | {"num_microbatches": 4, "data": {"train": "m:data", "batch_size": 2}}
+    )
+    config, found = asyncio.run(autobalance.balanced(given, None, Forks([])))
+    assert config.num_microbatches == 4  # the job stays what its config says
+    assert found is not None
+    assert [stage.busy_s for stage in found.stages.values()] == [2.0, 2.0]
+    assert found.step_s == pytest.approx(3.0)

@@ -1,0 +1,117 @@
+"""How a mini-batch is cut into micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from rpcmp.errors import ConfigError
+from rpcmp.pipelining import microbatch
+
+
+@pytest.mark.parametrize(
+    ("num_samples", "num_microbatches", "sizes"),
+    [
+        (50, 7, [8, 7, 7, 7, 7, 7, 7]),  # as drawn in the module's docstring
+        (2, 4, [1, 1]),
+        (8, 4, [2, 2, 2, 2]),
+        (1, 1, [1]),
+    ],
+)
+def test_sizes_are_as_drawn(num_samples: int, num_microbatches: int, sizes: list[int]) -> None:
+    assert microbatch.sizes(num_samples, num_microbatches) == sizes
+
+
+@settings(deadline=None, derandomize=True)
+@given(st.integers(1, 1000), st.integers(1, 100))
+def test_sizes_sum_up_and_differ_by_at_most_one(num_samples: int, num_microbatches: int) -> None:
+    sizes = microbatch.sizes(num_samples, num_microbatches)
+    assert sum(sizes) == num_samples
+    assert len(sizes) == min(num_samples, num_microbatches)
+    assert sizes == sorted(sizes, reverse=True)
+    assert 1 <= sizes[-1] >= sizes[0] - 1
+
+
+@settings(deadline=None, derandomize=True)
+@given(st.integers(1, 60), st.integers(1, 20))
+def test_slices_are_those_of_tensor_split(num_samples: int, num_microbatches: int) -> None:
+    batch = torch.arange(num_samples * 3).reshape(num_samples, 3)
+    slices = microbatch.split(batch, num_microbatches)
+    count = min(num_samples, num_microbatches)
+    for ours, theirs in zip(slices, torch.tensor_split(batch, count), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_every_tensor_of_a_tree_is_cut_alike() -> None:
+    batch = {"image": torch.arange(5.0), "meta": (torch.arange(10).reshape(5, 2),)}
+    first, second = microbatch.split(batch, 2)
+    assert first["image"].tolist() == [0, 1, 2]
+    assert second["meta"][0].tolist() == [[6, 7], [8, 9]]
+
+
+def test_slices_are_contiguous_and_own_their_storage() -> None:
+    batch = torch.zeros(4, 3, 2, 2).contiguous(memory_format=torch.channels_last)
+    for part in microbatch.split(batch, 2):
+        assert part.is_contiguous()
+        assert part.storage_offset() == 0
+        part += 1
+    assert batch.sum() == 0
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        (torch.empty(0, 3), "has no samples; is the dataset empty"),
+        (torch.tensor(1.0), r"the batch is float32\[\]; a batch must be made of tensors"),
+        ({"a": torch.ones(2), "b": [3]}, "b.0 is int; a batch must be made of tensors"),
+        ((torch.ones(2), torch.ones(3)), "one number of samples, not 0: 2, 1: 3"),
+        ({}, "one number of samples, not none"),
+    ],
+)
+def test_what_is_no_batch_is_refused(batch: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        microbatch.split(batch, 2)
+
+
+@pytest.mark.parametrize(
+    ("samples", "count", "smallest", "found"),
+    [
+        (8, 4, 1, [2, 2, 2, 2]),
+        (3, 4, 1, [1, 1, 1]),
+        (3, 4, 2, [3]),
+        (7, 4, 2, [3, 2, 2]),
+        (1, 4, 2, [1]),  # there is no more; whether that is enough is not decided here
+        (50, 7, 8, [9, 9, 8, 8, 8, 8]),
+    ],
+)
+def test_micro_batches_are_merged_until_each_has_enough(
+    samples: int, count: int, smallest: int, found: list[int]
+) -> None:
+    assert microbatch.sizes(samples, count, smallest) == found
+
+
+def test_only_what_is_trained_with_the_batchs_own_statistics_needs_two() -> None:
+    class Frozen(nn.BatchNorm2d):
+        def train(self, mode: bool = True) -> Frozen:
+            super().train(False)
+            return self
+
+    needs: list[tuple[Callable[[], nn.Module], int]] = [
+        (lambda: nn.Linear(1, 1), 1),
+        (lambda: nn.Sequential(nn.Linear(1, 1), nn.BatchNorm1d(1)), 2),
+        (lambda: nn.BatchNorm2d(1), 2),
+        (lambda: nn.SyncBatchNorm(1), 2),
+        (lambda: nn.LazyBatchNorm3d(), 2),
+        (lambda: nn.BatchNorm1d(1, track_running_stats=False).eval(), 2),
+        (lambda: nn.GroupNorm(1, 1), 1),
+        (lambda: nn.InstanceNorm2d(1), 1),  # of one value it fails with any number of samples
+        (lambda: Frozen(1).train(), 1),
+    ]
+    for make, found in needs:
+        assert microbatch.smallest_for([nn.Identity(), make()]) == found

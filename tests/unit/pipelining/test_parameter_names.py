@@ -1,0 +1,96 @@
+"""Stages whose parameters are called as in the model that their user has already."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from rpcmp.config.loader import parse_config
+from rpcmp.errors import ConfigError
+from rpcmp.pipelining import assignment, layers, parameter_names
+from tests.zoo import models
+
+
+def assigned(*prefixes: str | None, tied: list[list[str]] | None = None, **more: object) -> None:
+    modules = ("tests.zoo.plain:Words", "tests.zoo.plain:encoder", "tests.zoo.plain:encoder")
+    stages = [
+        {"name": name, "module": module, **({} if prefix is None else {"prefix": prefix})}
+        for name, module, prefix in zip("abc", modules, prefixes, strict=True)
+    ]
+    assignment.assign(
+        parse_config({"loss": "torch.nn:MSELoss", "stages": stages, "tied": tied or [], **more})
+    )
+
+
+@pytest.mark.parametrize(
+    ("prefixes", "tied", "said"),
+    [
+        (("", "", ""), None, "'b' and 'c' both have '0.weight' in the unsplit model"),
+        (("", "x", "y"), ["embed.weight", "x.2.weight"], r"'x.2.weight'; did you .*\(there are 'e"),
+        (("", "x", "y"), ["a.embed.weight", "x.0.weight"], "no parameter 'a.embed.weight'; did"),
+        (("", "x", "y"), ["embed.weight", "x.0.weight"], r"but 'embed.weight' is torch.float32 of"),
+        (("", "a..b", "y"), None, "stages.1.prefix: write a module's name in the unsplit model"),
+        (("", ".", "y"), None, "one dot between its parts.* \\(got '.'\\)"),
+    ],
+)
+def test_names_that_do_not_fit_are_refused_before_anything_starts(
+    prefixes: tuple[str, ...], tied: list[str] | None, said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        assigned(*prefixes, tied=[tied] if tied else None)
+
+
+def test_stages_may_be_cut_out_of_a_sequential() -> None:
+    stages = [
+        {"module": "torch.nn:Linear", "kwargs": {"in_features": a, "out_features": b}, "prefix": p}
+        for a, b, p in ((4, 6, "0"), (6, 6, "2."), (6, 1, "4"))
+    ]
+    config = parse_config({"loss": "torch.nn:MSELoss", "stages": stages})
+    found = parameter_names.named_parameters_of(config, [[name] for name in config.stage_names])
+    assert found is not None
+    state = [name for named in found.values() for name in named.state]
+    assert state == [*models.as_sequential().state_dict()]
+    assigned("", "encoder.0", "encoder.1")
+
+
+def test_why_names_are_not_known_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    stages = [{"name": "a", "module": "tests.zoo.models:raising"}]
+    caplog.set_level(logging.DEBUG, "rpcmp.pipelining.parameter_names")
+    assert (
+        parameter_names.named_parameters_of(
+            parse_config({"loss": "torch.nn:MSELoss", "stages": stages}), [["a"]]
+        )
+        is None
+    )
+    assert "stage 'a' cannot be built on the meta device here" in caplog.text
+    assert "ValueError: out of order" in caplog.text
+
+
+def test_what_cannot_be_built_here_is_told_apart_by_its_prefix() -> None:
+    stages = [
+        {"name": name, "module": "elsewhere:Module", "prefix": prefix}
+        for name, prefix in (("a", ""), ("b", "b"), ("c", ""))
+    ]
+    given = {"loss": "torch.nn:MSELoss", "stages": stages}
+    ((place, _),) = assignment.assign(parse_config({**given, "tied": [["b.weight", "b.other"]]}))[
+        0
+    ].tied
+    assert place.stage == "b"
+    with pytest.raises(ConfigError, match="may lie in 'a' or 'c', whose modules cannot be built"):
+        assignment.assign(parse_config({**given, "tied": [["weight", "b.other"]]}))
+
+
+def test_a_host_that_alone_has_the_weights_finds_names_that_nobody_has(tmp_path: Path) -> None:
+    path = str(tmp_path / "weights")
+    layer = nn.Linear(1, 1)
+    named = {f"a.{name}": value for name, value in layer.state_dict().items()}
+    save_file({**named, "a.wieght": torch.ones(1)}, path)
+    with pytest.raises(ConfigError, match=r"layer 'a': has no a.wieght"):
+        layers.load_weights(path, {"a": ("a.", layer)}, {}, owns_prefixes=True)
+    layers.load_weights(path, {"a": ("a.", layer)}, {}, owns_prefixes=False)
+    layers.load_weights(path, {"a": ("a.", layer)}, {"a.wieght": "a.weight"}, owns_prefixes=True)

@@ -1,0 +1,533 @@
+"""What processes say, on its way into one log: kept in order, in bounds, and to the last line."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import itertools
+import json
+import logging
+import os
+import signal
+import sys
+import threading
+import warnings
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rpcmp.process.logging import capture
+from rpcmp.process.logging.display import Display, Place, unreported
+from rpcmp.process.logging.rate_limit import BURST, FIRST, KINDS, LONGEST, SECONDS, Fold
+from rpcmp.process.logging.receiver import Receiver
+from rpcmp.process.logging.records import (
+    MAX_BYTES,
+    MAX_TEXT,
+    NOTE,
+    Entry,
+    Line,
+    as_json,
+    as_text,
+    cut,
+    entry_of,
+    pass_on,
+    unpack,
+)
+from rpcmp.process.logging.sender import Sender
+from rpcmp.server.claim_log import AT_ONCE, KEPT, LogLines
+
+
+def info(text: str) -> Line:
+    return Line("INFO", "stdout", text)
+
+
+# Lines
+
+
+@given(st.text(max_size=50), st.text(max_size=50), st.integers(0, 10**9))
+def test_a_line_arrives_as_it_was_sent(logger: str, text: str, step: int) -> None:
+    line = Line("WARNING", logger, text, step, 3)
+    assert unpack(line.pack()) == line
+
+
+@pytest.mark.parametrize("character", ["x", "\N{SNOWMAN}", "\0", "\ud800"])
+def test_a_line_of_megabytes_is_cut_with_a_note(character: str) -> None:
+    whole = f"begin {character * 3_000_000} end"
+    text = cut(whole)
+    assert text.startswith("begin ")
+    assert text.endswith(" end")
+    written = len(whole.encode(errors="backslashreplace").decode())
+    assert f" ... {written - MAX_TEXT + NOTE:,} characters left out ... " in text
+    assert cut(text) == text  # it is cut once, however often it is passed on
+    assert len(info(text).pack()) <= MAX_BYTES
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"nonsense", b"[1]", b"{}", b'["INFO", "a", "b", 1, "2"]', b"[" * 60_000]
+)
+def test_what_is_no_line_is_refused(data: bytes) -> None:
+    with pytest.raises(ValueError):  # noqa: PT011 - json's own, and ours
+        unpack(data)
+
+
+# Flood control
+
+
+def test_the_first_lines_of_a_kind_pass_and_the_rest_is_counted() -> None:
+    fold = Fold()
+    passed = [line for n in range(100) for line in fold.take(info(f"loss {n / 7} at {n}"), 0.0)]
+    assert [line.text for line in passed] == [f"loss {n / 7} at {n}" for n in range(FIRST)]
+    assert fold.due(SECONDS - 0.1) == []
+    assert fold.next_due() == SECONDS
+    assert fold.due(SECONDS) == [replace(info(f"loss {99 / 7} at 99"), count=100 - FIRST)]
+    assert fold.next_due() is None
+
+
+def test_lines_that_differ_in_words_or_level_are_of_different_kinds() -> None:
+    fold = Fold()
+    for n in range(2 * FIRST):
+        fold.take(info(f"step {n}"), 0.0)
+    assert fold.take(info("step 9 is the last"), 0.0)
+    assert fold.take(Line("ERROR", "stdout", "step 9"), 0.0)
+    assert fold.take(info("step 9"), 0.0) == []
+
+
+def test_a_kind_that_goes_on_is_told_of_ever_more_rarely() -> None:
+    fold, told = Fold(), []
+    for tenth in range(6000):
+        now = tenth / 10
+        told += [now for line in fold.take(info(f"n {tenth}"), now) if line.count > 1]
+    pauses = [after - before for before, after in itertools.pairwise(told)]
+    assert pauses[0] == pytest.approx(2 * SECONDS)
+    assert pauses == sorted(pauses)
+    assert pauses[-1] == pytest.approx(LONGEST, abs=0.2)
+
+
+def test_a_kind_that_was_quiet_is_news_again() -> None:
+    fold = Fold()
+    for n in range(2 * FIRST):
+        fold.take(info(f"n {n}"), 0.0)
+    fold.due(SECONDS)
+    fold.due(SECONDS + 2 * SECONDS)
+    assert fold.take(info("n 1"), 4 * SECONDS) == [info("n 1")]
+
+
+@given(st.lists(st.tuples(st.text("ab 1", max_size=6), st.floats(0, 3)), max_size=400))
+def test_no_line_is_lost_or_told_twice(said: list[tuple[str, float]]) -> None:
+    fold, now, told = Fold(), 0.0, []
+    for text, pause in said:
+        now += pause
+        told += fold.take(info(text), now)
+    told += fold.flush()
+    assert sum(line.count for line in told) == len(said)
+    assert fold.next_due() is None
+
+
+def words(number: int) -> str:
+    """A text of words alone, another for each number."""
+    return "".join(chr(ord("a") + int(digit)) for digit in str(number))
+
+
+def test_memory_and_rate_are_bounded_whatever_is_said() -> None:
+    fold = Fold()
+    number = 20 * KINDS
+    told = [line for n in range(number) for line in fold.take(info(words(n)), 0.0)]
+    assert len(told) <= BURST
+    rest = fold.flush()
+    assert len(rest) <= KINDS + 1
+    left_out = [line.text for line in rest if "lines left out" in line.text]
+    counted = sum(int(text.split()[1].replace(",", "")) for text in left_out)
+    assert len(told) + len(rest) - len(left_out) + counted == number
+
+
+def test_half_a_character_is_written_out() -> None:
+    """As in the name of a file that is not UTF-8: no file, and no message, takes it as it is."""
+    text = cut("found a\udc80.txt")
+    assert text == "found a\\udc80.txt"
+    lines = LogLines()
+    lines.add(Line("INFO", "stdout", text))
+    assert [line.text for line in lines.after(0)] == [text]
+
+
+def test_long_lines_use_up_more_of_the_budget() -> None:
+    fold = Fold()
+    told = [line for n in range(50) for line in fold.take(info(words(n) + " " * MAX_TEXT), 0.0)]
+    assert 0 < len(told) < 10
+
+
+# From a process to its supervisor
+
+
+def said_by(speak: Callable[[], None], step: int = 7) -> list[Line]:
+    """What a supervisor hears of a child that captures all, and runs `speak`, to its end."""
+
+    async def hear() -> list[Line]:
+        heard: list[Line] = []
+        receiver = Receiver(heard.append)
+        pid = os.fork()
+        if not pid:
+            with suppress(BaseException):
+                sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
+                sys.excepthook, logging.root.handlers = sys.__excepthook__, []
+                line, memory = map(os.dup, receiver.fds)
+                sender = Sender(line, memory, lambda: step)
+                capture.begin(sender)
+                speak()
+                sender.flush()
+            os._exit(0)
+        receiver.begin()
+        await asyncio.to_thread(os.waitpid, pid, 0)
+        receiver.close()
+        return heard
+
+    return asyncio.run(hear())
+
+
+def connected(receiver: Receiver) -> Sender:
+    """The other end, in this process."""
+    line, memory = map(os.dup, receiver.fds)
+    return Sender(line, memory)
+
+
+def texts(lines: list[Line]) -> list[str]:
+    return [line.text for line in lines]
+
+
+def test_prints_warnings_and_records_come_in_order() -> None:
+    def speak() -> None:
+        print("first", 1)
+        warnings.warn("careful", stacklevel=1)
+        logging.getLogger("mine").warning("got %d", 3)
+        logging.getLogger("mine").info("not asked for")
+        sys.stderr.write("ERROR: to standard error\n")
+        try:
+            raise KeyError("planted")
+        except KeyError:
+            logging.exception("it failed")
+
+    lines = said_by(speak)
+    assert [(line.level, line.logger) for line in lines] == [
+        ("INFO", "stdout"),
+        ("WARNING", "py.warnings"),
+        ("WARNING", "mine"),
+        ("ERROR", "stderr"),
+        ("ERROR", "root"),
+    ]
+    assert texts(lines)[0] == "first 1"
+    assert texts(lines)[1].startswith("UserWarning: careful (test_logs.py:")
+    assert texts(lines)[2] == "got 3"
+    assert texts(lines)[4].startswith("it failed\nTraceback")
+    assert texts(lines)[4].endswith("KeyError: 'planted'")
+    assert {line.step for line in lines} == {7}
+
+
+def test_what_basic_config_asks_for_holds_and_comes_once() -> None:
+    def speak() -> None:
+        logging.basicConfig(level=logging.DEBUG, format="%(name)s says %(message)s")
+        logging.getLogger("mine").debug("details")
+
+    assert said_by(speak) == [Line("DEBUG", "mine", "details", 7)]
+
+
+def test_threads_do_not_mix_their_lines_and_their_errors_are_told() -> None:
+    def fail() -> None:
+        print("from the", end=" ")
+        print("thread")
+        raise ValueError("planted")
+
+    def speak() -> None:
+        print("from the", end=" ")
+        thread = threading.Thread(target=fail, name="loader")
+        thread.start()
+        thread.join()
+        print("main")
+
+    lines = texts(said_by(speak))
+    assert [lines[0], lines[2]] == ["from the thread", "from the main"]
+    assert lines[1].startswith("in thread 'loader': Traceback")
+
+
+def test_a_progress_bar_is_lines_that_are_alike() -> None:
+    def speak() -> None:
+        for percent in range(100):
+            sys.stderr.write(f"\r{percent}%|{'█' * (percent // 10):10}| {percent}/100")
+            sys.stderr.flush()
+
+    lines = said_by(speak)
+    assert len(lines) == FIRST + 1
+    assert lines[-1].text == "99%|█████████ | 99/100"
+    assert lines[-1].count == 100 - FIRST
+
+
+def test_what_a_forked_process_says_comes_too() -> None:
+    def speak() -> None:
+        for n in range(50):
+            print("many", n)  # so that there is a thread, which the fork does not have
+        pid = os.fork()
+        if not pid:
+            for n in range(50):
+                print("many in the fork", n)
+            os.kill(os.getpid(), signal.SIGKILL)
+        os.waitpid(pid, 0)
+        print("after it")
+
+    lines = texts(said_by(speak))
+    assert "many in the fork 0" in lines
+    assert "after it" in lines
+
+
+def crash() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("number", [1, 3, 1000])
+def test_the_last_line_before_a_crash_arrives(number: int) -> None:
+    def speak() -> None:
+        for n in range(number):
+            print("about to divide", n)
+        crash()
+
+    lines = said_by(speak)
+    assert lines[-1].text == f"about to divide {number - 1}"
+    assert sum(line.count for line in lines) == number
+
+
+def test_what_was_begun_and_flushed_before_a_crash_arrives() -> None:
+    def speak() -> None:
+        print("loading ...", end="", flush=True)
+        crash()
+
+    assert texts(said_by(speak)) == ["loading ..."]
+
+
+def test_nobody_waits_for_a_supervisor_that_does_not_listen() -> None:
+    receiver = Receiver(lambda line: None)
+    sender = connected(receiver)
+    for n in range(5000):  # more than any buffer holds; a send that blocked would never return
+        sender.tell("INFO", "stdout", words(n) + "x" * 1000)
+    heard: list[Line] = []
+    receiver._hear = heard.append
+    receiver.hear_all()
+    assert 0 < len(heard) < 5000
+    receiver.close()
+    assert heard[-1].text.endswith("x" * 1000)
+
+
+def test_lines_that_found_no_room_are_counted() -> None:
+    heard: list[Line] = []
+    receiver = Receiver(heard.append)
+    sender = connected(receiver)
+    fits = 0
+    while sender._lost < 3:
+        sender._send(info(words(fits) + "x" * 1000))
+        fits += 1
+    receiver.hear_all()
+    sender._send(info("there is room again"))
+    receiver.hear_all()
+    assert texts(heard)[-2].startswith("3 lines were lost")
+    assert texts(heard)[-1] == "there is room again"
+    receiver.close()
+
+
+def test_nonsense_in_the_socket_is_passed_over() -> None:
+    heard: list[Line] = []
+    receiver = Receiver(heard.append)
+    sender = connected(receiver)
+    sender._socket.send(b"\xff nonsense")
+    sender.tell("INFO", "stdout", "sense")
+    receiver.close()
+    receiver.close()
+    assert texts(heard) == ["sense"]
+
+
+# Numbered lines
+
+
+def test_a_watcher_is_told_each_line_once() -> None:
+    lines = LogLines()
+    told = 0
+    heard: list[str] = []
+    for n in range(600):
+        lines.add(info(f"{n}"))
+        if n % 7 == 0:
+            found = lines.after(told)
+            told = found[-1].number
+            heard += [line.text for line in found]
+    heard += [line.text for line in lines.after(told)]
+    assert heard == [f"{n}" for n in range(600)]
+    assert lines.after(lines.newest) == []
+
+
+def test_a_watcher_that_is_behind_sees_the_gap() -> None:
+    lines = LogLines()
+    for n in range(KEPT + 10):
+        lines.add(info(f"{n}"))
+    assert lines.after(0)[0].number == 11
+
+
+def test_a_message_to_a_watcher_is_bounded() -> None:
+    lines = LogLines()
+    for _ in range(100):
+        lines.add(info("x" * MAX_TEXT))
+    found = lines.after(0)
+    assert 1 < len(found) < 100
+    assert sum(len(line.text) for line in found) <= AT_ONCE
+    assert lines.after(found[-1].number)[0].number == found[-1].number + 1
+
+
+# The format
+
+
+def test_an_entry_is_one_line_with_its_place() -> None:
+    entry = entry_of(Line("WARNING", "mine", "careful", 12, 58), "stage0", 2)
+    assert (
+        as_text(entry)[23:] == " WARNING generation 2 stage0 step 12: careful (... 57 more like it)"
+    )
+    assert json.loads(as_json(entry)) == {
+        "time": entry["time"],
+        "level": "WARNING",
+        "generation": 2,
+        "stage": "stage0",
+        "step": 12,
+        "logger": "mine",
+        "message": "careful",
+        "count": 58,
+    }
+
+
+def test_texts_cannot_forge_lines_or_drive_a_terminal() -> None:
+    entry = entry_of(info("red \x1b[31mink\x1b[0m\r\nsecond\x07\x1b]0;title\x07"), "stage0", 1)
+    first, *more = as_text(entry).splitlines()
+    assert first.endswith(": red ink")
+    assert all(line.startswith("    ") for line in more)
+    assert "\x1b" not in as_text(entry)
+
+
+class Reader(io.StringIO):
+    """Standard error; `gate` keeps its reader from reading."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = threading.Event()
+        self.gate.set()
+
+    def write(self, text: str) -> int:
+        self.gate.wait()
+        return super().write(text)
+
+
+def test_own_records_and_entries_are_shown_in_one_format() -> None:
+    stream = Reader()
+    display = Display(stream)
+    display.place = lambda: Place("stage 1", 3, 4)
+    display.emit(logging.makeLogRecord({"levelname": "WARNING", "levelno": 30, "msg": "careful"}))
+    display.show(entry_of(Line("DEBUG", "mine", "details"), "stage1", 3))
+    display.show(entry_of(info("printed"), "stage1", 3))
+    display.finish()
+    shown = [line[24:] for line in stream.getvalue().splitlines()]
+    assert shown == [
+        "WARNING generation 3 stage 1 step 4: careful",
+        "INFO generation 3 stage1: printed",
+    ]
+
+
+def test_own_records_are_folded_and_the_rest_is_told_at_the_end() -> None:
+    stream = Reader()
+    display = Display(stream)
+    for n in range(100):
+        record = {"levelname": "WARNING", "levelno": 30, "msg": f"another user, number {n}"}
+        display.emit(logging.makeLogRecord(record))
+    display.finish()
+    shown = stream.getvalue().splitlines()
+    assert len(shown) == FIRST + 1
+    assert shown[-1].endswith(f"number 99 (... {100 - FIRST - 1} more like it)")
+
+
+def test_nobody_waits_for_a_reader_who_does_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rpcmp.process.logging.display.MOST", 10)
+    stream = Reader()
+    stream.gate.clear()
+    display = Display(stream)
+    for n in range(100):
+        display.show(entry_of(info(f"{n}"), "stage0", 1))
+    stream.gate.set()
+    display.drain()
+    display.show(entry_of(info("at last"), "stage0", 1))
+    display.finish()
+    assert "lines were left out: standard error was not read in time" in stream.getvalue()
+    assert stream.getvalue().endswith("at last\n")
+
+
+def test_a_reader_who_is_gone_ends_nothing() -> None:
+    stream = Reader()
+    stream.close()
+    display = Display(stream)
+    display.show(entry_of(info("unheard"), "stage0", 1))
+    display.finish()
+
+
+def test_own_records_are_reported_where_somebody_looks_at_the_run() -> None:
+    stream, reported = Reader(), list[Entry]()
+    display = Display(stream)
+    with display.reporting(reported.append):
+        display.emit(logging.makeLogRecord({"levelname": "ERROR", "levelno": 40, "msg": "lost"}))
+    display.finish()
+    assert [(entry["level"], entry["text"]) for entry in reported] == [("ERROR", "lost")]
+    assert stream.getvalue() == ""
+
+
+def test_a_program_that_logs_gets_the_lines_of_its_stages(caplog: pytest.LogCaptureFixture) -> None:
+    pass_on(entry_of(Line("WARNING", "mine", "careful"), "stage0", 1))
+    (record,) = caplog.records
+    assert (record.name, record.levelname) == ("rpcmp.stages.stage0", "WARNING")
+    assert record.getMessage() == "careful"
+
+
+def test_one_that_does_not_log_sees_them_on_standard_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(logging.root, "handlers", [])
+    pass_on(entry_of(info("printed"), "stage0", 1))
+    assert "INFO generation 1 stage0: printed\n" in capsys.readouterr().err
+
+
+def test_the_end_of_a_log_comes_at_once_however_often() -> None:
+    stream = Reader()
+    display = Display(stream)
+    display.show(entry_of(info("said"), "stage0", 1))
+    for _ in range(2):
+        display.finish()
+    assert stream.getvalue().endswith("said\n")
+    assert not [thread for thread in threading.enumerate() if thread.name == "rpcmp-log"]
+
+
+def test_a_report_that_fails_stops_no_other_line(capsys: pytest.CaptureFixture[str]) -> None:
+    def fail(entry: Entry) -> None:
+        raise KeyError("a bug")
+
+    stream = Reader()
+    display = Display(stream)
+    with display.reporting(fail):
+        display.emit(logging.makeLogRecord({"levelname": "INFO", "levelno": 20, "msg": "lost"}))
+    display.show(entry_of(info("found"), "stage0", 1))
+    display.finish()
+    assert stream.getvalue().endswith("found\n")
+    assert "KeyError: 'a bug'" in capsys.readouterr().err
+
+
+def test_lines_that_are_not_reported_are_counted_by_themselves() -> None:
+    stream, reported = Reader(), list[Entry]()
+    display = Display(stream)
+    record = logging.makeLogRecord({"levelname": "INFO", "levelno": 20, "msg": "again"})
+    with display.reporting(reported.append):
+        for _ in range(FIRST + 15):
+            display.emit(record)
+        with unreported():
+            display.emit(record)
+    display.finish()
+    assert sum(entry["count"] for entry in reported) == FIRST + 15
+    assert len(stream.getvalue().splitlines()) == 1

@@ -1,0 +1,150 @@
+"""Where a child is in its code, as it writes it down and as its supervisor reads it."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from rpcmp.process.activity import ASKING, INSISTING, MAX_BYTES, Stacks
+from tests.support.processes import poll_for
+
+WAITING = """Thread 0x00007f0000000001 (most recent call first):
+  File "/usr/lib/python3.11/{file}", line 324 in wait
+  File "/job/my_model.py", line 5 in forward"""
+
+BUSY = """Thread 0x00007f00000000{number:02} (most recent call first):
+  File "/job/{file}", line 7 in forward
+  File "/usr/lib/python3.11/threading.py", line 324 in run"""
+
+
+def read(text: str | bytes) -> str:
+    """What is read of a child that has written this."""
+    stacks = Stacks()
+    os.write(stacks.fd, text if isinstance(text, bytes) else text.encode())
+    return stacks.read()
+
+
+def test_a_child_that_has_written_nothing_has_no_stacks() -> None:
+    stacks = Stacks()
+    assert (stacks.size, stacks.read()) == (0, "")
+
+
+@pytest.mark.parametrize(
+    "file",
+    ["threading.py", "selectors.py", "socket.py", "queue.py", "concurrent/futures/thread.py"],
+)
+def test_threads_that_wait_come_after_those_that_work(file: str) -> None:
+    waiting = WAITING.format(file=file)
+    first, second = BUSY.format(number=2, file="a.py"), BUSY.format(number=3, file="b.py")
+    assert read("\n".join([waiting, first, waiting, second])) == "\n".join(
+        [first, second, waiting, waiting]
+    )
+
+
+@pytest.mark.parametrize("file", ["my_threading.py", "threading.py.backup", "socketserver.py"])
+def test_files_of_similar_names_are_the_users(file: str) -> None:
+    busy, waiting = BUSY.format(number=2, file=file), WAITING.format(file="queue.py")
+    assert read(f"{waiting}\n{busy}") == f"{busy}\n{waiting}"
+
+
+def test_what_happened_comes_before_where() -> None:
+    waiting, busy = WAITING.format(file="queue.py"), BUSY.format(number=2, file="a.py")
+    current = busy.replace("Thread 0x", "Current thread 0x")
+    text = f"Fatal Python error: Segmentation fault\n\n{waiting}\n\n{current}\n"
+    assert read(text) == f"Fatal Python error: Segmentation fault\n\n{current}\n\n{waiting}"
+
+
+def test_the_last_of_much_is_read() -> None:
+    busy = BUSY.format(number=2, file="a.py")
+    text = "x" * MAX_BYTES + "\n" + WAITING.format(file="queue.py") + "\n" + busy
+    found = read(text)
+    assert len(found) == MAX_BYTES
+    assert found.startswith("xxx")
+    assert found.index(busy) < found.index(WAITING.format(file="queue.py"))
+
+
+def test_a_character_that_is_cut_in_two_does_no_harm() -> None:
+    snowmen = "\N{SNOWMAN}" * MAX_BYTES
+    found = read(snowmen + "end")
+    assert found.endswith("\N{SNOWMAN}end")
+    assert found.strip("\N{SNOWMAN}\N{REPLACEMENT CHARACTER}") == "end"
+
+
+TWO_THREADS = """
+import faulthandler, threading
+from rpcmp.process.activity import Stacks
+
+def main():
+    stacks, condition, begun = Stacks(), threading.Condition(), threading.Event()
+
+    def wait_for_it():
+        with condition:
+            begun.set()
+            condition.wait()
+
+    waiting = threading.Thread(target=wait_for_it)
+    waiting.start()
+    assert begun.wait(30)
+    with condition:  # which is free since the thread waits
+        faulthandler.dump_traceback(stacks.fd, all_threads=True)
+        condition.notify()
+    waiting.join(30)
+    assert stacks.size > 0
+    print(stacks.read())
+
+main()
+"""
+
+
+def test_where_real_threads_are_is_found() -> None:
+    """In a process of its own: of this one's threads there may be more than are told of."""
+    command = [sys.executable, "-c", TWO_THREADS]
+    text = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+    assert text.index("in main") < text.index("in wait_for_it")
+
+
+ASKED = """
+import ctypes, sys, threading
+from rpcmp.process.activity import write_when_asked
+
+def rest():
+    threading.Event().wait()
+
+def hold():
+    while True:
+        ctypes.PyDLL(None).pause()  # does not let go of the interpreter's lock
+
+write_when_asked(int(sys.argv[1]))
+print("asked from now on", flush=True)
+{"rest": rest, "hold": hold}[sys.argv[2]]()
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "by"), [("rest", ASKING), ("rest", INSISTING), ("hold", INSISTING)]
+)
+def test_a_child_writes_where_it_is_when_asked(how: str, by: signal.Signals) -> None:
+    stacks = Stacks()
+    with subprocess.Popen(
+        [sys.executable, "-c", ASKED, str(stacks.fd), how],
+        stdout=subprocess.PIPE,
+        pass_fds=[stacks.fd],
+    ) as child:
+        try:
+            assert child.stdout is not None
+            assert child.stdout.readline()
+
+            def writes() -> bool:  # asked again and again: it may not have come there yet
+                child.send_signal(by)
+                return bool(re.search(rf"in {how}\n(.*\n)*.* in <module>", stacks.read()))
+
+            poll_for(writes, "its stacks")
+        finally:
+            child.kill()
+    innermost = next(line for line in stacks.read().splitlines() if "File" in line)
+    assert "stacks.py" not in innermost  # what writes it is not where it is

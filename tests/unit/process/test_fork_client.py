@@ -1,0 +1,159 @@
+"""Processes that are forked: they are what spawned ones are, and end when they have to."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+
+from rpcmp.errors import WorkerDiedError
+from rpcmp.process.child import Child
+from rpcmp.process.fork_client import Forks
+from rpcmp.process.interpreter import compute_environment
+from tests.support.forkedchildren import ONE_THREAD, end, forks, spawn, write_modules
+from tests.support.processes import makes_networks, poll_for, runs
+
+
+@pytest.fixture(autouse=True)
+def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_modules(tmp_path, monkeypatch)
+
+
+def test_a_forked_child_is_what_a_spawned_one_is() -> None:
+    async def found(by: Forks | None) -> dict[str, object]:
+        ours, theirs = os.pipe()
+        os.write(theirs, b"inherited")
+        child, said = await spawn(by, [ours])
+        assert said["group"] == child.pid
+        assert runs(psutil.Process(child.pid), "child")
+        for fd in (ours, theirs):
+            os.close(fd)
+        await end(child)
+        own = {"group", "preloaded_in", "open"}
+        # Descriptors of the network that a forked one can be in are its own as well, and those of
+        # the user namespace that an ordinary user needs for that.
+        namespaces = 0 if by is None or not makes_networks() else 1 + (os.geteuid() != 0)
+        count = len(said["open"]) - namespaces  # type: ignore[arg-type]
+        return {key: value for key, value in said.items() if key not in own} | {"open": count}
+
+    async def run() -> None:
+        async with forks() as by:
+            assert await found(by) == await found(None)
+
+    asyncio.run(run())
+
+
+def test_what_is_preloaded_is_imported_once() -> None:
+    async def run() -> None:
+        async with forks() as by:
+            first, said = await spawn(by)
+            second, said_too = await spawn(by)
+            assert said["preloaded_in"] == said_too["preloaded_in"]
+            assert said["preloaded_in"] not in (first.pid, second.pid)
+            await end(first)
+            await end(second)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("order", "code"), [({"op": "exit", "code": 7}, 7), ({"op": "raise"}, 1), (None, -9)]
+)
+def test_the_supervisor_hears_how_a_child_ended(
+    order: dict[str, object] | None, code: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def run() -> None:
+        async with forks() as by:
+            child, _ = await spawn(by)
+            other, _ = await spawn(by)
+            assert child.exit_code is None
+            if order is None:
+                os.kill(child.pid, signal.SIGKILL)
+            else:
+                child.send(order)
+            assert await child.wait() == code == child.exit_code
+            await child.kill()
+            assert other.exit_code is None
+            await end(other)
+
+    asyncio.run(run())
+    assert ("planted" in caplog.text) is (order == {"op": "raise"})
+
+
+def test_a_fork_server_that_dies_takes_its_children_along_and_comes_back() -> None:
+    async def run() -> None:
+        async with forks() as by:
+            child, said = await spawn(by)
+            child.send({"op": "hang"})
+            os.kill(int(str(said["preloaded_in"])), signal.SIGKILL)
+            assert await child.wait() == -signal.SIGKILL
+            another, says = await spawn(by)
+            assert says["preloaded_in"] != said["preloaded_in"]
+            await end(another)
+
+    asyncio.run(run())
+
+
+def test_one_that_dies_before_it_forks_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "preloaded.py").write_text("raise RuntimeError('planted')\n")
+
+    async def run() -> None:
+        async with forks() as by:
+            with pytest.raises(
+                WorkerDiedError, match="forks workers has died; its standard error says why"
+            ):
+                await spawn(by)
+
+    asyncio.run(run())
+
+
+def test_another_environment_takes_another_fork_server() -> None:
+    async def run() -> None:
+        async with forks() as by:
+            child, said = await spawn(by)
+            await end(child)
+            child, says = await spawn(by, environment=compute_environment(threads=2))
+            assert (said["threads"], says["threads"]) == ("1", "2")
+            assert said["preloaded_in"] != says["preloaded_in"]
+            await end(child)
+
+    asyncio.run(run())
+
+
+def test_another_supervisors_children_end_with_its_line_and_no_others() -> None:
+    async def run() -> None:
+        async with forks() as by, Forks(["preloaded"], await by.another_line()) as borrowed:
+            ours, said = await spawn(by)
+            theirs, says = await spawn(borrowed)
+            assert said["preloaded_in"] == says["preloaded_in"]
+            theirs.send({"op": "hang"})
+            await borrowed.close()
+            assert await theirs.wait() == -signal.SIGKILL
+            poll_for(lambda: not psutil.pid_exists(theirs.pid), "the child to be gone")
+            await end(ours)
+            again, says = await spawn(borrowed)  # by a fork server of its own
+            assert said["preloaded_in"] != says["preloaded_in"]
+            await end(again)
+
+    asyncio.run(run())
+
+
+def test_a_child_that_nobody_waits_for_any_more_is_ended(token: str) -> None:
+    async def run() -> None:
+        async with forks() as by:
+            first, _ = await spawn(by)
+            spawning = asyncio.create_task(Child.spawn("child", ONE_THREAD, [], by))
+            await asyncio.sleep(0)
+            spawning.cancel()
+            await asyncio.gather(spawning, return_exceptions=True)
+            last, said = await spawn(by)
+            server = psutil.Process(int(str(said["preloaded_in"])))
+            await end(first)
+            await end(last)
+            poll_for(lambda: not server.children(), "no child to be left")
+
+    asyncio.run(run())

@@ -1,0 +1,21 @@
+"""How a process ended, in words."""
+
+from __future__ import annotations
+
+import pytest
+
+from rpcmp.process import interpreter
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        (0, "exited with code 0"),
+        (3, "exited with code 3"),
+        (-9, "was ended by signal 9 (SIGKILL)"),
+        (-40, "was ended by signal 40"),
+        (None, "has ended"),
+    ],
+)
+def test_an_exit_status_is_told_in_words(code: int | None, words: str) -> None:
+    assert interpreter.told(code) == words

@@ -1,0 +1,158 @@
+"""Trees of tensors from one process to another; here both ends lie in one."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from rpcmp.pipelining import pytree
+from rpcmp.rpc.tensors import Handoff
+
+
+class Ends(NamedTuple):
+    here: Handoff
+    there: Handoff
+
+
+@pytest.fixture
+def ends() -> Iterator[Ends]:
+    """Both ends of one connection."""
+    both = Ends(*map(Handoff, socket.socketpair()))
+    yield both
+    for end in both:
+        end.close()
+
+
+def sent(ends: Ends, message: Any) -> Any:
+    """`message` as the other end receives it."""
+    sender = threading.Thread(target=ends.here.send, args=[message])
+    sender.start()
+    received = ends.there.receive()
+    sender.join()
+    return received
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        None,
+        True,
+        -3,
+        2**70,
+        0.1,
+        float("inf"),
+        "Zürich \N{SNOWMAN}\x00",
+        [],
+        (),
+        {},
+        ("train_step", [1, (2, None)], {"a": {"b": "c"}}),
+        {"tensor": "0", "dict": ["no", "tensor"], "value": None},
+        {1: "one", "1": "text", None: 2, 1.5: 3},  # keys are no strings only
+    ],
+)
+def test_plain_values_arrive_as_they_were_sent(ends: Ends, message: Any) -> None:
+    received = sent(ends, message)
+    assert received == message
+    assert repr(received) == repr(message)
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.arange(6.0).reshape(2, 3),
+        torch.tensor(1.5),
+        torch.tensor(7),
+        torch.empty(0),
+        torch.empty(2, 0, 3, dtype=torch.int32),
+        torch.tensor([1.0, float("nan"), -0.0], dtype=torch.bfloat16),
+        torch.tensor([True, False]),
+        torch.tensor([1 + 2j]),
+        torch.arange(24.0).reshape(2, 3, 4).permute(2, 0, 1),
+        torch.arange(10)[3:7:2],
+        torch.ones(1, 3).expand(4, 3),
+        torch.ones(2, requires_grad=True),
+    ],
+    ids=lambda tensor: pytree.describe(tensor),
+)
+def test_a_tensor_arrives_with_its_bits(ends: Ends, tensor: torch.Tensor) -> None:
+    received = sent(ends, tensor)
+    assert (received.dtype, received.shape) == (tensor.dtype, tensor.shape)
+    assert torch.equal(received.isnan(), tensor.isnan())
+    assert torch.equal(received.nan_to_num(), tensor.nan_to_num())
+    assert received.is_contiguous()
+    assert not received.requires_grad
+
+
+def test_a_tree_arrives_in_shape_and_order(ends: Ends) -> None:
+    message = {"b": [torch.ones(2), 3], "a": (torch.zeros(1), {"x": None})}
+    received = sent(ends, message)
+    assert pytree.describe(received) == pytree.describe(message)
+    assert list(received) == ["b", "a"]
+    assert type(received["b"]) is list
+    assert type(received["a"]) is tuple
+
+
+def test_tied_tensors_arrive_as_two(ends: Ends) -> None:
+    weight = torch.arange(4.0)
+    first, second, view = sent(ends, [weight, weight, weight[1:]])
+    first += 1
+    assert second.tolist() == [0, 1, 2, 3]
+    assert view.tolist() == [1, 2, 3]
+
+
+def test_what_arrives_shares_no_memory_with_what_was_sent(ends: Ends) -> None:
+    tensor = torch.zeros(3)
+    received = sent(ends, tensor)
+    tensor += 1
+    assert received.tolist() == [0, 0, 0]
+    received += 2
+    assert received.tolist() == [2, 2, 2]
+
+
+def test_more_than_a_sockets_buffer_arrives(ends: Ends) -> None:
+    message = ["x" * 3_000_000, torch.arange(1_000_000)]
+    text, tensor = sent(ends, message)
+    assert text == message[0]
+    assert torch.equal(tensor, torch.arange(1_000_000))
+
+
+def test_messages_come_in_order_and_leave_no_descriptors_open(ends: Ends) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    for index in range(20):
+        assert sent(ends, torch.tensor(index)).item() == index
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.parametrize("leaf", [object(), b"bytes", {1, 2}, 1j])
+def test_what_cannot_travel_is_refused_and_the_connection_lives(ends: Ends, leaf: object) -> None:
+    with pytest.raises(TypeError, match=f"{type(leaf).__name__} is neither a tensor"):
+        ends.here.send([torch.ones(1), leaf])
+    assert sent(ends, "next") == "next"
+
+
+def test_the_end_of_the_connection_is_an_eof_error(ends: Ends) -> None:
+    ends.here.close()
+    with pytest.raises(EOFError):
+        ends.there.receive()
+
+
+def test_the_end_in_the_middle_of_a_message_is_an_eof_error() -> None:
+    ours, theirs = socket.socketpair()
+    with ours:
+        ours.sendall(b"\0\0\0\0\0\0\0\x09{")
+    receiver = Handoff(theirs)
+    with pytest.raises(EOFError):
+        receiver.receive()
+    receiver.close()
+
+
+def test_sending_to_nobody_is_an_os_error(ends: Ends) -> None:
+    ends.there.close()
+    with pytest.raises(OSError, match="Broken pipe"):
+        ends.here.send(torch.ones(1))

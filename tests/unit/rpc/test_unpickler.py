@@ -1,0 +1,186 @@
+"""What a message of torch RPC may name, and what it may not."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import struct
+import subprocess
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from rpcmp.driver import rounds
+from rpcmp.errors import SecurityError
+from rpcmp.rpc import transport, unpickler
+from rpcmp.rpc.messages import End, Mode, Work
+from rpcmp.worker.optimizer import StageOptimizer
+from rpcmp.worker.stage import Stage
+
+
+class Batch(NamedTuple):
+    image: int
+    label: int
+
+
+class NoTuple:
+    pass
+
+
+def load(value: Any) -> Any:
+    return unpickler.Unpickler(io.BytesIO(pickle.dumps(value))).load()
+
+
+def naming(module: str, name: str) -> bytes:
+    """A pickle that only names something."""
+    return (
+        b"\x80\x04"
+        + b"".join(b"\x8c" + bytes([len(part)]) + part.encode() for part in (module, name))
+        + b"\x93."
+    )
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        Work(1, 1, 0, 4, 0, 8, 32, Mode.TRAIN, End.STEP),
+        transport.Raised("x"),
+        {"a": [1, 2.5, (None, "text")], "b": OrderedDict(c=1)},
+        torch.float32,
+        torch.Size([2, 3]),
+    ],
+)
+def test_what_the_protocol_is_made_of_arrives(value: Any) -> None:
+    assert load(value) == value
+
+
+def test_members_of_enums_arrive_from_a_python_that_names_them() -> None:
+    """As Python 3.11.0 to 3.11.3 do, Debian's among them."""
+    assert load(Evil(getattr, Mode, "TRAIN")) is Mode.TRAIN
+    with pytest.raises(SecurityError, match="'mro'"):
+        load(Evil(getattr, Mode, "mro"))
+
+
+def test_what_is_called_from_afar_arrives_but_cannot_be_called_yet() -> None:
+    method = load(Stage.train)
+    assert method.function is Stage.train
+    with pytest.raises(TypeError, match="not callable"):
+        load(Evil(Stage.train, None))
+
+
+class Evil:
+    def __init__(self, function: Callable[..., Any], *arguments: Any) -> None:
+        self._reduced = function, arguments
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return self._reduced
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        Evil(os.system, "true"),
+        Evil(subprocess.check_output, ["true"]),
+        Evil(eval, "1"),
+        Evil(getattr, "text", "upper"),
+        Evil(torch.load, "file"),
+        Stage,
+        StageOptimizer,
+        Stage.__init__,
+        Stage._guard_saving,
+        Evil(rounds._root_cause, [], None),
+        NoTuple(),
+    ],
+)
+def test_everything_else_is_refused(value: Any) -> None:
+    with pytest.raises(SecurityError, match="which nobody may send"):
+        load(value)
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        ("rpcmp.rpc.transport", "os.system"),
+        ("rpcmp.rpc.transport", "os"),
+        ("rpcmp.worker.stage", "Stage.__init__.__globals__"),
+        ("rpcmp.process.interpreter", "kill_group"),
+        ("rpcmp.config.importing", "resolve"),
+        ("builtins", "exec"),
+        ("torch.distributed.rpc.internal", "_InternalRPCPickler._script_module_receiver"),
+    ],
+)
+def test_what_is_merely_in_reach_of_ours_is_refused(module: str, name: str) -> None:
+    with pytest.raises((SecurityError, AttributeError)):
+        unpickler.Unpickler(io.BytesIO(naming(module, name))).load()
+
+
+def test_batches_may_be_made_of_named_tuples_of_the_jobs_own_modules(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(unpickler, "_named", set())
+    with pytest.raises(SecurityError):
+        load(Batch(1, 2))
+    unpickler.allow([__name__])
+    assert load(Batch(1, 2)) == Batch(1, 2)
+    with pytest.raises(SecurityError):
+        load(NoTuple())
+
+
+def test_nothing_is_imported_because_a_message_says_so(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "unguarded.py").write_text("raise AssertionError('was imported')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(unpickler, "_named", {"unguarded"})
+    with pytest.raises(SecurityError):
+        unpickler.Unpickler(io.BytesIO(naming("unguarded", "Batch"))).load()
+
+
+def test_a_pickle_that_makes_a_tool_of_our_own_classes_is_refused(tmp_path: Path) -> None:
+    """It changes classes that it finds, and has one of ours call what a string names."""
+    marker = tmp_path / "was-here"
+
+    def text(value: str) -> bytes:
+        data = value.encode()
+        return pickle.BINUNICODE + struct.pack("<I", len(data)) + data
+
+    def found(module: str, name: str) -> bytes:
+        return text(module) + text(name) + pickle.STACK_GLOBAL
+
+    def changed(kind: bytes, name: str, value: bytes) -> bytes:
+        names = pickle.EMPTY_DICT + pickle.MARK + text(name) + value + pickle.SETITEMS
+        return kind + pickle.NONE + names + pickle.TUPLE2 + pickle.BUILD + pickle.POP
+
+    raised = found("rpcmp.rpc.transport", "Raised")
+    evil = changed(raised, "callable", text("pathlib:Path.touch"))
+    evil += changed(
+        found("rpcmp.data.batch_server", "Source"), "named_parameters", text(str(marker))
+    )
+    evil += found("rpcmp.worker.optimizer", "StageOptimizer") + pickle.EMPTY_TUPLE + pickle.REDUCE
+    with pytest.raises(SecurityError, match=r"rpcmp\.data\.batch_server\.Source"):
+        unpickler.Unpickler(io.BytesIO(evil + pickle.STOP)).load()
+    assert not marker.exists()
+    del transport.Raised.callable  # type: ignore[attr-defined]
+
+
+def test_a_reference_is_to_a_python_object() -> None:
+    from torch.distributed.rpc.internal import _InternalRPCPickler
+
+    receive = unpickler._receiver(_InternalRPCPickler, "_py_rref_receiver")
+    for fork in ((0, 1, 0, 2, 1, 0, "__torch__.Evil"), (0, 1), [0, "PyObject"], None):
+        with pytest.raises(SecurityError, match="which nobody may send"):
+            receive(fork)
+
+
+@pytest.mark.parametrize("state", [b"]Na", b"N}\x8c\x08functionNs\x86", b"}\x8c\x08functionNs"])
+def test_a_message_does_not_change_what_it_calls(state: bytes) -> None:
+    named = b"\x8c\x12rpcmp.worker.stage\x8c\rStage.forward\x93"
+    method = unpickler.Unpickler(io.BytesIO(b"\x80\x04" + named + b".")).load()
+    with pytest.raises(SecurityError, match=r"changes the method Stage\.forward"):
+        unpickler.Unpickler(io.BytesIO(b"\x80\x04" + named + state + b"b.")).load()
+    assert method.function is Stage.forward

@@ -1,0 +1,62 @@
+"""Who is a member of a group, and of which stage, by the role of a certificate."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+
+from rpcmp.errors import ConfigError, SecurityError
+from rpcmp.net import identity
+from rpcmp.net.identity import Role
+from rpcmp.server.access import Group
+from rpcmp.v1 import control_pb2 as pb
+
+GROUP = Group("j", ["a", "b"], [1, 2])
+
+
+@pytest.mark.parametrize("index", [0, 1, 2, None])
+@pytest.mark.parametrize(
+    ("holder", "is_member", "may_be"),
+    [
+        (None, True, {0, 1, 2, None}),
+        (identity.DRIVER, True, {0, 1, 2, None}),
+        (identity.SPARE, True, {0, 1, 2}),
+        (identity.stage(0), True, {0}),
+        (identity.stage(1), True, {1}),
+        (identity.stage(2), False, {2}),
+    ],
+)
+def test_what_a_role_may(
+    holder: Role | None, is_member: bool, may_be: set[int | None], index: int | None
+) -> None:
+    with expected(is_member):
+        GROUP.require_member(holder, "look at files")
+    with expected(index in may_be):
+        GROUP.require_stage(holder, index, "be a stage")
+
+
+def expected(is_allowed: bool) -> contextlib.AbstractContextManager[object]:
+    """Expect a refusal, unless it is allowed."""
+    said = r"^the certificate is for .*, which may not (look|be) .* of job 'j': "
+    return contextlib.nullcontext() if is_allowed else pytest.raises(SecurityError, match=said)
+
+
+@pytest.mark.parametrize(("stage", "replica"), [(2, 0), (0, 1), (1, 2)])
+def test_a_server_is_not_claimed_for_a_group_that_it_is_not_in(stage: int, replica: int) -> None:
+    group = [pb.GroupStage(name="a", replicas=1), pb.GroupStage(name="b", replicas=2)]
+    request = pb.PrepareRequest(job="j", stage_index=stage, replica=replica, group=group)
+    with pytest.raises(ConfigError, match=f"no stage {stage} replica {replica} in its group of 2"):
+        Group.of(request)
+
+
+def test_members_join_under_their_own_names() -> None:
+    for holder, name in ((None, "a:0"), (identity.DRIVER, "b:1"), (identity.stage(1), "b:1")):
+        GROUP.require_name(holder, name)
+    for holder, name in (
+        (identity.stage(1), "a:0"),
+        (identity.stage(1), "driver"),
+        (identity.SPARE, "c:0"),
+    ):
+        with pytest.raises(SecurityError):
+            GROUP.require_name(holder, name)

@@ -1,0 +1,128 @@
+"""Where a job's Python files are unpacked to, and what is left of them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rpcmp.errors import ConfigError
+from rpcmp.job import code
+from rpcmp.process import tempdirs
+from rpcmp.server import claim_log
+from rpcmp.v1 import control_pb2 as pb
+from tests.support.codefolders import LEAVES
+
+
+@pytest.fixture
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The folder for temporary files, inside of one that nothing may be written to."""
+    folder = tmp_path / "outside" / "tmp"
+    folder.mkdir(parents=True)
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    monkeypatch.setenv("TMPDIR", str(folder))
+    yield folder
+    assert os.listdir(tmp_path) == ["outside"]
+    assert os.listdir(tmp_path / "outside") == ["tmp"]
+
+
+def file(path: str, content: bytes = b"") -> pb.CodeFile:
+    return pb.CodeFile(path=path, content=content)
+
+
+def test_what_was_collected_is_unpacked_as_it_was(temporary: Path) -> None:
+    files = [file("model.py", b"x = 1\r\n"), file("zoo/__init__.py", b"# \xff"), file("zoo/net.py")]
+    assert code.collect(claim_log.unpack(files)) == files
+
+
+def test_every_job_has_a_folder_of_its_own_that_only_its_user_reads(temporary: Path) -> None:
+    folders = [claim_log.unpack([file("model.py")]) for _ in range(2)]
+    assert folders[0] != folders[1]
+    assert all(folder.parent == temporary for folder in folders)
+    assert all(folder.stat().st_mode & 0o077 == 0 for folder in folders)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "",
+        ".",
+        "..",
+        "/model.py",
+        "//model.py",
+        "../model.py",
+        "zoo/../../model.py",
+        "zoo/..",
+        "zoo/../model.py",  # would stay inside, but nobody writes this honestly
+        "./../model.py",
+    ],
+)
+def test_a_path_out_of_the_folder_is_refused_and_nothing_stays(temporary: Path, path: str) -> None:
+    with pytest.raises(ConfigError, match="refusing to unpack code"):
+        claim_log.unpack([file("honest.py"), file(path, b"evil")])
+    assert list(temporary.rglob("*")) == []
+
+
+def test_an_absolute_path_of_this_machine_is_refused(temporary: Path) -> None:
+    victim = temporary.parent / "victim.py"
+    with pytest.raises(ConfigError, match="refusing to unpack code"):
+        claim_log.unpack([file(str(victim), b"evil")])
+    assert not victim.exists()
+
+
+@pytest.mark.parametrize("path", ["a\\..\\..\\b.py", "...", "..py", "~/model.py", "C:/model.py"])
+def test_odd_names_stay_inside(temporary: Path, path: str) -> None:
+    folder = claim_log.unpack([file(path)])
+    written = [found for found in temporary.rglob("*") if found.is_file()]
+    assert len(written) == 1
+    assert written[0].is_relative_to(folder)
+
+
+def test_removing_leaves_nothing(temporary: Path) -> None:
+    folder = claim_log.unpack([file("zoo/net.py")])
+    tempdirs.remove(folder)
+    tempdirs.remove(folder)  # the second time there is nothing to do
+    assert list(temporary.iterdir()) == []
+
+
+def test_sweeping_removes_what_dead_servers_left_and_nothing_else(temporary: Path) -> None:
+    left = subprocess.run(
+        [sys.executable, "-c", LEAVES], capture_output=True, text=True, check=True
+    )
+    dead = Path(left.stdout.strip())
+    assert (dead / "model.py").exists()
+    ours = claim_log.unpack([file("model.py")])
+    (other := temporary / "rpcmp-other").mkdir()
+    (unlocked := temporary / "rpcmp-code-file").touch()
+    tempdirs.sweep(claim_log.PREFIX)
+    assert not dead.exists()
+    assert sorted(temporary.iterdir()) == sorted([other, ours, unlocked])
+
+
+def test_sweeping_does_not_follow_links(temporary: Path) -> None:
+    (kept := temporary / "kept").mkdir()
+    (kept / "file").touch()
+    (temporary / "rpcmp-code-x").symlink_to(kept)
+    tempdirs.sweep(claim_log.PREFIX)
+    assert (kept / "file").exists()
+
+
+def test_a_folder_is_removed_however_deep_and_whatever_may_be_read_of_it() -> None:
+    folder = tempdirs.create("rpcmp-test-")
+    here = os.open(folder, os.O_RDONLY)
+    for _ in range(sys.getrecursionlimit() + 100):
+        os.mkdir("deeper", dir_fd=here)
+        below = os.open("deeper", os.O_RDONLY, dir_fd=here)
+        os.close(here)
+        here = below
+    os.mkdir("hidden", 0o000, dir_fd=here)
+    os.symlink("/etc", "link", dir_fd=here)
+    os.close(here)
+    tempdirs.remove(folder)
+    assert not folder.exists()
+    assert Path("/etc/passwd").exists()

@@ -1,0 +1,84 @@
+"""Where nobody listens a client does not wait for an answer, unless somebody may be starting."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import socket
+from collections.abc import Iterator
+
+import grpc
+import pytest
+
+from rpcmp.errors import UnreachableError
+from rpcmp.net.dialer import Dialer
+from rpcmp.net.security import Security
+from rpcmp.server.client import StageClient
+from rpcmp.v1 import control_pb2 as pb
+
+LONG = 3600.0
+"""Seconds, which no test waits."""
+
+
+@pytest.fixture
+def address() -> Iterator[str]:
+    """One where nobody listens; whoever wants to may do so beside it."""
+    with socket.socket() as taken:
+        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        taken.bind(("127.0.0.1", 0))
+        yield f"127.0.0.1:{taken.getsockname()[1]}"
+
+
+async def describe(request: pb.DescribeRequest, context: object) -> pb.DescribeResponse:
+    return pb.DescribeResponse(job="mine")
+
+
+DESCRIBING = grpc.method_handlers_generic_handler(
+    "rpcmp.v1.Control",
+    {
+        "Describe": grpc.unary_unary_rpc_method_handler(
+            describe, pb.DescribeRequest.FromString, pb.DescribeResponse.SerializeToString
+        )
+    },
+)
+
+
+def why_not(name: str, address: str, insecure: bool) -> str:
+    """Why nobody is reached who is not starting either."""
+
+    async def connect() -> None:
+        async with StageClient(name, address, Dialer(Security(None, insecure))) as client:
+            await client.connect(LONG, starting=False)
+
+    with pytest.raises(UnreachableError) as error:
+        asyncio.run(connect())
+    return str(error.value)
+
+
+@pytest.mark.parametrize("insecure", [False, True])
+def test_nobody_is_waited_for_where_nobody_listens(address: str, insecure: bool) -> None:
+    assert re.search(f"stage 'a'.* {address}.*refused", why_not("a", address, insecure))
+
+
+def test_a_server_of_no_stage_is_named_by_its_address_alone(address: str) -> None:
+    """As `rpcmp drain` is given it; and what to do is said."""
+    said = why_not("", address, insecure=False)
+    assert said.startswith(f"{address} cannot be reached: Connection refused; is `rpcmp serve`")
+
+
+def test_a_server_that_is_starting_is_waited_for(address: str) -> None:
+    async def connect() -> str:
+        async with StageClient("a", address, Dialer(Security(None))) as client:
+            connecting = asyncio.create_task(client.connect(LONG))
+            assert client._tunnel is not None
+            assert "refused" in str(await client._tunnel.absent)
+            server = grpc.aio.server()
+            server.add_generic_rpc_handlers((DESCRIBING,))
+            server.add_insecure_port(address)
+            await server.start()
+            try:
+                return (await connecting).job
+            finally:
+                await server.stop(None)
+
+    assert asyncio.run(connect()) == "mine"

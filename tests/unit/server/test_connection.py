@@ -1,0 +1,50 @@
+"""What two hosts must have in common."""
+
+from __future__ import annotations
+
+import sys
+from importlib import metadata
+
+import pytest
+
+from rpcmp.server import connection
+from rpcmp.v1 import control_pb2 as pb
+
+
+def host(**changed: str | int) -> pb.Versions:
+    """The versions of a host."""
+    versions = {"rpcmp": "0.1.0", "torch": "2.13.0+cpu", "python": "3.11", "protocol": 1}
+    return pb.Versions(**{**versions, **changed})  # type: ignore[arg-type]
+
+
+def test_this_host_says_what_is_installed() -> None:
+    found = connection.versions()
+    assert (found.rpcmp, found.torch) == (metadata.version("rpcmp"), metadata.version("torch"))
+    assert found.python == f"{sys.version_info.major}.{sys.version_info.minor}"
+    assert found.protocol == connection.PROTOCOL
+
+
+def test_equal_hosts_have_no_differences() -> None:
+    assert connection.differences(host(), host()) == []
+
+
+@pytest.mark.parametrize("torch", ["2.13.0", "2.13.0+cu126"])
+def test_the_build_of_torch_does_not_count(torch: str) -> None:
+    assert connection.differences(host(), host(torch=torch)) == []
+
+
+@pytest.mark.parametrize(
+    ("field", "other", "said"),
+    [
+        ("protocol", 2, "protocol: 1 here, 2 there"),
+        ("rpcmp", "0.2.0", "rpcmp: 0.1.0 here, 0.2.0 there"),
+        ("torch", "2.13.1+cpu", "torch: 2.13.0+cpu here, 2.13.1+cpu there"),
+        ("python", "3.12", "python: 3.11 here, 3.12 there"),
+    ],
+)
+def test_a_difference_names_both_sides(field: str, other: str | int, said: str) -> None:
+    assert connection.differences(host(), host(**{field: other})) == [said]
+
+
+def test_all_differences_are_named() -> None:
+    assert len(connection.differences(host(), pb.Versions())) == 4

@@ -1,0 +1,210 @@
+"""Interleaved rounds and what is said about them, with contestants that only pretend; and once
+with the real ones."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import math
+import re
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from click.testing import CliRunner
+from rich.console import Console
+
+from rpcmp.cli import cli
+from rpcmp.errors import ConfigError, JobError, MismatchError, UnfitError
+from rpcmp.pipelining.simulation import Times
+from rpcmp.tools.bench import benchmark as benchmark_module
+from rpcmp.tools.bench import cases, comparison, report
+from rpcmp.tools.bench.benchmark import Result, benchmark
+from rpcmp.tools.bench.cases import Case
+from rpcmp.tools.bench.contestant import Contestant, Limits, Segment
+from rpcmp.tools.bench.statistics import fill_then_no_bubble
+from tests.support.contestants import Pretender, compare
+
+
+class Broken(Pretender):
+    """Fails when it runs."""
+
+    async def run(self, steps: int) -> Segment:
+        raise JobError("broken")
+
+
+def measure(case: Case, *contestants: Contestant) -> Result:
+    run = benchmark(case, contestants, 5, 2, fill_then_no_bubble, lambda what, left: None)
+    return asyncio.run(run)
+
+
+def test_every_round_runs_everybody_once_and_begins_with_another() -> None:
+    log: list[str] = []
+    done = compare(Pretender("a", log), Pretender("b", log), Pretender("c", log))
+    turns = "".join(line.removeprefix("run ") for line in log if line.startswith("run "))
+    assert [turns[i : i + 3] for i in range(0, 15, 3)] == ["abc", "abc", "bca", "cab", "abc"]
+    assert [one.seconds for one in done.series] == [[2.0, 3.0, 4.0]] * 3  # without the warm-up
+    assert [len(one.losses) for one in done.series] == [comparison.WARMUP_STEPS + 3 * 2] * 3
+    assert log[-3:] == ["close c", "close b", "close a"]
+
+
+def test_who_is_unfit_is_left_out_and_ended_before_the_others_run() -> None:
+    log: list[str] = []
+    done = compare(Pretender("a", log), Pretender("b", log, why="no chain"))
+    assert [one.name for one in done.series] == ["a"]
+    assert done.unfit == {"b": "no chain"}
+    assert log.index("close b") < log.index("run a")
+
+
+def test_whoever_fails_ends_the_benchmark_and_everybody_is_ended() -> None:
+    log: list[str] = []
+    with pytest.raises(JobError, match="broken"):
+        compare(Pretender("a", log), Broken("b", log))
+    assert log[-2:] == ["close b", "close a"]
+
+
+def test_losses_that_differ_name_who_and_where() -> None:
+    log: list[str] = []
+    case = cases.load("sleep")
+    message = r"step 1: loss 1\.0 of rpcmp, 1\.001 of torch"
+    with pytest.raises(MismatchError, match=message):
+        measure(case, Pretender("rpcmp", log), Pretender("torch", log, drift=1e-3))
+    own = replace(case, is_frozen=False)
+    result = measure(own, Pretender("rpcmp", log), Pretender("torch", log, drift=1e-3))
+    assert len(result.notes) == 1
+    assert "step 1" in result.notes[0]
+    last_bits = Pretender("torch", log, drift=1e-6)
+    assert measure(case, Pretender("rpcmp", log), last_bits).notes == []
+
+
+def test_ours_must_be_fit() -> None:
+    with pytest.raises(UnfitError, match="rpcmp: no chain"):
+        measure(cases.load("sleep"), Pretender("rpcmp", [], why="no chain"), Pretender("b", []))
+
+
+def pretend(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the command compare pretenders, whose stages nobody measures alone."""
+
+    async def told(case: Case) -> list[Times]:
+        return [case.nominal or Times(1.0, 1.0, 1.0)] * case.num_stages
+
+    monkeypatch.setattr(benchmark_module, "stage_times", told)
+
+    def create(name: str, seconds: float, why: str = "") -> Callable[[Case], Contestant]:
+        return lambda case: Pretender(name, [], seconds, why=why)
+
+    monkeypatch.setattr(
+        benchmark_module,
+        "CONTESTANTS",
+        {
+            benchmark_module.OURS: create("rpcmp", 0.3),
+            "torch-1f1b": create("torch-1f1b", 0.4),
+            "torch-best": create("torch-best", 0.1, why="too few micro-batches"),
+        },
+    )
+
+
+def test_json_is_one_object_a_case_with_the_promised_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch)
+    arguments = ["bench", "sleep", "overhead", "--stages", "8", "--pairs", "5", "--json"]
+    out = CliRunner().invoke(cli, arguments, catch_exceptions=False).stdout
+    first, second = map(json.loads, out.splitlines())
+    promised = {
+        "case": "sleep",
+        "num_stages": 8,
+        "num_microbatches": 16,
+        "step_s": pytest.approx(0.3 * 4),
+        "bound_s": pytest.approx(0.550),
+        "peers": {"torch-1f1b": pytest.approx(0.4 * 4)},
+        "pairs": 5,
+    }
+    assert {key: first[key] for key in promised} == promised
+    assert first["ratios"]["torch-1f1b"] == {
+        "median": pytest.approx(0.75),
+        "low": pytest.approx(0.75),
+        "high": pytest.approx(0.75),
+        "confidence": 0.9375,
+    }
+    assert first["ratios"]["bound"]["median"] == pytest.approx(1.2 / 0.550)
+    assert first["settings"]["rpcmp"] == {"max_in_flight": 5}
+    assert first["notes"] == ["without torch-best: too few micro-batches"]
+    assert second["case"] == "overhead"
+
+
+def test_several_cases_are_a_table_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch)
+    arguments = ["bench", "overhead", "transformer", "activations"]
+    result = CliRunner().invoke(cli, arguments, catch_exceptions=False)
+    out = result.stdout
+    assert len(re.findall(r"stage times, about 60 s left", result.stderr)) == 3  # by default
+    assert re.findall(r"(?m)^(\w+): \d+ stages,", out) == arguments[1:]
+    for peer in ("torch-1f1b", "bound"):
+        assert len(re.findall(rf"(?m)^ {peer} ", out)) == 3
+
+
+def test_the_table_says_who_how_long_and_how_sure() -> None:
+    log: list[str] = []
+    result = measure(
+        cases.load("sleep"), Pretender("rpcmp", log, 0.3), Pretender("torch", log, 0.4)
+    )
+    console = Console(width=160, file=io.StringIO(), record=True)
+    console.print(report.table(result))
+    shown = [line.split() for line in console.export_text().splitlines()]
+    assert shown[0][:5] == ["sleep:", "4", "stages,", "16", "micro-batches,"]
+    assert shown[2] == ["rpcmp", "max_in_flight", "5", "1200.0", "900.0", "to", "1500.0"]
+    assert shown[3][-6:] == ["2000.0", "0.750", "0.750", "to", "0.750", "(94%)"]
+    assert shown[4][:2] == ["bound", "510.0"]
+
+
+def test_peers_are_chosen_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch)
+    case = cases.load("transformer")
+    names = [one.name for one in benchmark_module.contestants(case, ["torch-best", "torch-best"])]
+    assert names == ["rpcmp", "torch-best"]
+    assert [one.name for one in benchmark_module.contestants(case)] == list(
+        benchmark_module.CONTESTANTS
+    )
+    assert [one.name for one in benchmark_module.contestants(case, [])] == ["rpcmp"]
+    with pytest.raises(ConfigError, match="no contestant 'horovod'; there are rpcmp, torch-1f1b"):
+        benchmark_module.contestants(case, ["horovod"])
+
+
+@pytest.mark.parametrize(
+    ("fastest", "whole", "budget", "found"),
+    [
+        (0.5, 9.0, math.inf, 5),  # not ever fewer, where there is time
+        (0.001, 0.02, math.inf, 2000),
+        (0.001, 0.02, 50.0, 2000),
+        (0.001, 0.1, 50.0, 500),
+        (1.0, 30.0, 50.0, 1),
+        (1.0, 300.0, 50.0, 1),
+    ],
+)
+def test_a_round_is_as_long_as_the_budget_allows(
+    fastest: float, whole: float, budget: float, found: int
+) -> None:
+    assert comparison._steps(fastest, whole, budget) == found
+
+
+def test_rounds_that_are_stopped_show_what_there_is() -> None:
+    log: list[str] = []
+
+    async def run() -> comparison.Rounds:
+        stop = asyncio.Event()
+
+        class Stopping(Pretender):
+            async def run(self, steps: int) -> Segment:
+                if log.count("run b") == 5:
+                    stop.set()
+                    await asyncio.Event().wait()
+                return await super().run(steps)
+
+        both = [Pretender("a", log), Stopping("b", log)]
+        limits = Limits(stop=stop)
+        return await comparison.compare(both, 9, 2, lambda what, left: None, limits)
+
+    done = asyncio.run(run())
+    assert [len(one.seconds) for one in done.series] == [3, 3]
+    assert comparison.loss_difference(done.series) is None
+    assert log[-2:] == ["close b", "close a"]

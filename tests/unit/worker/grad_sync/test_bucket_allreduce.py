@@ -1,0 +1,291 @@
+"""The sum of gradients over members, in one process: all of the protocol, but for the network."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+from torch.futures import Future
+
+from rpcmp.errors import JobError
+from rpcmp.rpc.messages import Part
+from rpcmp.worker import weight_grad
+from rpcmp.worker.grad_sync import bucket_allreduce
+from rpcmp.worker.grad_sync.bucket_allreduce import Summing
+from rpcmp.worker.grad_sync.ready import Readiness
+from rpcmp.worker.weight_grad import WeightGradients
+
+SHAPES = [(3, 5), (7,), (40, 30), (), (200, 400)]
+"""The last one is a bucket with chunks where WHOLE_BYTES is small."""
+
+
+class Members:
+    """Members that reach each other by calling each other, on threads of their own.
+
+    Args:
+        num_members: how many.
+        dtypes: of the parameters, in turn.
+    """
+
+    def __init__(self, num_members: int, dtypes: Sequence[torch.dtype] = (torch.float32,)) -> None:
+        self.parameters = [
+            [
+                nn.Parameter(torch.zeros(shape, dtype=dtypes[n % len(dtypes)]))
+                for n, shape in enumerate(SHAPES)
+            ]
+            for _ in range(num_members)
+        ]
+        self._pool = ThreadPoolExecutor(8)
+        self.summing: list[Summing] = []
+        for rank, mine in enumerate(self.parameters):
+            self.summing.append(Summing(mine, rank, num_members, _Caller(self, rank)))
+
+    def later(self, future: Future[Any], answer: Future[Any]) -> None:
+        def pass_on(done: Future[Any]) -> None:
+            self._pool.submit(answer.set_result, _sent(done.value()))
+
+        future.add_done_callback(pass_on)
+
+    def give(self, seed: int, missing: Sequence[tuple[int, int]] = ()) -> list[Tensor | None]:
+        """Give all random gradients but the `missing`, (member, index); their sums in order."""
+        generator = torch.Generator().manual_seed(seed)
+        totals: list[Tensor | None] = [None] * len(SHAPES)
+        for rank, mine in enumerate(self.parameters):
+            for index, parameter in enumerate(mine):
+                drawn = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+                parameter.grad = None if (rank, index) in missing else drawn
+                if parameter.grad is not None:
+                    total = totals[index]
+                    totals[index] = drawn.clone() if total is None else total + drawn
+        return totals
+
+    def sum(self, key: int, order: Sequence[int] | None = None) -> None:
+        """All launch all buckets, in this order of members, and finish."""
+        for rank in order or range(len(self.summing)):
+            for number in range(len(self.summing[rank].buckets)):
+                self.summing[rank].launch(key, number, computes=number % 2 == 0)
+        list(self._pool.map(lambda one: one.finish(key), self.summing))
+
+    def gradients(self) -> list[list[Tensor | None]]:
+        return [[parameter.grad for parameter in mine] for mine in self.parameters]
+
+
+class _Caller:
+    def __init__(self, members: Members, rank: int) -> None:
+        self._members, self._rank = members, rank
+
+    def part(self, member: int, key: int, bucket: int) -> Future[Any]:
+        return self._passed(self._members.summing[member].part(self._rank, key, bucket))
+
+    def total(self, member: int, key: int, bucket: int) -> Future[Any]:
+        return self._passed(self._members.summing[member].sum_of_chunk(key, bucket))
+
+    def name(self, member: int) -> str:
+        return f"member {member}"
+
+    def _passed(self, future: Future[Any]) -> Future[Any]:
+        answer: Future[Any] = Future()
+        self._members.later(future, answer)
+        return answer
+
+
+@pytest.fixture(autouse=True)
+def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bucket_allreduce, "BUCKET_BYTES", 4096)
+    monkeypatch.setattr(bucket_allreduce, "WHOLE_BYTES", 2048)
+
+
+def _sent(value: Any) -> Any:
+    """What arrives is never the sender's own memory."""
+    return value._replace(values=value.values.clone()) if isinstance(value, Part) else value
+
+
+def same(one: Tensor | None, other: Tensor | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    return one.dtype is other.dtype and torch.equal(one, other)
+
+
+@pytest.mark.parametrize("num_members", [2, 3, 4])
+def test_all_members_have_the_sum_in_their_order(num_members: int) -> None:
+    members = Members(num_members, [torch.float32, torch.float64])
+    for key in range(1, 4):
+        totals = members.give(key)
+        members.sum(key, order=[*range(num_members)][:: (-1) ** key])
+        for mine in members.gradients():
+            assert all(map(same, mine, totals))
+    assert not any(one._sums for one in members.summing)
+
+
+def test_what_a_member_lacks_is_left_out_and_what_all_lack_stays_none() -> None:
+    members = Members(3)
+    missing = [(0, 0), (1, 0), (2, 1), (0, 4), *((rank, 2) for rank in range(3))]
+    totals = members.give(7, missing)
+    assert totals[2] is None
+    for parameter in members.parameters[1][4:]:
+        assert parameter.grad is not None
+        parameter.grad.fill_(-0.0)  # alone with member 2's, after member 0 has none
+    totals[4] = members.parameters[1][4].grad + members.parameters[2][4].grad  # type: ignore[operator]
+    members.sum(1)
+    for mine in members.gradients():
+        assert all(map(same, mine, totals))
+
+
+def test_minus_zero_of_one_member_alone_stays_so() -> None:
+    members = Members(2)
+    members.give(1, [(1, 4)])
+    assert members.parameters[0][4].grad is not None
+    members.parameters[0][4].grad.fill_(-0.0)
+    members.sum(1)
+    for mine in members.gradients():
+        assert mine[4] is not None
+        assert torch.signbit(mine[4]).all()
+
+
+def test_a_sum_that_is_given_up_ends_all_waiting_and_the_next_one_works() -> None:
+    members = Members(2)
+    members.give(1)
+    for number in range(len(members.summing[0].buckets)):
+        members.summing[0].launch(1, number, computes=True)
+
+    def wait() -> None:
+        with pytest.raises(JobError):
+            members.summing[0].finish(1)
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    for one in members.summing:
+        one.abort(1, 1, JobError("given up"))
+    waiting.join(30)
+    assert not waiting.is_alive()
+    with pytest.raises(JobError):
+        members.summing[1].finish(1)
+    totals = members.give(2)
+    members.sum(2)
+    assert all(all(map(same, mine, totals)) for mine in members.gradients())
+
+
+def test_sparse_gradients_are_refused_at_every_member() -> None:
+    members = Members(2)
+    members.give(1)
+    weight = members.parameters[0][2]
+    weight.grad = weight.detach().to_sparse()
+    for one in members.summing:
+        for number in range(len(one.buckets)):
+            one.launch(1, number, computes=True)
+    with pytest.raises(ValueError, match="sparse gradients cannot be summed"):
+        members.summing[0].finish(1)
+    with pytest.raises(JobError, match="sparse"):
+        members.summing[1].finish(1)
+
+
+def test_a_gradient_that_is_not_contiguous_keeps_its_strides() -> None:
+    members = Members(2)
+    totals = members.give(3)
+    for mine in members.parameters:
+        grad = mine[2].grad
+        assert grad is not None
+        mine[2].grad = grad.t().contiguous().t()
+    members.sum(1)
+    for gradients in members.gradients():
+        assert all(map(same, gradients, totals))
+        assert gradients[2] is not None
+        assert not gradients[2].is_contiguous()
+
+
+# What is ready before the end
+
+
+class Watched:
+    """A layer that some micro-batches use, watched."""
+
+    def __init__(self) -> None:
+        self.layers = nn.ModuleList(nn.Linear(2, 2, bias=False) for _ in range(3))
+        self.ready: list[int] = []
+        weights = [parameter for layer in self.layers for parameter in layer.parameters()]
+        self.readiness = Readiness(weights, [[2], [1], [0]], self.ready.append)
+
+    def round(self, *used: str) -> list[int]:
+        """One micro-batch for each text of layers, such as "02"; what was ready before the end."""
+        self.ready.clear()
+        self.readiness.begin(len(used), is_early=True)
+        for layers in used:
+            x = torch.ones(1, 2)
+            for index in layers:
+                x = self.layers[int(index)](x)
+            x.sum().backward()
+        ready = list(self.ready)
+        assert sorted([*ready, *self.readiness.end()]) == [0, 1, 2]
+        return ready
+
+
+def test_nothing_is_early_in_the_first_round_and_all_in_the_next() -> None:
+    watched = Watched()
+    assert watched.round("012", "012") == []
+    assert watched.round("012", "012", "012") == [0, 1, 2]  # the last layer first
+
+
+def test_what_is_split_is_ready_when_it_has_come_and_not_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As at a stage under zero-bubble; a backward that fails halfway does not count."""
+    for name in ("linear", *weight_grad.CONVOLUTIONS):  # to be as they were afterwards
+        monkeypatch.setattr(F, name, getattr(F, name))
+    weight_grad.install()
+    layers = nn.Sequential(*(nn.Linear(2, 2) for _ in range(2)))
+    parameters = list(layers.parameters())
+    ready: list[int] = []
+    readiness = Readiness(parameters, [[0, 1], [2, 3]], ready.append)
+
+    def differentiate(fails: bool = False) -> WeightGradients:
+        gradients = WeightGradients(frozenset(parameters))
+        inputs = torch.ones(1, 2, requires_grad=True)
+        with gradients.watch():
+            found = layers(inputs).sum()
+        if fails:
+            inputs.register_hook(_fail)
+        with gradients.defer():
+            found.backward()
+        return gradients
+
+    for early in ([], [0, 1], [0, 1]):
+        ready.clear()
+        readiness.begin(1, is_early=True)
+        gradients = differentiate()
+        assert ready == []
+        gradients.accumulate()
+        assert sorted(ready) == early
+        readiness.end()
+        readiness.begin(1, is_early=True)
+        with pytest.raises(ValueError, match="planted"):
+            differentiate(fails=True)
+
+
+def _fail(_: Tensor) -> None:
+    raise ValueError("planted")
+
+
+def test_a_layer_that_is_not_always_used_is_never_early() -> None:
+    watched = Watched()
+    assert watched.round("012", "02") == []
+    assert watched.round("012", "012") == [0, 2]
+    assert watched.round("02", "02") == [0, 2]
+    assert watched.round("012", "012") == [0, 2]
+    assert watched.round("012") == [0, 1, 2]
+
+
+def test_what_changes_after_it_was_said_to_be_final_is_an_error() -> None:
+    watched = Watched()
+    watched.round("012")
+    watched.round("0112")  # twice in one backward is one change
+    watched.readiness.begin(1, is_early=True)
+    for _ in range(2):
+        watched.layers[0](torch.ones(1, 2)).sum().backward()
+    with pytest.raises(RuntimeError, match="use_reentrant"):
+        watched.readiness.end()

@@ -1,0 +1,115 @@
+"""What replicas take over from replica 0, and what does not travel for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rpcmp.config.topology import Member
+from rpcmp.worker.grad_sync.mailbox import Board, Key
+from rpcmp.worker.grad_sync.sync import Following
+
+
+class _Model:
+    """As much of a StageModel as is asked for: a layer with a table and running statistics."""
+
+    def __init__(self) -> None:
+        self.layer = nn.BatchNorm1d(4)
+        self.layer.register_buffer("table", torch.arange(1000.0))
+        self.layer.register_buffer("sign", torch.zeros(1))
+
+    def modules(self) -> Iterator[nn.Module]:
+        return self.layer.modules()
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        return self.layer.named_parameters()
+
+    def buffers(self) -> dict[str, Tensor]:
+        return dict(self.layer.named_buffers())
+
+
+class _Replicas:
+    """Two of them, which share replica 0's board."""
+
+    def __init__(self) -> None:
+        self.board = Board()
+        self.sent: list[list[Tensor | None]] = []
+        self.models = [_Model(), _Model()]
+        self.following = [
+            Following(Member("stage", 0, replica, 2), model, self.board, self._ask)  # type: ignore[arg-type]
+            for replica, model in enumerate(self.models)
+        ]
+
+    def _ask(self, worker: str, key: Key) -> Callable[[], list[Any]]:
+        asked = self.board.get(key)
+
+        def wait() -> list[Any]:
+            found: list[Any] = asked.wait()
+            self.sent.append(found)
+            return found
+
+        return wait
+
+    def unite(self) -> None:
+        for each in self.following:
+            each.unite()
+
+    def exchange(self, round_number: int) -> None:
+        ends = [each.begin_buffers(round_number) for each in self.following]
+        for end in ends:
+            end()
+
+    def assert_equal(self) -> None:
+        one, other = (model.buffers() for model in self.models)
+        assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_replicas_begin_as_the_first_one_is() -> None:
+    replicas = _Replicas()
+    with torch.no_grad():
+        replicas.models[0].layer.weight.fill_(3.0)
+        replicas.models[0].layer.running_mean.fill_(2.0)  # type: ignore[union-attr]
+    replicas.unite()
+    replicas.assert_equal()
+    assert torch.equal(replicas.models[1].layer.weight, torch.full((4,), 3.0))
+
+
+def test_only_buffers_that_have_changed_travel() -> None:
+    replicas = _Replicas()
+    replicas.unite()
+    for model in replicas.models:
+        model.layer(torch.randn(8, 4))
+    replicas.exchange(1)
+    replicas.assert_equal()
+    names = list(replicas.models[0].buffers())
+    travelled = [
+        name for name, sent in zip(names, replicas.sent[-1], strict=True) if sent is not None
+    ]
+    assert travelled == ["running_mean", "running_var", "num_batches_tracked"]
+
+
+def test_what_only_another_replica_has_changed_is_undone() -> None:
+    replicas = _Replicas()
+    replicas.unite()
+    replicas.models[1].buffers()["table"].add_(1.0)
+    replicas.exchange(1)
+    replicas.assert_equal()
+
+
+def test_bits_count_not_values() -> None:
+    replicas = _Replicas()
+    replicas.unite()
+    replicas.models[0].buffers()["sign"].neg_()  # minus zero, which equals zero
+    replicas.models[0].buffers()["table"].fill_(torch.nan)
+    replicas.exchange(1)
+    taken = replicas.models[1].buffers()
+    assert torch.signbit(taken["sign"]).all()
+    assert taken["table"].isnan().all()
+    replicas.models[0].buffers()["sign"].neg_()
+    replicas.models[0].buffers()["table"].copy_(torch.arange(1000.0))
+    replicas.exchange(2)  # as in the beginning again
+    replicas.assert_equal()
+    assert not torch.signbit(taken["sign"]).any()

@@ -1,0 +1,74 @@
+"""What a compute thread notes of what it did."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from rpcmp.observability.trace.spans import NO_MICROBATCH, Kind, Span
+from rpcmp.worker import executor
+from rpcmp.worker.executor import AT_ONCE, Recorder
+
+
+class Clock:
+    """`time.perf_counter_ns`, set by the test."""
+
+    def __init__(self) -> None:
+        self.now = 0
+
+    def read(self) -> int:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(executor, "time", SimpleNamespace(perf_counter_ns=made.read))
+    return made
+
+
+def add(
+    to: Recorder, clock: Clock, kind: str, start: int, end: int, microbatch: int = 0, ready: int = 0
+) -> None:
+    clock.now = end
+    to.add(kind, 7, microbatch, ready, start)
+
+
+def test_busy_seconds_add_up_by_kind_since_they_were_last_asked_for(clock: Clock) -> None:
+    stage = Recorder()
+    add(stage, clock, "F", 0, 2_000_000_000)
+    add(stage, clock, "F", 5_000_000_000, 6_000_000_000)
+    add(stage, clock, "O", 6_000_000_000, 6_500_000_000)
+    assert stage.take_busy() == {"F": 3.0, "B": 0.0, "W": 0.0, "O": 0.5}
+    assert stage.take_busy() == {"F": 0.0, "B": 0.0, "W": 0.0, "O": 0.0}
+
+
+def test_actions_are_kept_only_while_somebody_traces(clock: Clock) -> None:
+    stage = Recorder()
+    add(stage, clock, "F", 10, 20)
+    stage.traces = True
+    add(stage, clock, "B", 30, 40, microbatch=2, ready=25)
+    add(stage, clock, "O", 40, 45, microbatch=NO_MICROBATCH, ready=40)
+    stage.traces = False
+    add(stage, clock, "F", 50, 60)
+    assert stage.take_spans() == [
+        Span(Kind.BACKWARD, 7, 2, 25, 30, 40),
+        Span(Kind.OPTIMIZER, 7, NO_MICROBATCH, 40, 40, 45),
+    ]
+    assert stage.take_spans() == []
+
+
+def test_of_many_actions_an_answer_has_so_many(clock: Clock) -> None:
+    stage = Recorder()
+    stage.traces = True
+    for _ in range(AT_ONCE + 1):
+        add(stage, clock, "F", 10, 20)
+    assert [len(stage.take_spans()) for _ in range(3)] == [AT_ONCE, 1, 0]
+
+
+def test_nothing_is_ready_after_it_has_started(clock: Clock) -> None:
+    stage = Recorder()
+    stage.traces = True
+    add(stage, clock, "F", 10, 20, ready=12)
+    assert [(span.ready_ns, span.start_ns) for span in stage.take_spans()] == [(10, 10)]

@@ -1,0 +1,144 @@
+"""How far a stage has come: rounds in strict order, whichever is heard of first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from rpcmp.pipelining.schedule import Action, Limits
+from rpcmp.worker.executor import Round, Rounds, Task
+
+F, B, W = Action
+
+
+def a_round(num_bundles: int = 1, training: bool = True) -> Round:
+    return Round(1, range(num_bundles), Limits(4, 4, splits=True), training)
+
+
+def begun(*numbers: int) -> Rounds:
+    """Rounds of which these have begun, in this order."""
+    rounds = Rounds()
+    for number in numbers:
+        rounds.begin(number, a_round)
+    return rounds
+
+
+def task() -> Task:
+    return Task([], 0)
+
+
+def finish(found: Round, actions: Iterable[Action]) -> None:
+    """Do all of a round's actions of these kinds."""
+    for action in actions:
+        for microbatch in range(len(found.bundles)):
+            found.ready[action, microbatch] = task()
+            found.take(action)
+
+
+# One round.
+
+
+def test_only_the_next_action_of_a_kind_is_ready() -> None:
+    found = a_round(num_bundles=2)
+    found.ready[F, 1] = task()
+    assert not found.is_ready(F)
+    found.ready[F, 0] = first = task()
+    assert found.is_ready(F)
+    assert found.take(F) is first
+    assert found.is_ready(F)
+    assert not found.is_ready(B)
+
+
+def test_progress_says_what_is_done_and_what_could_be() -> None:
+    found = a_round(num_bundles=3)
+    finish(found, [F])
+    found.ready[B, 0] = task()
+    found.take(B)
+    progress = found.progress()
+    assert (progress.num_microbatches, progress.forwards, progress.backwards) == (3, 3, 1)
+    assert (progress.weights, progress.forward_ready, progress.backward_ready) == (0, False, False)
+    found.ready[B, 1] = task()
+    assert found.progress().backward_ready
+
+
+def test_a_training_round_ends_with_its_last_weight_gradient() -> None:
+    found = a_round(num_bundles=2)
+    for actions, needs_nobody, is_complete in (([F], 0, 0), ([B], 1, 0), ([W], 1, 1)):
+        finish(found, actions)
+        assert (found.needs_nobody, found.is_complete) == (needs_nobody, is_complete)
+
+
+def test_an_evaluation_ends_with_its_last_forward() -> None:
+    found = a_round(num_bundles=2, training=False)
+    assert not found.needs_nobody
+    finish(found, [F])
+    assert found.needs_nobody
+    assert found.is_complete
+
+
+# Rounds.
+
+
+def test_rounds_are_worked_on_in_order_even_if_a_later_one_begins_first() -> None:
+    rounds = begun(2)
+    assert rounds.current is None
+    rounds.begin(1, a_round)
+    assert rounds.current is rounds.get(1)
+    rounds.complete()
+    assert rounds.current is rounds.get(2)
+    rounds.complete()
+    assert rounds.current is None
+
+
+def test_a_round_is_made_once_and_never_again_when_it_is_over() -> None:
+    rounds = begun(1)
+    first = rounds.get(1)
+    rounds.begin(1, a_round)
+    assert rounds.get(1) is first
+    rounds.complete()
+    rounds.begin(1, a_round)
+    assert rounds.get(1) is None
+    assert rounds.current is None
+
+
+def test_an_abort_gives_back_all_that_waited_and_the_round_after_it_is_next() -> None:
+    rounds = begun(1, 2, 3)
+    waiting = []
+    for number in (1, 2, 3):
+        found = rounds.get(number)
+        assert found is not None
+        found.ready[F, 0] = task()
+        waiting.append(found.ready[F, 0])
+    assert rounds.abort(1, 2) == waiting[:2]
+    assert rounds.current is rounds.get(3)
+    assert rounds.current is not None
+    assert rounds.get(1) is rounds.get(2) is None
+
+
+def test_an_abort_leaves_an_earlier_round_to_end_and_is_then_skipped() -> None:
+    rounds = begun(1, 2)
+    assert rounds.abort(2, 3) == []
+    assert rounds.current is rounds.get(1)
+    assert rounds.current is not None
+    rounds.begin(4, a_round)
+    rounds.complete()
+    assert rounds.current is rounds.get(4)
+    assert rounds.current is not None
+
+
+def test_an_aborted_round_never_begins() -> None:
+    rounds = begun(1)
+    rounds.abort(2, 2)
+    rounds.begin(2, a_round)
+    assert rounds.get(2) is None
+    rounds.complete()
+    rounds.begin(2, a_round)
+    assert rounds.get(2) is None
+
+
+def test_rounds_that_are_over_cannot_be_aborted() -> None:
+    rounds = begun(1, 2)
+    rounds.complete()
+    rounds.abort(1, 1)
+    rounds.abort(1, 1)
+    assert rounds.current is rounds.get(2)
+    assert rounds.current is not None

@@ -1,0 +1,132 @@
+"""A bundle is computed once, and held until all its readers have the answer, early or late."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import pytest
+
+from rpcmp.config.topology import ReplicaAssignment, ReplicaShare
+from rpcmp.errors import JobError, from_wire
+from rpcmp.rpc.messages import Bundle, Mode, Outputs, Work
+from rpcmp.rpc.transport import Raised
+from rpcmp.worker.backward import Failures
+from rpcmp.worker.requests import Exchange
+
+NUM_READERS = 2
+
+
+class _Around:
+    """What is around an exchange: inputs that arrive, and computing, when the test says so."""
+
+    def __init__(self) -> None:
+        self.asked: list[Callable[[list[Any]], None]] = []
+        self.begun: list[Bundle] = []
+        self.computed: list[Work] = []
+        self.tasks: list[Any] = []
+        self.exchange = Exchange(
+            "stage1",
+            cast(Any, self),
+            NUM_READERS,
+            ReplicaShare(ReplicaAssignment([1]), 0),
+            cast(Any, self),
+            cast(Any, self),
+            Failures(),
+            self.begun.append,
+            lambda: None,
+        )
+
+    # Of its inputs
+
+    def ask(self, _: Bundle, arrived: Callable[[list[Any]], None]) -> None:
+        self.asked.append(arrived)
+
+    def forget(self, last: int) -> None:
+        self.asked.clear()
+
+    # Of its compute thread
+
+    def submit(self, round_number: int, action: object, number: int, task: Any) -> None:
+        self.tasks.append(task)
+
+    # Of its execution
+
+    def forward(self, work: Work, received: list[Outputs]) -> Work:
+        self.computed.append(work)
+        return work
+
+    def answer(self, _: Bundle, computed: list[Work]) -> list[list[Outputs]]:
+        values = [work.microbatch for work in computed]
+        return [[Outputs((port, value)) for value in values] for port in range(NUM_READERS)]
+
+    # In one go
+
+    def arrive(self) -> None:
+        """Let what was asked for come, and have it computed."""
+        self.asked.pop(0)([[Outputs("input")] * 2])
+        for part in self.tasks.pop(0).parts:
+            part()
+
+
+@pytest.fixture
+def around() -> _Around:
+    return _Around()
+
+
+def bundle(round_number: int = 1) -> Bundle:
+    """Two micro-batches of two."""
+    works = [Work(round_number, 1, microbatch, 2, 0, 1, 2, Mode.TRAIN) for microbatch in range(2)]
+    return Bundle(0, 1, tuple(works))
+
+
+def answer_to(port: int) -> list[Outputs]:
+    return [Outputs((port, microbatch)) for microbatch in range(2)]
+
+
+@pytest.mark.parametrize("arrives_after", [1, 2])
+def test_a_reader_that_asks_late_has_what_was_computed_for_the_first(
+    around: _Around, arrives_after: int
+) -> None:
+    answers = []
+    for port in range(NUM_READERS):
+        answers.append(around.exchange.ask(bundle(), port))
+        if len(answers) == arrives_after:
+            around.arrive()
+    assert [answer.value() for answer in answers] == [answer_to(0), answer_to(1)]
+    assert (len(around.begun), len(around.computed), around.asked) == (1, 2, [])
+
+
+def test_it_is_held_until_it_is_computed_and_all_have_asked(around: _Around) -> None:
+    around.exchange.ask(bundle(), 0)
+    around.arrive()
+    assert len(around.exchange) == 1
+    around.exchange.ask(bundle(), 1)
+    assert len(around.exchange) == 0
+    for port in range(NUM_READERS):
+        around.exchange.ask(bundle(2), port)
+    assert len(around.exchange) == 1
+    around.arrive()
+    assert len(around.exchange) == 0
+
+
+def test_what_failed_before_is_the_answer_to_all(around: _Around) -> None:
+    failed = Raised("what it was")
+    first = around.exchange.ask(bundle(), 0)
+    around.asked.pop()([failed])
+    assert [first.value(), around.exchange.ask(bundle(), 1).value()] == [failed] * 2
+    assert around.tasks == []
+
+
+def test_a_round_that_was_aborted_is_answered_whether_it_was_asked_before_or_after(
+    around: _Around,
+) -> None:
+    before = around.exchange.ask(bundle(), 0)
+    around.asked.pop()([[Outputs("input")] * 2])
+    around.exchange.refuse(1)
+    around.tasks.pop().cancel()
+    for answer in (before, around.exchange.ask(bundle(), 1)):
+        with pytest.raises(JobError, match="step 1 was aborted at stage 'stage1'"):
+            raise from_wire(answer.value().error)
+    around.exchange.forget()
+    assert len(around.exchange) == 0
