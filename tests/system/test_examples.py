@@ -49,7 +49,7 @@ def test_each_is_a_model_a_config_and_a_row_in_the_readme() -> None:
 
 def test_addresses_in_comments_are_those_that_servers_have_by_default() -> None:
     found = {}
-    for path in [*EXAMPLES.glob("*.toml"), EXAMPLES.parent / "starter" / "my_model.toml"]:
+    for path in [*EXAMPLES.glob("*.toml"), PACKAGE / "tools/new/my_model.toml"]:
         comments = "\n".join(re.findall(r"#.*", path.read_text()))
         for stage, said in enumerate(re.findall(r"addresses = \[(.*?)\]", comments)):
             ports = [int(port) for port in re.findall(r":(\d+)", said)]

@@ -124,8 +124,12 @@ def test_the_wheel_has_the_package_the_protos_and_the_license(built: dict[str, P
     papers = {"METADATA", "WHEEL", "RECORD", "entry_points.txt", "licenses/LICENSE"} | licenses
     assert wheel == shipped("rpcmp") | protos | {f"{DIST_INFO}/{name}" for name in papers}
     for needed in (
-        *("py.typed", "examples/digits.toml", "starter/my_model.py", "v1/control_pb2.pyi"),
-        *("page/assets/index.html", "page/assets/vendor/uPlot.iife.min.js"),
+        "py.typed",
+        "examples/digits.toml",
+        "tools/new/my_model.py",
+        "v1/control_pb2.pyi",
+        "observability/dashboard/assets/index.html",
+        "observability/dashboard/assets/vendor/uPlot.iife.min.js",
     ):
         assert f"rpcmp/{needed}" in wheel
     assert "rpcmp/protos/rpcmp/v1/control.proto" in wheel
