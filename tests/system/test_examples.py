@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from rpcmp.config import addresses, loader
 from rpcmp.examples import stdlib_gpt
-from tests.support.places import EXAMPLES, ROOT
+from tests.support.places import EXAMPLES, PACKAGE, ROOT
 from tests.support.processes import Result, rpcmp
 
 README = (ROOT / "README.md").read_text()
