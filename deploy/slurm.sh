@@ -37,9 +37,6 @@ clean_up() {
     if ((${#stages[@]})); then
         kill -TERM "${stages[@]}" 2> /dev/null || true
         wait "${stages[@]}" || true
-        for pipe in "$folder"/*.pipe; do
-            : <> "$pipe" # one whose stage ended before it wrote waits for somebody to
-        done
         wait "${echoes[@]}" || true # or they make files in the folder that is being removed
     fi
     rm -rf "$folder"
@@ -73,15 +70,22 @@ rpcmp certs init "$folder/certs" "${nodes[@]/#/--host=}"
 for stage in "${!nodes[@]}"; do
     said=$folder/stage$stage
     mkfifo "$said.pipe"
-    tee "$said" < "$said.pipe" &
+    # Both ends are open before anything is started: to open one alone waits for the other, which
+    # may end first.
+    exec {both}<> "$said.pipe"
+    exec {reader}< "$said.pipe"
+    exec {writer}> "$said.pipe"
+    exec {both}>&-
+    tee "$said" <&"$reader" {reader}<&- {writer}>&- &
     echoes+=("$!")
     srun --nodes=1 --ntasks=1 --nodelist="${nodes[stage]}" \
         --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" \
         rpcmp serve --stage "$stage" --listen 0.0.0.0:0 --certs "$folder/certs/stage$stage" \
         --checkpoints "${RPCMP_CHECKPOINTS:-$PWD}" \
         ${RPCMP_DATA:+--data "$RPCMP_DATA"} \
-        > "$said.pipe" 2>&1 &
+        >&"$writer" 2>&1 {reader}<&- {writer}>&- &
     stages+=("$!")
+    exec {reader}<&- {writer}>&-
 done
 
 addresses=()
