@@ -102,7 +102,7 @@ on meanwhile, so that faulthandler may read a frame that is gone: such a child c
 
 MAX_BYTES = 64 * 1024
 
-_ITSELF = re.compile(r'  File "[^"]*/process/stacks\.py", line \d+ in _write\n')
+_ITSELF = re.compile(rf'  File "{re.escape(__file__)}", line \d+ in _write\n')
 
 
 def write_when_asked(fd: int) -> None:
