@@ -10,7 +10,7 @@ next round's first forward follows at once: no stage waits for the driver betwee
 
 What a compute thread did, and when: sums always, every action while somebody wants to know.
 
-How far a stage has come in the rounds that it knows of. Not thread-safe; see compute.py.
+How far a stage has come in the rounds that it knows of. Not thread-safe by itself.
 
 A round is one train step, evaluation or prediction. Rounds are numbered without gaps and every
 stage takes part in all of them, so a stage works on them strictly in order; but what it will need

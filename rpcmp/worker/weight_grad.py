@@ -18,12 +18,9 @@ fused LSTM, custom functions, normalizations).
 Next to `torch.distributed.pipelining._backward` (arXiv:2401.10241), which walks the graph of every
 micro-batch in Python, this costs some 10 microseconds a layer.
 
-Who hears of each addition to a parameter's gradient, by autograd or by `rpcmp.worker.weight_grad`
-later on.
-
-A hook of the user's own keeps a parameter from being split. This one need not:
-`rpcmp.worker.weight_grad` says when a backward leaves its gradient for later, and calls it when
-that has come.
+`Additions` hears of each addition to a parameter's gradient, by autograd or from here later on. A
+hook of the user's own keeps a parameter from being split. This one need not: it is told when a
+backward leaves its gradient for later, and called when that has come.
 """
 
 from __future__ import annotations

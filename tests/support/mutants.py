@@ -31,18 +31,31 @@ import pytest
 from tests.support.places import ROOT
 
 AREAS = {
-    "schedules": ("schedule.py", "simulation.py", "inflight.py", "worker/rounds.py"),
-    "boundary": ("worker/boundary.py", "worker/execution.py", "worker/exchange.py"),
-    "backward": ("worker/backward.py", "split.py", "worker/recompute.py", "worker/missing.py"),
-    "summing": ("worker/summing.py", "worker/buckets.py", "worker/ties.py", "turns.py"),
-    "snapshots": ("snapshot/slots.py", "snapshot/state.py", "snapshot/writer.py"),
-    "recovery": ("job/recovery.py", "job/restore.py", "job/begin.py", "job/beginning.py"),
+    "schedules": ("pipelining/schedule.py", "pipelining/simulation.py", "pipelining/inflight.py"),
+    "boundary": ("worker/boundary.py", "worker/forward.py", "worker/requests.py"),
+    "backward": ("worker/backward.py", "worker/weight_grad.py", "worker/recompute.py"),
+    "summing": ("worker/grad_sync/bucket_allreduce.py", "worker/grad_sync/tied.py"),
+    "snapshots": (
+        "checkpoint/slots.py",
+        "checkpoint/stage_state.py",
+        "checkpoint/slot_writer.py",
+    ),
+    "recovery": ("job/recovery.py", "job/restore_planner.py"),
     "checkpoints": ("checkpoint/folder.py", "checkpoint/files.py", "checkpoint/runs.py"),
-    "unpickler": ("unpickling.py", "wire/rpcpickle.py", "wire/inspection.py"),
-    "roles": ("wire/role.py", "wire/credentials.py", "wire/security.py"),
-    "config": ("configrules.py", "config.py", "configfile.py", "sections.py"),
-    "exit codes": ("cli/failed.py", "cli/remedy.py", "cli/output.py", "errors.py"),
-    "page": ("page/state.py", "page/series.py", "page/timeline.py", "page/entries.py"),
+    "unpickler": ("rpc/unpickler.py", "net/rpc_pickle.py", "net/rpc_inspection.py"),
+    "roles": ("net/identity.py", "net/security.py"),
+    "config": (
+        "config/validation.py",
+        "config/schema.py",
+        "config/loader.py",
+        "config/sections.py",
+    ),
+    "exit codes": ("cli/hints.py", "cli/output.py", "errors.py"),
+    "page": (
+        "observability/dashboard/state.py",
+        "observability/dashboard/curves.py",
+        "observability/dashboard/entries.py",
+    ),
 }
 """What is mutated: modules of rpcmp, by subject."""
 
@@ -162,7 +175,7 @@ def tests_near(module: str, folder: Path) -> list[str]:
     )
     named, importing = [], []
     for path in sorted(folder.rglob("test_*.py")):
-        if path.name == f"test_{name}.py":
+        if f"{path.stem}_".startswith(f"test_{name}_"):
             named.append(str(path))
         elif imports.search(text := path.read_text(encoding="utf-8")):
             importing.append(("processes" in text, str(path)))  # what starts some comes last

@@ -58,7 +58,7 @@ def test_a_factory_that_raises_shows_the_users_lines_only() -> None:
     message = str(caught.value)
     assert "data.train = 'tests.zoo.models:raising' failed: ValueError: out of order\n" in message
     assert "models.py" in message
-    assert "factory.py" not in message
+    assert "importing.py" not in message
 
 
 def test_wrong_arguments_are_the_factorys_error() -> None:
