@@ -1,0 +1,48 @@
+"""All events together: that each survives JSON, and that the documentation has them all."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from rpcmp.observability.events.__main__ import table
+from rpcmp.observability.events.definitions import (
+    EVENTS,
+    parse,
+)
+from rpcmp.observability.events.event import own_fields
+from tests.support.places import ROOT
+
+
+@pytest.mark.parametrize("kind", EVENTS.values(), ids=list(EVENTS))
+def test_every_event_survives_json(kind: type) -> None:
+    empty = parse({"event": kind.event, "time": 1.0, "generation": 1}, complete=False)
+    assert type(empty) is kind
+    text = json.dumps(empty.to_json())
+    again = parse(json.loads(text))
+    assert again is not None
+    assert json.dumps(again.to_json()) == text
+
+
+def test_the_documentation_has_the_table_of_events() -> None:
+    pages = (ROOT / "README.md", ROOT / "rpcmp" / "guide" / "events.md")
+    texts = [page.read_text(encoding="utf-8") for page in pages if page.exists()]
+    assert any(table() in text for text in texts), "python -m rpcmp.observability.events prints it"
+
+
+def test_the_table_explains_every_key() -> None:
+    rows = table().splitlines()
+    assert len(rows) == 2 + sum(1 + len(own_fields(kind)) for kind in EVENTS.values())
+    assert all(row.count(" | ") == 2 for row in rows)
+
+
+def test_events_are_cheap_to_import() -> None:
+    code = """
+import sys, rpcmp.observability.events.definitions
+print([name for name in ("torch", "pydantic", "rich", "grpc") if name in sys.modules])
+"""
+    command = [sys.executable, "-c", code]
+    assert subprocess.check_output(command, text=True, timeout=60).strip() == "[]"
