@@ -13,14 +13,15 @@ from rpcmp.observability.events.definitions import (
     EVENTS,
     parse,
 )
-from rpcmp.observability.events.event import own_fields
+from rpcmp.observability.events.event import Event, own_fields
 from tests.support.places import ROOT
 
 
 @pytest.mark.parametrize("kind", EVENTS.values(), ids=list(EVENTS))
-def test_every_event_survives_json(kind: type) -> None:
+def test_every_event_survives_json(kind: type[Event]) -> None:
     empty = parse({"event": kind.event, "time": 1.0, "generation": 1}, complete=False)
     assert type(empty) is kind
+    assert empty is not None
     text = json.dumps(empty.to_json())
     again = parse(json.loads(text))
     assert again is not None
