@@ -103,16 +103,17 @@ from pathlib import Path
 from rpcmp.cli.observing import observers
 from rpcmp.observability.observers import watching
 from tests.support import runs
+from tests.support.runevents import typed
 
 resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, 30_000))  # where a full disk would begin
 of = runs.config(Path(sys.argv[1]))
 shown = []
 with watching(observers(of), shown.append) as report:
     for event in runs.events(of, [1.0 / step for step in range(1, 1001)])[:-1]:
-        report(event)
-names = [event["event"] for event in shown]
+        report(typed(event))
+names = [event.event for event in shown]
 assert names.count("step") == 1000 and names[-1] == "end", names
-(text,) = [event["text"] for event in shown if event["event"] == "warning"]
+(text,) = [event.text for event in shown if event.event == "warning"]
 print(text)
 """
 

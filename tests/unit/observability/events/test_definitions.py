@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from rpcmp.observability.events.definitions import (
     parse,
 )
 from rpcmp.observability.events.event import Event, own_fields
-from tests.support.places import ROOT
+from tests.support.places import PACKAGE, ROOT
 
 
 @pytest.mark.parametrize("kind", EVENTS.values(), ids=list(EVENTS))
@@ -32,6 +33,32 @@ def test_the_documentation_has_the_table_of_events() -> None:
     pages = (ROOT / "README.md", ROOT / "rpcmp" / "guide" / "events.md")
     texts = [page.read_text(encoding="utf-8") for page in pages if page.exists()]
     assert any(table() in text for text in texts), "python -m rpcmp.observability.events prints it"
+
+
+MESSAGES = {
+    *("network", "address", "socket", "started", "ended"),  # a process that forks others
+    *("beat", "ready", "joined", "left", "built", "failed", "error", "done"),  # a child
+    *("planned", "segment", "progress", "store"),  # the driver process
+    *("snapshot", "saved", "draining"),  # a worker and its server
+    *("sampled", "profiled", "examined", "counted", "ran", "refused"),  # other children
+    *("log", "step"),  # process.logging.records, and the reference of `rpcmp verify`
+}
+"""What a child process sends to its supervisor, as a dict."""
+
+
+def test_only_messages_between_processes_are_made_as_dicts() -> None:
+    made = set()
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Dict):
+                made |= {
+                    value.value
+                    for key, value in zip(node.keys, node.values, strict=True)
+                    if isinstance(key, ast.Constant)
+                    and key.value == "event"
+                    and isinstance(value, ast.Constant)
+                }
+    assert made == MESSAGES
 
 
 def test_the_table_explains_every_key() -> None:
