@@ -33,6 +33,7 @@ COMMANDS = (
     "drive",
     "explain",
     "export",
+    "guide",
     "health",
     "new",
     "report",
