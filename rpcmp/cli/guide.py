@@ -90,7 +90,9 @@ def search(word: str, text: str) -> Iterator[Match]:
             yield Match(heading, line.strip())
 
 
-def _topics(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem[str]]:
+def _topics(
+    ctx: click.Context, param: click.Parameter, incomplete: str
+) -> list[CompletionItem[str]]:
     return [
         CompletionItem(page.topic, help=page.summary)
         for page in pages().values()
