@@ -2,29 +2,29 @@
 
     RpcmpError
     ├── ConfigError                exit 2   the config, the command line or the user's factories
-    │   ├── KeyConfigError                  a key or a value of the config is wrong
-    │   ├── ListenError                     an address is taken, or not this machine's
-    │   ├── OtherRunError                   there are checkpoints of another run
-    │   ├── FactoryError                    a "module:callable" does not import, or raised
-    │   ├── VersionError                    hosts that run different software
-    │   ├── CheckpointError                 a checkpoint is damaged, or of another model
-    │   └── SecurityError                   a certificate, a key or a role that does not do
+    │   ├── KeyConfigError              a key or a value of the config is wrong
+    │   ├── AddressInUseError           an address is taken, or not this machine's
+    │   ├── CheckpointConflictError     there are checkpoints of another run
+    │   ├── FactoryError                a "module:callable" does not import, or raised
+    │   ├── VersionError                hosts that run different software
+    │   ├── CheckpointError             a checkpoint is damaged, or of another model
+    │   └── SecurityError               a certificate, a key or a role that does not do
     ├── UnavailableError           exit 75  try again later, nothing is wrong with the job
-    │   ├── UnreachableError                no answer from a stage server
-    │   ├── BusyError                       the server trains another job
-    │   ├── DrainingError                   the server is being stopped
-    │   ├── RelayError                      a connection between two hosts broke
-    │   └── ExhaustedError                  recovery has been tried often enough
+    │   ├── UnreachableError            no answer from a stage server
+    │   ├── BusyError                   the server trains another job
+    │   ├── DrainingError               the server is being stopped
+    │   ├── RelayError                  a connection between two hosts broke
+    │   └── RecoveryTimeoutError        recovery has been tried often enough
     ├── JobError                   exit 1   the job failed
-    │   ├── StageError                      the user's code raised at a stage
+    │   ├── StageError                  the user's code raised at a stage
     │   │   └── StageConfigError   exit 2   a stage cannot be built as the config says
-    │   ├── WorkerDiedError                 a worker or driver process is gone
-    │   ├── WorkerHungError                 one is stopped, stuck or cut off
-    │   ├── NonFiniteLossError              the loss became NaN or infinite
-    │   ├── SavingError                     checkpoints that the config wants cannot be written
-    │   ├── LossScaleError                  no gradient of a scaled loss is ever finite
-    │   ├── MismatchError                   `verify`, `bench` or a run's replicas differ
-    │   └── UnfitError                      a peer of `rpcmp bench` cannot run the case
+    │   ├── WorkerDiedError             a worker or driver process is gone
+    │   ├── WorkerHungError             one is stopped, stuck or cut off
+    │   ├── NonFiniteLossError          the loss became NaN or infinite
+    │   ├── SavingError                 checkpoints that the config wants cannot be written
+    │   ├── LossScaleError              no gradient of a scaled loss is ever finite
+    │   ├── MismatchError               `verify`, `bench` or a run's replicas differ
+    │   └── UnsupportedJobError         a peer of `rpcmp bench` cannot run the case
     └── InterruptedJobError        exit 128+n  a signal ended the job
 
 Errors cross process borders as JSON (`to_wire`, `from_wire`): nothing that a peer sends is
@@ -39,6 +39,7 @@ import json
 import os
 import signal
 import sys
+import warnings
 from typing import Any, ClassVar
 
 
@@ -68,11 +69,11 @@ class KeyConfigError(ConfigError):
     """A config has a key that there is not, or a value that it cannot have."""
 
 
-class ListenError(ConfigError):
+class AddressInUseError(ConfigError):
     """A stage server cannot listen where it was told to."""
 
 
-class OtherRunError(ConfigError):
+class CheckpointConflictError(ConfigError):
     """A run's checkpoints would be mixed with those of another one."""
 
 
@@ -114,7 +115,7 @@ class RelayError(UnavailableError):
     """A connection that carries tensors from host to host broke, or does not speak as it should."""
 
 
-class ExhaustedError(UnavailableError):
+class RecoveryTimeoutError(UnavailableError):
     """Something was lost again and again, or did not come back; the run has left a checkpoint."""
 
 
@@ -133,7 +134,7 @@ class MismatchError(JobError):
     """
 
 
-class UnfitError(JobError):
+class UnsupportedJobError(JobError):
     """A peer of `rpcmp bench` cannot run the case; the others are compared without it."""
 
 
@@ -328,3 +329,21 @@ def with_notes(error: BaseException) -> str:
 def _by_name() -> dict[str, type[RpcmpError]]:
     members = inspect.getmembers(sys.modules[__name__], inspect.isclass)
     return {name: kind for name, kind in members if issubclass(kind, RpcmpError)}
+
+
+_RENAMED = {
+    "ExhaustedError": "RecoveryTimeoutError",
+    "ListenError": "AddressInUseError",
+    "OtherRunError": "CheckpointConflictError",
+    "UnfitError": "UnsupportedJobError",
+}
+"""The names that 0.1 gave some errors; they go in the release after the next one."""
+
+
+def __getattr__(name: str) -> type[RpcmpError]:
+    if name not in _RENAMED:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    new = _RENAMED[name]
+    warnings.warn(f"rpcmp.errors.{name} is called {new} now", DeprecationWarning, stacklevel=2)
+    renamed: type[RpcmpError] = globals()[new]
+    return renamed

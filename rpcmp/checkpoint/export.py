@@ -14,7 +14,7 @@ from typing import BinaryIO
 
 from rpcmp.checkpoint import safetensors_layout
 from rpcmp.checkpoint.files import check, write_durably
-from rpcmp.checkpoint.folder import MANIFEST, Found, look, step_of
+from rpcmp.checkpoint.folder import MANIFEST, FoundCheckpoint, look, step_of
 from rpcmp.checkpoint.manifest import Manifest, StageFile
 from rpcmp.checkpoint.runs import newest_in
 from rpcmp.checkpoint.safetensors_layout import TensorRange
@@ -112,7 +112,7 @@ def _require_place(target: Path) -> None:
         raise ConfigError(f"cannot write {target}: {target.parent} is a checkpoint; leave it whole")
 
 
-def _candidates(source: Path) -> list[Found]:
+def _candidates(source: Path) -> list[FoundCheckpoint]:
     """The checkpoints to try, in this order."""
     if not source.is_dir():
         raise CheckpointError(f"there is no folder {source}")
@@ -128,7 +128,7 @@ def _candidates(source: Path) -> list[Found]:
     return run.found
 
 
-def _best(source: Path) -> list[Found]:
+def _best(source: Path) -> list[FoundCheckpoint]:
     """The best checkpoint.
 
     Raises:

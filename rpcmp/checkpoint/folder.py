@@ -32,7 +32,7 @@ _NAME = re.compile(r"step-([0-9]{8}|[1-9][0-9]{8,})")
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundCheckpoint:
     """A step folder with a manifest: what it says, or what is wrong with it."""
 
     path: Path
@@ -62,7 +62,7 @@ class CheckpointFolder:
         except OSError as error:
             raise CheckpointError(f"cannot write {path}: {error.strerror}") from error
 
-    def found(self) -> list[Found]:
+    def found(self) -> list[FoundCheckpoint]:
         """All checkpoints, damaged ones too, that of the highest step first.
 
         Raises:
@@ -113,7 +113,7 @@ class CheckpointFolder:
             raise CheckpointError(f"cannot read {self.path}: {error.strerror}") from error
 
 
-def look(step_folder: Path) -> Found | None:
+def look(step_folder: Path) -> FoundCheckpoint | None:
     """The checkpoint in a step folder; None where it has no manifest, so that there is none.
 
     The folder may have any name, as a copy has.
@@ -124,14 +124,14 @@ def look(step_folder: Path) -> Found | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
-        return Found(step_folder, None, f"cannot read {path}: {error.strerror}")
+        return FoundCheckpoint(step_folder, None, f"cannot read {path}: {error.strerror}")
     except CheckpointError as error:
-        return Found(step_folder, None, str(error))
+        return FoundCheckpoint(step_folder, None, str(error))
     except ValueError as error:
-        return Found(step_folder, None, f"{path} is no manifest: {error}")
+        return FoundCheckpoint(step_folder, None, f"{path} is no manifest: {error}")
     if step_of(step_folder) not in (None, manifest.step):
-        return Found(step_folder, None, f"{path} is the manifest of step {manifest.step}")
-    return Found(step_folder, manifest)
+        return FoundCheckpoint(step_folder, None, f"{path} is the manifest of step {manifest.step}")
+    return FoundCheckpoint(step_folder, manifest)
 
 
 def name_of(step: int) -> str:

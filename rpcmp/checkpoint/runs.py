@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from rpcmp.checkpoint.folder import RUN_NAME, CheckpointFolder, Found
+from rpcmp.checkpoint.folder import RUN_NAME, CheckpointFolder, FoundCheckpoint
 from rpcmp.checkpoint.manifest import Manifest
-from rpcmp.errors import CheckpointError, OtherRunError
+from rpcmp.errors import CheckpointConflictError, CheckpointError
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class RunCheckpoints:
 
     name: str
     folder: CheckpointFolder
-    found: list[Found]
+    found: list[FoundCheckpoint]
 
     @property
     def newest(self) -> Manifest | None:
@@ -131,12 +131,12 @@ def require_none_asked_for(folder: Path) -> None:
     That is seldom meant, so whoever begins it has to say it.
 
     Raises:
-        OtherRunError: there are some.
+        CheckpointConflictError: there are some.
         CheckpointError: the folder cannot be read.
     """
     for run in runs_in(folder):
         if run.was_asked_for and run.newest is not None:
-            raise OtherRunError(
+            raise CheckpointConflictError(
                 f"{folder} holds checkpoints of another run: job {run.newest.job!r}, step "
                 f"{run.newest.step}, written {run.newest.written}; go on with --resume, or begin "
                 "anew beside them with --fresh"

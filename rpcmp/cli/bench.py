@@ -14,7 +14,7 @@ from rpcmp.cli.options import budget_option
 from rpcmp.cli.terminal import echo
 
 if TYPE_CHECKING:
-    from rpcmp.tools.bench.benchmark import Result
+    from rpcmp.tools.bench.benchmark import BenchmarkResult
     from rpcmp.tools.bench.cases import Case
     from rpcmp.tools.bench.contestant import Contestant
 
@@ -96,18 +96,18 @@ def bench(
 
 async def _measure(
     case: Case, contestants: Sequence[Contestant], pairs: int, steps: int | None, budget: float
-) -> tuple[Result | None, int]:
+) -> tuple[BenchmarkResult | None, int]:
     """What was found, if anything, and the exit code."""
     from rpcmp.cli.measuring import measuring
     from rpcmp.tools.bench.benchmark import benchmark
-    from rpcmp.tools.bench.contestant import Limits, StoppedError
+    from rpcmp.tools.bench.contestant import StoppedError, TimeLimits
     from rpcmp.tools.bench.statistics import fill_then_no_bubble
 
     with measuring(case.name) as now:
         try:
             result = await benchmark(
                 *(case, contestants, pairs, steps, fill_then_no_bubble, now.tell),
-                limits=Limits(budget, now.stop),
+                limits=TimeLimits(budget, now.stop),
             )
         except StoppedError:
             return None, now.exit_code

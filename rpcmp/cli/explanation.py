@@ -10,8 +10,8 @@ from rich.text import Text
 from rpcmp.cli.console import Console
 from rpcmp.config.types import format_size
 from rpcmp.tools.explain.gather import Explanation
-from rpcmp.tools.explain.picture import FREE_PORT, Way, picture
-from rpcmp.tools.explain.stage import Stage
+from rpcmp.tools.explain.picture import FREE_PORT, StageLink, picture
+from rpcmp.tools.explain.stage import ExplainedStage
 
 WIDTH = 140
 """Characters of a line where nobody looks at a terminal."""
@@ -95,7 +95,7 @@ def _stages(found: Explanation) -> Table:
     return table
 
 
-def _place(stage: Stage) -> str:
+def _place(stage: ExplainedStage) -> str:
     where = ", ".join(stage.addresses) or "here"
     if stage.replicas > 1 and not stage.addresses:
         where = f"{stage.replicas} replicas here"
@@ -107,14 +107,14 @@ def _place(stage: Stage) -> str:
     return f"{where} ({', '.join(how)})"
 
 
-def _layers(stage: Stage) -> str:
+def _layers(stage: ExplainedStage) -> str:
     names = [layer.name for layer in stage.layers]
     if len(names) > LAYERS:
         names = [*names[: LAYERS - 2], "...", names[-1]]
     return f"{len(stage.layers)}: {', '.join(names)}"
 
 
-def _parameters(stage: Stage) -> str:
+def _parameters(stage: ExplainedStage) -> str:
     text = f"{stage.parameters:,}"
     if stage.frozen and stage.parameters:
         text += " frozen"
@@ -123,7 +123,7 @@ def _parameters(stage: Stage) -> str:
     return text
 
 
-def _memory(stages: list[Stage]) -> Table:
+def _memory(stages: list[ExplainedStage]) -> Table:
     heads = ("process", "parameters", "gradients", "optimizer", "activations", "together")
     table = _table(
         "stage", *heads, "may have", "snapshots", right=(*heads, "may have", "snapshots")
@@ -145,7 +145,7 @@ def _memory(stages: list[Stage]) -> Table:
     return table
 
 
-def _memory_notes(stages: list[Stage]) -> Iterator[str]:
+def _memory_notes(stages: list[ExplainedStage]) -> Iterator[str]:
     held = ", ".join(f"{stage.name} {stage.in_flight}" for stage in stages)
     yield f"activations: of the micro-batches that may be in flight at once: {held}"
     if any(stage.memory.snapshots for stage in stages):
@@ -212,7 +212,7 @@ def _ways(found: Explanation) -> Table:
     return table
 
 
-def _how(way: Way) -> str:
+def _how(way: StageLink) -> str:
     where = "between hosts" if way.crosses_hosts else "within one machine"
     if not way.dials:
         return f"{where}, in memory or by a loopback of their own"

@@ -257,8 +257,8 @@ DECISIONS: dict[type[RpcmpError], Callable[[Command], Words]] = {
     errors.RpcmpError: _doctor,
     errors.ConfigError: _explain,
     errors.KeyConfigError: _keys,
-    errors.ListenError: _who_listens,
-    errors.OtherRunError: _go_on,
+    errors.AddressInUseError: _who_listens,
+    errors.CheckpointConflictError: _go_on,
     errors.FactoryError: _doctor,
     errors.VersionError: _doctor,
     errors.CheckpointError: _afresh,
@@ -268,7 +268,7 @@ DECISIONS: dict[type[RpcmpError], Callable[[Command], Words]] = {
     errors.BusyError: _status,
     errors.DrainingError: _resume_or_wait,
     errors.RelayError: _doctor,
-    errors.ExhaustedError: _resume_or_look,
+    errors.RecoveryTimeoutError: _resume_or_look,
     errors.JobError: _resume_or_look,
     errors.StageError: _resume_or_explain,
     errors.StageConfigError: _resume_or_explain,
@@ -278,7 +278,7 @@ DECISIONS: dict[type[RpcmpError], Callable[[Command], Words]] = {
     errors.NonFiniteLossError: _tame,
     errors.LossScaleError: _other_range,
     errors.MismatchError: _verify,
-    errors.UnfitError: _usage,
+    errors.UnsupportedJobError: _usage,
     errors.InterruptedJobError: _resume,
 }
 """What helps after an error of each class; one that is added has to be decided about as well."""

@@ -26,7 +26,7 @@ from rpcmp.config.types import format_size
 from rpcmp.observability import json_lines
 from rpcmp.observability.observers import Report
 from rpcmp.process.channel import Message
-from rpcmp.process.logging.display import Display, Place
+from rpcmp.process.logging.display import Display, RecordSource
 from rpcmp.process.logging.printable import visible
 from rpcmp.process.logging.records import as_text
 
@@ -113,7 +113,7 @@ def plain(config: Config, write: Callable[[str], None]) -> Report:
 
 
 @dataclass
-class _Run:
+class _RunText:
     """What later lines have to know of what came before.
 
     Attributes:
@@ -139,7 +139,7 @@ class _Plain:
     def __init__(
         self, config: Config, write: Callable[[str], None], every: float, quiet: bool
     ) -> None:
-        self._run = _Run(config)
+        self._run = _RunText(config)
         self._write = write
         self._every = every
         self._quiet = quiet
@@ -161,7 +161,7 @@ class _Terminal:
     """A progress bar; everything else scrolls by above it."""
 
     def __init__(self, config: Config, console: Console, progress: Progress) -> None:
-        self._run = _Run(config)
+        self._run = _RunText(config)
         self._console = console
         self._progress = progress
         self._task = progress.add_task("starting", total=None, loss="", speed="", busy="")
@@ -200,7 +200,7 @@ def _bar(console: Console) -> Progress:
     )
 
 
-def _lines(event: Message, run: _Run) -> Iterator[str]:
+def _lines(event: Message, run: _RunText) -> Iterator[str]:
     match event["event"]:
         case "ui":
             yield f"page: {event['url']}"
@@ -329,14 +329,14 @@ def with_log(show: Show, write: Callable[[str], None]) -> Show:
 
 def logged(show: Show, display: Display) -> Show:
     """Show the lines of the log among a run's events on `display`, and all events by `show`."""
-    place = Place("driver")
+    place = RecordSource("driver")
     display.place = lambda: place
 
     def show_logged(event: Message) -> None:
         nonlocal place
         generation = event.get("generation", place.generation)
         step = event["step"] if event["event"] == "step" else place.step
-        place = Place("driver", generation, step)
+        place = RecordSource("driver", generation, step)
         if event["event"] == "log":
             display.show(event)
         show(event)

@@ -134,14 +134,14 @@ async def _tune(
 ) -> tuple[Tuned | None, int]:
     """What was found, if anything, and the exit code."""
     from rpcmp.cli.measuring import measuring
-    from rpcmp.tools.bench.contestant import Limits, StoppedError
+    from rpcmp.tools.bench.contestant import StoppedError, TimeLimits
     from rpcmp.tools.tune.measuring import GroupRunner
     from rpcmp.tools.tune.sweep import tune as run
 
     runner, tuned = GroupRunner(config, swept.settings, connect), None
     with measuring(config.name) as now:
         try:
-            limits = Limits(budget, now.stop)
+            limits = TimeLimits(budget, now.stop)
             what = f"{STARTING}, then measuring {len(swept.settings)} settings within the budget"
             now.tell(what, limits.left)
             await limits.run(runner.start(), is_needed=True)

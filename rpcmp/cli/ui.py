@@ -52,11 +52,11 @@ def page_of(job: Config, ui: str | None, observers: list[Observer], show: Report
         yield
         return
     from rpcmp.observability.dashboard.app import (
-        Place,  # its libraries are needed by who has a page alone
+        Endpoint,  # its libraries are needed by who has a page alone
     )
     from rpcmp.observability.dashboard.server import Page
 
-    place = Place.open(None if ui == ANY else ui, job.certs_folder)
+    place = Endpoint.open(None if ui == ANY else ui, job.certs_folder)
     page = Page(place)
     observers.append(page)
     # To nobody else: there may be a token in it.

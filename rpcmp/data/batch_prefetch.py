@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 from torch.futures import Future
 
 from rpcmp.config.topology import DRIVER, ReplicaShare
-from rpcmp.data.batch_server import Source
-from rpcmp.rpc.messages import Bundle, Outputs, microbatches_of
+from rpcmp.data.batch_server import BatchServer
+from rpcmp.rpc.messages import Bundle, StageOutputs, microbatches_of
 from rpcmp.rpc.transport import NOBODY, Raised, Transport, attempt, outcome, when_all
 
 GROUP = 8
@@ -51,7 +51,7 @@ class Slices:
 
         Args:
             bundle: which micro-batches.
-            kind, path: what of them; see `Source.slices`.
+            kind, path: what of them; see `BatchServer.slices`.
             reader: which input of the stage it is for. Each gets tensors of its own, so that a
                 layer that works in place changes no other input.
         """
@@ -64,7 +64,7 @@ class Slices:
         def arrived(found: list[Any]) -> None:
             failed = next((group for group in found if isinstance(group, Raised)), None)
             slices = zip(places, found, strict=True)
-            answer.set_result(failed or [Outputs(group[at % GROUP]) for at, group in slices])
+            answer.set_result(failed or [StageOutputs(group[at % GROUP]) for at, group in slices])
 
         when_all([(NOBODY, group) for group in groups], arrived)
         return answer
@@ -98,7 +98,7 @@ class Slices:
         answer: Future[Any] = Future()
 
         def ask() -> None:
-            called = attempt(lambda: self._peers.call(DRIVER, Source.slices, *what))
+            called = attempt(lambda: self._peers.call(DRIVER, BatchServer.slices, *what))
             if isinstance(called, Raised):
                 answer.set_result(called)
             else:

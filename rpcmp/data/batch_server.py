@@ -14,7 +14,7 @@ from rpcmp.errors import ConfigError
 from rpcmp.pipelining import pytree
 
 
-class Source:
+class BatchServer:
     """Serves the slices of the mini-batches under way; what the driver serves to the group."""
 
     def __init__(self) -> None:

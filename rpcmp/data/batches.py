@@ -81,7 +81,7 @@ class Batches:
 
     def __init__(self, dataset: Dataset[Any], data: DataConfig, seed: int, training: bool) -> None:
         sampler = sampler_of(dataset, data, seed) if training else None
-        self._order = Order(_sized(dataset), data, seed, training, sampler)
+        self._order = SampleOrder(_sized(dataset), data, seed, training, sampler)
         collate = Collate(data.collate)
         # torch's loaders hand memory over by Unix sockets, which a confined process has not.
         self._sends_bytes = data.num_workers > 0 and is_confined()
@@ -147,7 +147,7 @@ class Epochs(Protocol):
         """The indices of its samples."""
 
 
-class Order(Sampler[Key]):
+class SampleOrder(Sampler[Key]):
     """The mini-batches of one epoch after the other, as the indices of their samples.
 
     Args:

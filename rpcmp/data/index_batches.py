@@ -16,8 +16,8 @@ from typing import NamedTuple
 
 import torch
 
-from rpcmp.data.batches import Key, Order
-from rpcmp.rpc.messages import Drawn
+from rpcmp.data.batches import Key, SampleOrder
+from rpcmp.rpc.messages import BatchIndices
 
 AHEAD = 2
 """Mini-batches for each loader process that are loaded before they are needed."""
@@ -32,7 +32,7 @@ class Announcer(NamedTuple):
         numbers: of the mini-batches, in the order in which they are drawn.
     """
 
-    tell: Callable[[Sequence[Drawn]], None]
+    tell: Callable[[Sequence[BatchIndices]], None]
     num_ahead: int
     numbers: Iterator[int]
 
@@ -59,7 +59,7 @@ class SampledThere:
         return iter(self._indices)
 
 
-class Draws:
+class IndexBatches:
     """The mini-batches of one dataset, epoch after epoch, those of `rpcmp.data.batches.Batches`.
 
     Args:
@@ -70,13 +70,15 @@ class Draws:
             are loaded while the one before ends; 0: each epoch is asked for by itself.
     """
 
-    def __init__(self, dataset: str, order: Order, announcer: Announcer, total: int = 0) -> None:
+    def __init__(
+        self, dataset: str, order: SampleOrder, announcer: Announcer, total: int = 0
+    ) -> None:
         self._dataset = dataset
         self._order = order
         self._announcer = announcer
         self._total = total
-        self._announced: deque[Drawn] = deque()
-        self._coming: Iterator[Drawn] = iter(())
+        self._announced: deque[BatchIndices] = deque()
+        self._coming: Iterator[BatchIndices] = iter(())
 
     def __len__(self) -> int:
         return len(self._order)
@@ -89,14 +91,14 @@ class Draws:
     def close(self) -> None:
         """There is nothing to end: the stages load."""
 
-    def first(self) -> Drawn:
+    def first(self) -> BatchIndices:
         """The first mini-batch of the first epoch; no other is loaded for it."""
         self._announced.clear()
         (drawn,) = itertools.islice(self._draw(1, 0), 1)
         self._announcer.tell([drawn])
         return drawn
 
-    def epoch(self, epoch: int, first: int = 0) -> Iterator[Drawn]:
+    def epoch(self, epoch: int, first: int = 0) -> Iterator[BatchIndices]:
         """Each mini-batch of `epoch`, counted from 1, from the one whose index is `first` on."""
         if not self._announced or self._announced[0].place != (epoch, first):
             self._announced.clear()
@@ -112,11 +114,11 @@ class Draws:
             self._announcer.tell(drawn)
             self._announced.extend(drawn)
 
-    def _draw(self, epoch: int, first: int) -> Iterator[Drawn]:
+    def _draw(self, epoch: int, first: int) -> Iterator[BatchIndices]:
         last = max(epoch * len(self), self._total)
         left = range(first + (epoch - 1) * len(self), last)
         for _, key in zip(left, self._keys(epoch, first), strict=False):
-            yield Drawn(next(self._announcer.numbers), self._dataset, *key)
+            yield BatchIndices(next(self._announcer.numbers), self._dataset, *key)
 
     def _keys(self, epoch: int, first: int) -> Iterator[Key]:
         while True:

@@ -37,7 +37,7 @@ from rpcmp.pipelining import microbatch
 from rpcmp.pipelining.inflight import STEPS_AHEAD
 from rpcmp.process import interpreter
 from rpcmp.rpc import transport
-from rpcmp.rpc.messages import Bundle, Drawn, Holding, Outputs, Work
+from rpcmp.rpc.messages import BatchIndices, Bundle, DatasetInfo, MicrobatchMeta, StageOutputs
 from rpcmp.rpc.tensors import Handoff
 from rpcmp.rpc.transport import NOBODY, Raised
 
@@ -51,7 +51,7 @@ class _Loader(NamedTuple):
     handoff: Handoff
 
 
-class Loaders:
+class LoaderPool:
     """The processes that load what one stage reads; made before this process has threads.
 
     Args:
@@ -74,7 +74,7 @@ class Loaders:
             self._idle.put(loader)
         self._threads = ThreadPoolExecutor(len(self._all), "rpcmp-loader")
 
-    def holding(self) -> Holding:
+    def holding(self) -> DatasetInfo:
         """What they have built; waits until they have, and is to be asked once.
 
         Raises:
@@ -85,7 +85,7 @@ class Loaders:
         for answer in answers:
             if "error" in answer:
                 raise from_wire(answer["error"])
-        return Holding(platform.node(), answers[0]["sizes"])
+        return DatasetInfo(platform.node(), answers[0]["sizes"])
 
     @property
     def pids(self) -> list[int]:
@@ -100,7 +100,7 @@ class Loaders:
         for loader in self._all:
             loader.process.join(END_SECONDS)
 
-    def load(self, drawn: Drawn, done: Callable[[Parts | RpcmpError], None]) -> None:
+    def load(self, drawn: BatchIndices, done: Callable[[Parts | RpcmpError], None]) -> None:
         """Load a mini-batch as soon as a process is idle, and call `done` from another thread."""
         self._threads.submit(lambda: done(self._attempt(drawn)))
 
@@ -117,7 +117,7 @@ class Loaders:
 
         self._threads.submit(lambda: done(attempt()))
 
-    def _attempt(self, drawn: Drawn) -> Parts | RpcmpError:
+    def _attempt(self, drawn: BatchIndices) -> Parts | RpcmpError:
         try:
             answer = self._ask([drawn.dataset, *drawn.place, drawn.samples])
             return loader_process.unpacked(self._references, answer)
@@ -179,7 +179,7 @@ class _MiniBatch:
     round: int = 0
 
 
-class Feed:
+class StageDataLoader:
     """The mini-batches that a stage loads, from when they are announced to when they are done.
 
     Thread-safe.
@@ -191,8 +191,8 @@ class Feed:
         holding: what they have built; set by `wait`.
     """
 
-    def __init__(self, loaders: Loaders) -> None:
-        self.holding: Holding | None = None
+    def __init__(self, loaders: LoaderPool) -> None:
+        self.holding: DatasetInfo | None = None
         self._loaders = loaders
         self._lock = threading.Lock()
         self._mini_batches: dict[int, _MiniBatch] = {}
@@ -219,7 +219,7 @@ class Feed:
         self._loaders.order(epoch, done)
         return answer
 
-    def expect(self, drawn: Sequence[Drawn]) -> None:
+    def expect(self, drawn: Sequence[BatchIndices]) -> None:
         """Load these mini-batches, one after the other."""
         for each in drawn:
             with self._lock:
@@ -274,12 +274,15 @@ class Feed:
             del self._mini_batches[number]
 
 
-def _slices(parts: Parts | RpcmpError, works: Sequence[Work], reference: Reference) -> Any:
+def _slices(
+    parts: Parts | RpcmpError, works: Sequence[MicrobatchMeta], reference: Reference
+) -> Any:
     if isinstance(parts, StageError):  # which does not know the step
         parts = StageError(**{**parts.fields, "step": works[0].step})
     if isinstance(parts, RpcmpError):
         return Raised(to_wire(parts))
     whole = parts[reference]
     return [
-        Outputs(microbatch.cut(whole, work.num_microbatches, work.microbatch)) for work in works
+        StageOutputs(microbatch.cut(whole, work.num_microbatches, work.microbatch))
+        for work in works
     ]

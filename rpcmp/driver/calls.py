@@ -14,10 +14,10 @@ from rpcmp.config.schema import Config
 from rpcmp.data.batches import Loaded
 from rpcmp.driver.loss_scaler import ScalerState
 from rpcmp.driver.metrics import Metrics
-from rpcmp.driver.stage_group import Group
+from rpcmp.driver.stage_group import StageGroup
 from rpcmp.errors import ConfigError, JobError, LossScaleError, RpcmpError, one_line, to_wire
 from rpcmp.process.activity import PHASE_BYTES, Activity
-from rpcmp.rpc.messages import End
+from rpcmp.rpc.messages import AfterRound
 from rpcmp.rpc.tensors import Handoff
 
 OPTIMIZER_STATE = ("step", "state", "param_groups", "scheduler")
@@ -46,7 +46,7 @@ class Calls:
     def __init__(
         self,
         config: Config,
-        group: Group,
+        group: StageGroup,
         state: Mapping[str, Any] = MappingProxyType({}),
         kept: int = 0,
         metrics: Metrics | None = None,
@@ -73,7 +73,7 @@ class Calls:
         # Held, so that after an error in any stage's backward none of them has stepped.
         version = self.version if self._is_due() else 0
         batch = Loaded(inputs, targets)
-        started = self._group.start_step(batch, self.step + 1, End.HOLD, version)
+        started = self._group.start_step(batch, self.step + 1, AfterRound.HOLD, version)
         loss = self._group.finish_step(started).loss
         try:
             self._group.end_step(started, loss)

@@ -19,7 +19,7 @@ DEFAULT_SECONDS = 300.0
 """Between checkpoints where the config does not say it."""
 
 
-class Saves:
+class CheckpointCadence:
     """The checkpoints of one generation.
 
     Args:

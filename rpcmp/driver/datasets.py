@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from rpcmp.config.schema import Config
-from rpcmp.data.batches import Order, load_batches, require_enough
-from rpcmp.data.index_batches import AHEAD, Announcer, Draws, SampledThere
+from rpcmp.data.batches import SampleOrder, load_batches, require_enough
+from rpcmp.data.index_batches import AHEAD, Announcer, IndexBatches, SampledThere
 from rpcmp.driver.rounds import Batch
-from rpcmp.driver.stage_group import Group
+from rpcmp.driver.stage_group import StageGroup
 from rpcmp.errors import ConfigError
-from rpcmp.rpc.messages import Holding
+from rpcmp.rpc.messages import DatasetInfo
 
 
 class MiniBatches(Protocol):
@@ -57,7 +57,7 @@ class Datasets:
         return cls(train, load_batches(section.test, "data.test", section, seed, training=False))
 
     @classmethod
-    def at_stages(cls, config: Config, group: Group) -> Datasets:
+    def at_stages(cls, config: Config, group: StageGroup) -> Datasets:
         """The datasets that the stages have built, from what these say of them.
 
         Raises:
@@ -72,10 +72,10 @@ class Datasets:
             training = name == "train"
             require_enough(samples, f"data.{name}", section, training)
             sampler = SampledThere(group.order) if training and section.sampler else None
-            orders[name] = Order(range(samples), section, seed, training, sampler)
+            orders[name] = SampleOrder(range(samples), section, seed, training, sampler)
         total = total_steps(config, len(orders["train"]))
-        train = Draws("train", orders["train"], announcer, total)
-        test = Draws("test", orders["test"], announcer) if "test" in orders else None
+        train = IndexBatches("train", orders["train"], announcer, total)
+        test = IndexBatches("test", orders["test"], announcer) if "test" in orders else None
         return cls(train, test)
 
     def close(self) -> None:
@@ -100,7 +100,7 @@ def fewest_samples(config: Config, train: MiniBatches) -> int:
     return config.require_data("training").batch_size
 
 
-def _common_sizes(holdings: Mapping[str, Holding]) -> dict[str, int]:
+def _common_sizes(holdings: Mapping[str, DatasetInfo]) -> dict[str, int]:
     """The samples of each dataset, which all stages have to agree on."""
     (first, here), *others = holdings.items()
     for other, there in others:

@@ -14,7 +14,7 @@ from rpcmp.driver.datasets import MiniBatches
 from rpcmp.driver.evaluation import Evaluation, mean
 from rpcmp.driver.metrics import Metrics
 from rpcmp.driver.rounds import Batch
-from rpcmp.driver.stage_group import Group
+from rpcmp.driver.stage_group import StageGroup
 from rpcmp.errors import ConfigError, JobError, StageError, WorkerDiedError, WorkerHungError
 from rpcmp.process.activity import Activity
 
@@ -35,7 +35,7 @@ class Evaluator:
         self,
         config: Config,
         test: MiniBatches | None,
-        group: Group,
+        group: StageGroup,
         metrics: Metrics,
         stop: threading.Event,
         activity: Activity,

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from rpcmp.driver.loss_scaler import LossScaler, ScalerState
-from rpcmp.driver.worker_refs import Workers
+from rpcmp.driver.worker_refs import WorkerRefs
 from rpcmp.errors import JobError, RpcmpError
 from rpcmp.rpc.messages import StepReport
 from rpcmp.worker.optimizer import StageOptimizer
@@ -37,7 +37,7 @@ class DistributedOptimizer:
 
     def __init__(
         self,
-        optimizers: Workers,
+        optimizers: WorkerRefs,
         sum_gradients: Callable[[], None],
         abort: Callable[[RpcmpError], RpcmpError],
         scaler: LossScaler | None = None,

@@ -27,19 +27,19 @@ from typing import NamedTuple
 
 from rpcmp.config import importing
 from rpcmp.config.schema import Config, ScheduleOptions
-from rpcmp.data.batch_server import Source
+from rpcmp.data.batch_server import BatchServer
 from rpcmp.driver import calls
 from rpcmp.driver.datasets import Datasets
 from rpcmp.driver.metrics import Metrics
-from rpcmp.driver.progress import Progress
-from rpcmp.driver.stage_group import Group
-from rpcmp.driver.tracing import Follower, Tracer
+from rpcmp.driver.progress import TrainingProgress
+from rpcmp.driver.stage_group import StageGroup
+from rpcmp.driver.tracing import StepSampler, Tracer
 from rpcmp.driver.training import Training
 from rpcmp.errors import JobError, RpcmpError, one_line, to_wire
 from rpcmp.pipelining import assignment, inflight
 from rpcmp.pipelining.assignment import Assignment
 from rpcmp.process import liveness
-from rpcmp.process.channel import Bond, Message
+from rpcmp.process.channel import ChildContext, Message
 from rpcmp.rpc import transport, unpickler
 from rpcmp.rpc.store import ChannelStore
 from rpcmp.rpc.tensors import save_tensors
@@ -88,7 +88,7 @@ LEAVE_SECONDS = 10.0
 """How long the driver waits for the workers when the group ends."""
 
 
-def run(bond: Bond) -> None:
+def run(bond: ChildContext) -> None:
     """Run one job; the process ends here."""
     driver = DriverProcess(bond)
     try:
@@ -105,13 +105,13 @@ def run(bond: Bond) -> None:
 class DriverProcess:
     """The driver's side of one generation of one job."""
 
-    def __init__(self, bond: Bond) -> None:
+    def __init__(self, bond: ChildContext) -> None:
         self._channel = bond.channel
         self._activity = bond.activity
         self._fds = bond.fds
         self._messages: queue.Queue[Message] = queue.Queue()
         self._stop = threading.Event()
-        self._source = Source()
+        self._source = BatchServer()
         self._training: Training | None = None
         self._saves_at_end = False
         self._datasets: Datasets | None = None
@@ -130,7 +130,7 @@ class DriverProcess:
             address = transport.join(order["members"], order["rank"], self._store, self._source)
         self._channel.send({"event": "joined", "address": address})
         work = self._messages.get()
-        group = Group(config, self._source, TorchRpc())
+        group = StageGroup(config, self._source, TorchRpc())
         if self._loads_at_stages:
             self._datasets = Datasets.at_stages(config, group)
         match work["op"]:
@@ -161,12 +161,12 @@ class DriverProcess:
         self._channel.send({"event": "planned", "assignments": assignments})
         return config
 
-    def _train(self, config: Config, group: Group, order: Message) -> None:
+    def _train(self, config: Config, group: StageGroup, order: Message) -> None:
         tracer = Tracer(config, group) if order["trace"] else None
         seconds = order["timeline"]
-        follower = Follower(config, group, self._channel.send, seconds) if seconds else None
+        follower = StepSampler(config, group, self._channel.send, seconds) if seconds else None
         tracers = [each for each in (tracer, follower) if each is not None]
-        begin = Progress.from_message(order["progress"]) if order["progress"] else None
+        begin = TrainingProgress.from_message(order["progress"]) if order["progress"] else None
         if begin is not None and begin.scaler is not None:
             group.optimizer.load_scaler(begin.scaler)
         training = self._training = self._make_training(config, group, tracers, begin)
@@ -200,7 +200,7 @@ class DriverProcess:
         )
         self._channel.send({"event": "done"})
 
-    def _train_segments(self, config: Config, group: Group) -> None:
+    def _train_segments(self, config: Config, group: StageGroup) -> None:
         """Train a few steps whenever told so, and block in between."""
         training = self._make_training(config, group)
         while (order := self._next_order())["op"] != "finish":
@@ -217,9 +217,9 @@ class DriverProcess:
     def _make_training(
         self,
         config: Config,
-        group: Group,
-        tracers: Sequence[Tracer | Follower] = (),
-        begin: Progress | None = None,
+        group: StageGroup,
+        tracers: Sequence[Tracer | StepSampler] = (),
+        begin: TrainingProgress | None = None,
     ) -> Training:
         if self._datasets is None:
             raise JobError("the driver process was told to train without having loaded its data")
@@ -258,7 +258,7 @@ class DriverProcess:
         os._exit(128 + signal.SIGHUP)
 
 
-def _scaling(progress: Progress) -> Message:
+def _scaling(progress: TrainingProgress) -> Message:
     """What a summary says of the loss scaler, where there is one."""
     scaler = progress.scaler
     return {} if scaler is None else {"loss_scale": scaler.scale, "skipped_steps": scaler.skipped}

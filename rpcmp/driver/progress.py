@@ -93,7 +93,7 @@ class EarlyStopping:
 
 
 @dataclass(frozen=True)
-class Progress:
+class TrainingProgress:
     """What the driver is right after an optimizer step.
 
     Attributes:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 
 from rpcmp.config.schema import Config
 from rpcmp.config.topology import Member
-from rpcmp.driver.worker_refs import Workers
+from rpcmp.driver.worker_refs import WorkerRefs
 from rpcmp.errors import ConfigError, MismatchError
 from rpcmp.pipelining import optimizers
 from rpcmp.pipelining.parameter_names import require_distinct
@@ -16,7 +16,7 @@ from rpcmp.worker.model import HOST
 from rpcmp.worker.stage import Stage
 
 
-def require_fit(workers: Workers, config: Config) -> None:
+def require_fit(workers: WorkerRefs, config: Config) -> None:
     """Check that replicas are the same model, and that what the config names is there.
 
     Raises:
@@ -50,7 +50,7 @@ def require_fit(workers: Workers, config: Config) -> None:
     require_equal_kinds(config.tied, every)
 
 
-def unite(workers: Workers) -> None:
+def unite(workers: WorkerRefs) -> None:
     """Make all replicas what the first one is, and tied parameters equal, before the first step."""
     hosts = workers.everywhere(Stage.host)
     unequal = {f.stage for f, other in _pairs(workers) if hosts[f.label] != hosts[other.label]}
@@ -61,7 +61,7 @@ def unite(workers: Workers) -> None:
     transport.results(united)
 
 
-def require_equal(workers: Workers) -> None:
+def require_equal(workers: WorkerRefs) -> None:
     """Check that the replicas of every stage have the same trained parameters.
 
     Raises:
@@ -72,14 +72,14 @@ def require_equal(workers: Workers) -> None:
         raise MismatchError(f"{_both(first, other)} have become different models: {what}")
 
 
-def _pairs(workers: Workers) -> Iterator[tuple[Member, Member]]:
+def _pairs(workers: WorkerRefs) -> Iterator[tuple[Member, Member]]:
     """Each other replica with its stage's first."""
     firsts = {worker.stage: worker for worker in workers if worker.replica == 0}
     return ((firsts[worker.stage], worker) for worker in workers if worker.replica)
 
 
 def _differences(
-    workers: Workers, answers: Mapping[str, dict[str, str]]
+    workers: WorkerRefs, answers: Mapping[str, dict[str, str]]
 ) -> Iterator[tuple[Member, Member, str]]:
     """Which replicas have answered differently, and what first."""
     for first, other in _pairs(workers):

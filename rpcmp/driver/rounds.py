@@ -16,22 +16,30 @@ from torch.futures import Future
 
 from rpcmp.config.schema import Config
 from rpcmp.config.topology import member_name
-from rpcmp.data.batch_server import Source
+from rpcmp.data.batch_server import BatchServer
 from rpcmp.data.batches import Loaded
-from rpcmp.driver.worker_refs import Workers
+from rpcmp.driver.worker_refs import WorkerRefs
 from rpcmp.errors import JobError, RpcmpError, StageError, from_wire
 from rpcmp.pipelining import inflight, microbatch
 from rpcmp.rpc import transport
-from rpcmp.rpc.messages import Bundle, Drawn, End, Mode, Trained, Work, bundles
+from rpcmp.rpc.messages import (
+    AfterRound,
+    BatchIndices,
+    Bundle,
+    MicrobatchMeta,
+    Mode,
+    Trained,
+    bundles,
+)
 from rpcmp.rpc.transport import Raised
 from rpcmp.worker.stage import DRIVER_PORT, Stage
 
-Batch: TypeAlias = Loaded | Drawn
+Batch: TypeAlias = Loaded | BatchIndices
 """A mini-batch: its tensors, or which samples the stages have been told to load."""
 
 
 @dataclass(frozen=True)
-class Round:
+class RoundHandle:
     """Micro-batches under way.
 
     Attributes:
@@ -39,7 +47,7 @@ class Round:
         answer: waits for what comes of each of them, in order.
     """
 
-    works: list[Work]
+    works: list[MicrobatchMeta]
     answer: Callable[[], list[Any]]
 
     @property
@@ -48,7 +56,7 @@ class Round:
         return self.works[0].round
 
 
-class Rounds:
+class RoundScheduler:
     """All rounds of a job, one after the other; those that train may overlap.
 
     Args:
@@ -60,7 +68,7 @@ class Rounds:
         smallest: samples that a micro-batch needs that is trained with.
     """
 
-    def __init__(self, config: Config, source: Source, workers: Workers) -> None:
+    def __init__(self, config: Config, source: BatchServer, workers: WorkerRefs) -> None:
         self._config = config
         self._source = source
         self._workers = workers
@@ -84,14 +92,14 @@ class Rounds:
         self._config = config
 
     def train(
-        self, batch: Batch, step: int, end: End, version: int = 0, save: bool = False
-    ) -> Round:
+        self, batch: Batch, step: int, end: AfterRound, version: int = 0, save: bool = False
+    ) -> RoundHandle:
         """Begin forward and backward of a mini-batch; see `Group.start_step`."""
         if step != self._step:
             self._step, self._accumulated = step, 0
         works = self._works(Mode.TRAIN, step, batch, end, version, save)
         # The same step may come again once it is done: a state from before it may be loaded.
-        self._accumulated = self._accumulated + len(works) if end is End.NOTHING else 0
+        self._accumulated = self._accumulated + len(works) if end is AfterRound.NOTHING else 0
         parts, standing_by = self._begin(works)
         asked = {owner: self._conduct(owner, part) for owner, part in parts.items()}
 
@@ -106,9 +114,9 @@ class Rounds:
                 for _ in bundle.works
             ]
 
-        return Round(works, answer)
+        return RoundHandle(works, answer)
 
-    def forward(self, mode: Mode, batch: Batch, step: int) -> Round:
+    def forward(self, mode: Mode, batch: Batch, step: int) -> RoundHandle:
         """Begin a round without backwards, a few bundles at once.
 
         Where one fails, the answer is its error, without waiting for the others.
@@ -130,9 +138,9 @@ class Rounds:
             ended = [future for future in answers if not waiting or future in done]
             return [found for future in ended for found in future.result()]
 
-        return Round(works, answer)
+        return RoundHandle(works, answer)
 
-    def finish(self, started: Round) -> list[Any]:
+    def finish(self, started: RoundHandle) -> list[Any]:
         """What came of each micro-batch, in order.
 
         Raises:
@@ -176,10 +184,10 @@ class Rounds:
         mode: Mode,
         step: int,
         batch: Batch,
-        end: End = End.NOTHING,
+        end: AfterRound = AfterRound.NOTHING,
         version: int = 0,
         save: bool = False,
-    ) -> list[Work]:
+    ) -> list[MicrobatchMeta]:
         """The micro-batches of a new round, whose slices the stages can ask for from now on."""
         samples = batch.num_samples
         smallest = self.smallest if mode is Mode.TRAIN else 1
@@ -190,7 +198,7 @@ class Rounds:
             targets = None if batch.targets is None else microbatch.split(batch.targets, count)
             self._source.load(self._last, microbatch.split(batch.inputs, count), targets)
         return [
-            Work(
+            MicrobatchMeta(
                 round=self._last,
                 step=step,
                 microbatch=index,
@@ -202,16 +210,16 @@ class Rounds:
                 end=end,
                 version=version,
                 save=save,
-                drawn=batch.number if isinstance(batch, Drawn) else 0,
+                drawn=batch.number if isinstance(batch, BatchIndices) else 0,
             )
             for index, size in enumerate(sizes)
         ]
 
-    def _bundles(self, works: list[Work]) -> list[Bundle]:
+    def _bundles(self, works: list[MicrobatchMeta]) -> list[Bundle]:
         return bundles(works, self._config.microbatches_per_message)
 
     def _begin(
-        self, works: list[Work]
+        self, works: list[MicrobatchMeta]
     ) -> tuple[dict[int, list[Bundle]], list[tuple[str, Future[Any]]]]:
         """The bundles of a round, by the replica of the sink that they end at.
 

@@ -15,25 +15,34 @@ import torch
 
 from rpcmp.config.schema import Config
 from rpcmp.config.topology import DRIVER, Member
-from rpcmp.data.batch_server import Source
+from rpcmp.data.batch_server import BatchServer
 from rpcmp.data.batches import Loaded
 from rpcmp.driver import replica_check
 from rpcmp.driver.evaluation import Evaluation, mean
 from rpcmp.driver.loss_scaler import LossScaler
 from rpcmp.driver.metrics import Metrics
 from rpcmp.driver.optimizer import DistributedOptimizer
-from rpcmp.driver.rounds import Batch, Round, Rounds
-from rpcmp.driver.worker_refs import Workers
+from rpcmp.driver.rounds import Batch, RoundHandle, RoundScheduler
+from rpcmp.driver.worker_refs import WorkerRefs
 from rpcmp.errors import ConfigError, JobError, RpcmpError, one_line
 from rpcmp.observability.trace.spans import Span
 from rpcmp.pipelining import exact_sum, inflight, microbatch
 from rpcmp.rpc import tensors
-from rpcmp.rpc.messages import Drawn, End, Evaluated, Holding, Mode, Outputs, StepReport, Trained
+from rpcmp.rpc.messages import (
+    AfterRound,
+    BatchIndices,
+    DatasetInfo,
+    Evaluated,
+    Mode,
+    StageOutputs,
+    StepReport,
+    Trained,
+)
 from rpcmp.rpc.transport import Transport, result, results
 from rpcmp.worker.stage import Stage
 
 
-class Group:
+class StageGroup:
     """All stages of a job, after every process has joined.
 
     Train steps may overlap; everything else waits until no round is under way.
@@ -44,11 +53,11 @@ class Group:
         peers: the stages' processes.
     """
 
-    def __init__(self, config: Config, source: Source, peers: Transport) -> None:
+    def __init__(self, config: Config, source: BatchServer, peers: Transport) -> None:
         self._config = config
         self._peers = peers
-        self._workers = Workers.join(config.workers, peers)
-        self._rounds = Rounds(config, source, self._workers)
+        self._workers = WorkerRefs.join(config.workers, peers)
+        self._rounds = RoundScheduler(config, source, self._workers)
         graph = config.graph()
         self._readers = [worker for worker in config.workers if graph.parts(worker.stage)]
         self.optimizer = DistributedOptimizer(
@@ -119,10 +128,10 @@ class Group:
         self,
         batch: Batch,
         step: int,
-        end: End,
+        end: AfterRound,
         version: int = 0,
         save: bool = False,
-    ) -> Round:
+    ) -> RoundHandle:
         """Begin a train step; `finish_step` waits for it.
 
         Up to STEPS_AHEAD may be under way; every stage works on them strictly in order.
@@ -136,10 +145,10 @@ class Group:
             save: whether that goes to their disks.
         """
         started = self._rounds.train(batch, step, end, version, save)
-        self._unsummed = started.number if end is End.NOTHING else 0
+        self._unsummed = started.number if end is AfterRound.NOTHING else 0
         return started
 
-    def finish_step(self, started: Round) -> Trained:
+    def finish_step(self, started: RoundHandle) -> Trained:
         """Wait for a train step, the earliest under way.
 
         Raises:
@@ -156,9 +165,9 @@ class Group:
 
     def forward_backward(self, batch: Batch, step: int) -> float:
         """Accumulate the gradients of a mini-batch and return its loss; see `start_step`."""
-        return self.finish_step(self.start_step(batch, step, End.NOTHING)).loss
+        return self.finish_step(self.start_step(batch, step, AfterRound.NOTHING)).loss
 
-    def end_step(self, started: Round, loss: float) -> dict[str, StepReport]:
+    def end_step(self, started: RoundHandle, loss: float) -> dict[str, StepReport]:
         """Let all stages step that hold a step, after its `finish_step`; what they report.
 
         Args:
@@ -249,7 +258,7 @@ class Group:
     def predict(self, inputs: Any, step: int) -> Any:
         """The last stage's outputs for `inputs`, joined again along the first dimension."""
         started = self._rounds.forward(Mode.PREDICT, Loaded(inputs), step)
-        found: list[Outputs] = self._rounds.finish(started)
+        found: list[StageOutputs] = self._rounds.finish(started)
         return microbatch.join([answer.value for answer in found])
 
     def parameters_sha256(self) -> str:
@@ -291,7 +300,7 @@ class Group:
         results(futures)
         self._unite()
 
-    def holdings(self) -> dict[str, Holding]:
+    def holdings(self) -> dict[str, DatasetInfo]:
         """What the stages have built to load samples from, by name; of those that do so."""
         asked = [(each.label, self._workers.on(each, Stage.holding)) for each in self._readers]
         pairs = zip(self._readers, results(asked), strict=True)
@@ -310,7 +319,7 @@ class Group:
         found: torch.Tensor = result(self._workers.on(reader, Stage.order, epoch), reader.label)
         return found
 
-    def announce(self, drawn: Sequence[Drawn]) -> None:
+    def announce(self, drawn: Sequence[BatchIndices]) -> None:
         """Tell these stages which mini-batches they will be asked for, so that they load them."""
         for worker in self._readers:
             self._workers.on(worker, Stage.expect, list(drawn))

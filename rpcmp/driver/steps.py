@@ -38,7 +38,7 @@ class Step:
     data_seconds: float
 
 
-class Steps:
+class StepStream:
     """All steps of a run.
 
     Args:

@@ -19,13 +19,13 @@ from pathlib import Path
 
 from rpcmp.config.schema import Config
 from rpcmp.config.topology import Member
-from rpcmp.driver.stage_group import Group
+from rpcmp.driver.stage_group import StageGroup
 from rpcmp.errors import RpcmpError, one_line
 from rpcmp.observability.trace import chrome
 from rpcmp.observability.trace.analysis import timeline
 from rpcmp.observability.trace.spans import (
     Clock,
-    Estimate,
+    ClockEstimate,
     Ping,
     Span,
     Trace,
@@ -41,7 +41,7 @@ PINGS = 20
 """Questions for each stage's clock; the one with the shortest way counts."""
 
 
-class Clocks:
+class ClockSync:
     """Asks for the clocks of all workers.
 
     Args:
@@ -54,7 +54,7 @@ class Clocks:
             read.
     """
 
-    def __init__(self, config: Config, group: Group) -> None:
+    def __init__(self, config: Config, group: StageGroup) -> None:
         self._group = group
         graph = config.graph()
         rows = {stage: row for row, stage in enumerate(graph.stages)}
@@ -71,7 +71,7 @@ class Clocks:
             for worker in self._workers
         }
 
-    def ask(self) -> dict[str, Estimate]:
+    def ask(self) -> dict[str, ClockEstimate]:
         """How far each worker's clock is from the driver's, by its label."""
         return {
             worker.label: estimate(self._ping(worker) for _ in range(PINGS))
@@ -91,7 +91,7 @@ CLOCK_SECONDS = 60.0
 """After which the clocks are asked anew: they drift apart by some microseconds a second."""
 
 
-class Follower:
+class StepSampler:
     """Follows a run from its making until `close`.
 
     Args:
@@ -104,13 +104,13 @@ class Follower:
     def __init__(
         self,
         config: Config,
-        group: Group,
+        group: StageGroup,
         report: Callable[[Message], None],
         seconds: float,
     ) -> None:
         self._group, self._report = group, report
         self._seconds = seconds
-        self._clocks = Clocks(config, group)
+        self._clocks = ClockSync(config, group)
         self._estimates = self._ask_clocks()
         self._hosts = group.follow()
         self._first: int | None = None
@@ -184,7 +184,7 @@ class Follower:
         )
         return Trace(tuple(tracks), self._clocks.producers)
 
-    def _ask_clocks(self) -> dict[str, Estimate]:
+    def _ask_clocks(self) -> dict[str, ClockEstimate]:
         self._clocks_due = time.monotonic() + CLOCK_SECONDS
         return self._clocks.ask()
 
@@ -201,9 +201,9 @@ class Tracer:
         group: its stages, between two steps.
     """
 
-    def __init__(self, config: Config, group: Group) -> None:
+    def __init__(self, config: Config, group: StageGroup) -> None:
         self._group = group
-        self._clocks = Clocks(config, group)
+        self._clocks = ClockSync(config, group)
         self._spans: defaultdict[str, list[Span]] = defaultdict(list)
         self._before = self._clocks.ask()
         self._hosts = group.trace(True)

@@ -18,20 +18,20 @@ from typing import NamedTuple
 from rpcmp.config import importing
 from rpcmp.config.schema import Config
 from rpcmp.data.batches import Loaded
-from rpcmp.driver.checkpoint_schedule import Saves
+from rpcmp.driver.checkpoint_schedule import CheckpointCadence
 from rpcmp.driver.datasets import Datasets, fewest_samples
 from rpcmp.driver.evaluator import Evaluator
 from rpcmp.driver.metrics import Metrics
-from rpcmp.driver.progress import Best, EarlyStopping, Progress
-from rpcmp.driver.rounds import Round
-from rpcmp.driver.stage_group import Group
-from rpcmp.driver.steps import Step, Steps, of_driver, of_scaling, of_stages
-from rpcmp.driver.tracing import Follower, Tracer
+from rpcmp.driver.progress import Best, EarlyStopping, TrainingProgress
+from rpcmp.driver.rounds import RoundHandle
+from rpcmp.driver.stage_group import StageGroup
+from rpcmp.driver.steps import Step, StepStream, of_driver, of_scaling, of_stages
+from rpcmp.driver.tracing import StepSampler, Tracer
 from rpcmp.errors import FactoryError
 from rpcmp.pipelining.inflight import STEPS_AHEAD
 from rpcmp.process.activity import Activity
 from rpcmp.process.channel import Message
-from rpcmp.rpc.messages import End, StepReport
+from rpcmp.rpc.messages import AfterRound, StepReport
 
 Report = Callable[[Message], None]
 
@@ -73,29 +73,29 @@ class Training:
         self,
         config: Config,
         datasets: Datasets,
-        group: Group,
+        group: StageGroup,
         report: Report,
         stop: threading.Event,
-        begin: Progress | None = None,
+        begin: TrainingProgress | None = None,
         activity: Activity | None = None,
-        tracers: Sequence[Tracer | Follower] = (),
+        tracers: Sequence[Tracer | StepSampler] = (),
         metrics: Metrics | None = None,
     ) -> None:
         self._config = config
         self._group = group
         self._report = report
         self._activity = activity or Activity()
-        self._steps = Steps(config, datasets, self._activity)
-        self.progress = (begin or Progress()).under(config)
+        self._steps = StepStream(config, datasets, self._activity)
+        self.progress = (begin or TrainingProgress()).under(config)
         saved = self.progress.step if self.progress.is_saved else 0
-        self.saves = Saves(config, self._steps.total, saved, self.progress.since_saved)
+        self.saves = CheckpointCadence(config, self._steps.total, saved, self.progress.since_saved)
         self._stop = stop
         self._tracers = tracers
         self._evaluator = Evaluator(
             config, datasets.test, group, metrics or Metrics({}), stop, self._activity
         )
         self._evaluated_after = -1
-        self._under_way: deque[tuple[Step, Round]] = deque()
+        self._under_way: deque[tuple[Step, RoundHandle]] = deque()
         self._untold: Message | None = None
         self._last: Message | None = None
         self._epoch_ended_after = 0
@@ -207,8 +207,8 @@ class Training:
             self._finish(*self._under_way.popleft())
         self._tell(self._group.settle())
 
-    def _start(self, step: Step) -> Round:
-        end = End.HOLD if self._config.holds_steps else End.STEP
+    def _start(self, step: Step) -> RoundHandle:
+        end = AfterRound.HOLD if self._config.holds_steps else AfterRound.STEP
         self._activity.end()  # it may have to wait for a disk
         save = self.saves.is_due(step.number)
         self._activity.begin("step", step.number)
@@ -220,7 +220,7 @@ class Training:
         every = self._config.snapshot_every_steps
         return every > 0 and step % every == 0
 
-    def _finish(self, step: Step, started: Round) -> None:
+    def _finish(self, step: Step, started: RoundHandle) -> None:
         """Wait for a step; reports the one before, of which the stages have now spoken."""
         trained = self._group.finish_step(started)
         self._tell(trained.reports)

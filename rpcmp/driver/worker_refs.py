@@ -11,7 +11,7 @@ from rpcmp.config.topology import Member
 from rpcmp.rpc.transport import RRef, Transport, results
 
 
-class Workers:
+class WorkerRefs:
     """All workers, or their parts, as the driver reaches them.
 
     Args:
@@ -24,14 +24,14 @@ class Workers:
         self._rrefs = rrefs
 
     @classmethod
-    def join(cls, members: Sequence[Member], peers: Transport) -> Workers:
+    def join(cls, members: Sequence[Member], peers: Transport) -> WorkerRefs:
         """What they serve to the group."""
         return cls(peers, {worker: peers.remote_service(worker.name) for worker in members})
 
-    def parts(self, getter: Callable[[Any], Any]) -> Workers:
+    def parts(self, getter: Callable[[Any], Any]) -> WorkerRefs:
         """Of each object the part that `getter` returns where it lives."""
         parts = {w: self._peers.remote_part(rref, getter) for w, rref in self._rrefs.items()}
-        return Workers(self._peers, parts)
+        return WorkerRefs(self._peers, parts)
 
     def __iter__(self) -> Iterator[Member]:
         return iter(self._rrefs)

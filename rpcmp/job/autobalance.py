@@ -62,7 +62,7 @@ MODULE = ("name", "module", "kwargs", "inputs")
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredHosts:
     """What one worker's host says.
 
     Attributes:
@@ -76,7 +76,7 @@ class Measured:
 
 async def measure(
     config: Config, addresses: Sequence[str], sample: bytes, forks: Forks
-) -> list[Measured]:
+) -> list[MeasuredHosts]:
     """What each worker's host says, in the order of the workers.
 
     Args:
@@ -102,7 +102,7 @@ async def measure(
             for (machine, _), index in first.items()
         )
     by_key = dict(zip(first, profiles, strict=True))
-    return [Measured(key[0], by_key[key]) for key in keys]
+    return [MeasuredHosts(key[0], by_key[key]) for key in keys]
 
 
 async def _machines(clients: list[StageClient], count: int) -> list[str]:
@@ -186,7 +186,7 @@ async def with_shares(config: Config, connect: Sequence[str] | None, forks: Fork
 
     Args:
         config: the job, with its balance.
-        connect: addresses of running stage servers; see Fleet.
+        connect: addresses of running stage servers; see ServerPool.
         forks: where processes come from.
 
     Raises:
@@ -268,7 +268,7 @@ async def balanced(config: Config, connect: Sequence[str] | None, forks: Forks) 
 
     Args:
         config: the job.
-        connect: addresses of running stage servers; see Fleet.
+        connect: addresses of running stage servers; see ServerPool.
         forks: where processes come from.
 
     Raises:
@@ -305,7 +305,7 @@ async def stage_hosts(
     Args:
         config: the job, see `with_full_microbatches`; where it has no list of layers, each stage is
             one layer.
-        connect: addresses of running stage servers; see Fleet.
+        connect: addresses of running stage servers; see ServerPool.
         forks: where processes come from.
 
     Raises:
@@ -368,7 +368,7 @@ async def _sample(config: Config, forks: Forks) -> bytes:
     return base64.b64decode(answer["sample"])
 
 
-def _limit(config: Config, rank: int, measured: Sequence[Measured]) -> int | None:
+def _limit(config: Config, rank: int, measured: Sequence[MeasuredHosts]) -> int | None:
     """Bytes that a worker may take up: its stage's limit, else its share of what its device has."""
     stages = [config.stage(worker.stage_index) for worker in config.workers]
     if (own := stages[rank].memory_bytes) is not None:

@@ -26,8 +26,8 @@ from rpcmp.config.schema import Config
 from rpcmp.config.topology import Member
 from rpcmp.errors import CheckpointError, RpcmpError, SavingError
 from rpcmp.job.best import BestCheckpoint, mark_of
-from rpcmp.job.recovery import InMemory, newest_common
-from rpcmp.job.server_pool import Fleet
+from rpcmp.job.recovery import CommonSnapshot, newest_common
+from rpcmp.job.server_pool import ServerPool
 from rpcmp.process.channel import Message
 from rpcmp.server.connection import versions
 from rpcmp.v1 import control_pb2 as pb
@@ -45,7 +45,7 @@ DRIVERS_OWN = {
     "evaluated_after",
     "scaler",
 }
-"""What of a progress event is the driver's state: rpcmp.driver.progress.Progress."""
+"""What of a progress event is the driver's state: rpcmp.driver.progress.TrainingProgress."""
 
 MOST_FAILED = 3
 """Checkpoints in a row that may fail before the run does."""
@@ -71,7 +71,9 @@ class Checkpoints:
         remove_elsewhere: removes a checkpoint from the disks of other machines.
     """
 
-    def __init__(self, config: Config, fleet: Fleet, report: Callable[[Message], None]) -> None:
+    def __init__(
+        self, config: Config, fleet: ServerPool, report: Callable[[Message], None]
+    ) -> None:
         self._config = config
         self._fleet = fleet
         self._report = report
@@ -296,7 +298,7 @@ class Checkpoints:
         except RpcmpError as error:
             self._report({"event": "warning", "text": f"old checkpoints stay: {error}"})
 
-    async def _save(self, worker: Member, found: InMemory) -> pb.Saved:
+    async def _save(self, worker: Member, found: CommonSnapshot) -> pb.Saved:
         """Have a worker's snapshot written by whoever holds it."""
         labels = [each.label for each in self._config.workers]
         holder = labels.index(found.holders[worker.label])

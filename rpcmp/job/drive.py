@@ -10,7 +10,7 @@ from pathlib import Path
 from rpcmp.config.schema import Config
 from rpcmp.errors import InterruptedJobError
 from rpcmp.job.restore_planner import Start
-from rpcmp.job.run import Run
+from rpcmp.job.run import TrainingRun
 from rpcmp.job.server_pool import forks_for
 from rpcmp.process.channel import Message
 from rpcmp.process.fork_client import Forks
@@ -41,7 +41,7 @@ async def drive(
             start, step, eval, early_stop, report, checkpoint, best, fault, recovered, waiting,
             replaced, resumed, warning, log (a line that a worker or the driver process says, see
             rpcmp.process.logging.records), summary; and about once a second vitals.
-        connect: addresses of running stage servers; see Fleet.
+        connect: addresses of running stage servers; see ServerPool.
         evaluate: evaluate and write the report as well.
         save_state: where to save the final parameters and buffers, as safetensors.
         trace: where to write a trace of the run.
@@ -60,7 +60,7 @@ async def drive(
     """
     own = forks_for(config, connect) if forks is None else contextlib.nullcontext(forks)
     async with own as processes:
-        run = Run(config, connect, report, start, processes)
+        run = TrainingRun(config, connect, report, start, processes)
         files = {"save_state": save_state, "trace": trace, "last_steps": last_steps}
         task = asyncio.ensure_future(run.train(_order(evaluate, timeline, files)))
         with handled_by(lambda signum: run.interrupt(signum, task)):

@@ -18,7 +18,7 @@ from rpcmp.process.activity import Doing
 from rpcmp.v1 import control_pb2 as pb
 
 if TYPE_CHECKING:
-    from rpcmp.job.worker_group import Stages
+    from rpcmp.job.worker_group import WorkerGroup
 
 
 Result = TypeVar("Result")
@@ -124,7 +124,7 @@ class Watchdog:
         stages: to be asked.
     """
 
-    def __init__(self, seconds: float, stages: Stages) -> None:
+    def __init__(self, seconds: float, stages: WorkerGroup) -> None:
         self._seconds = seconds
         self._stages = stages
         self._moved = time.monotonic()

@@ -25,17 +25,17 @@ from rpcmp.config.topology import DRIVER
 from rpcmp.errors import DrainingError, RpcmpError, WorkerDiedError, from_wire
 from rpcmp.job import code
 from rpcmp.job.first_failure import FirstFailure, Watchdog, both
-from rpcmp.job.outputs import Outputs
-from rpcmp.job.restore_planner import Begin, Choose, afresh
-from rpcmp.job.server_pool import Fleet
+from rpcmp.job.outputs import OutputFiles
+from rpcmp.job.restore_planner import Choose, RestorePoint, afresh
+from rpcmp.job.server_pool import ServerPool
 from rpcmp.job.telemetry import Vitals
-from rpcmp.job.worker_group import Identity, Stages
+from rpcmp.job.worker_group import Identity, WorkerGroup
 from rpcmp.net.relay import Relay
 from rpcmp.process import interpreter
 from rpcmp.process.channel import Message
 from rpcmp.process.child import Child
 from rpcmp.process.interpreter import compute_environment
-from rpcmp.process.liveness import Pulse
+from rpcmp.process.liveness import HeartbeatMonitor
 from rpcmp.process.logging.records import Entry, Line, entry_of, pass_on
 from rpcmp.server.store_proxy import StoreProxy
 
@@ -49,7 +49,7 @@ EXPLAIN_SECONDS = 2.0
 """A lost connection says little; how long to wait for the server to say why."""
 
 
-class Session:
+class Generation:
     """A job's group.
 
     Args:
@@ -72,7 +72,7 @@ class Session:
     def __init__(
         self,
         config: Config,
-        fleet: Fleet,
+        fleet: ServerPool,
         generation: int = 1,
         load_data: bool = True,
         fds: Sequence[int] = (),
@@ -86,7 +86,7 @@ class Session:
         self._load_data = load_data
         self._fds = fds
         self._reach = fleet.reach
-        self._outputs = Outputs(None)
+        self._outputs = OutputFiles(None)
         self._forks = fleet.forks
         self._dialer = fleet.dialer
         self._identity = Identity(fleet.job_id, generation)
@@ -101,7 +101,7 @@ class Session:
         self._is_heard_out = False
         self._events: asyncio.Queue[Message] = asyncio.Queue()
         self._vitals = vitals or Vitals()
-        self._stages = Stages(
+        self._stages = WorkerGroup(
             config,
             self._identity,
             fleet.addresses,
@@ -114,10 +114,10 @@ class Session:
         )
         self._driver: Child | None = None
         self._listening: asyncio.Task[None] | None = None
-        self._pulse = Pulse(config.recovery.heartbeat_timeout)
+        self._pulse = HeartbeatMonitor(config.recovery.heartbeat_timeout)
         self._watchdog = Watchdog(config.recovery.watchdog, self._stages)
         self.draining = ""
-        self.begin = Begin()
+        self.begin = RestorePoint()
 
     async def start(self) -> None:
         """Bring the group to life; returns when the driver may train.
@@ -137,7 +137,7 @@ class Session:
         driver = await Child.spawn(
             "rpcmp.driver", environment, self._fds, self._forks, self._said, self._reach
         )
-        self._driver, self._outputs = driver, Outputs(driver.scratch)
+        self._driver, self._outputs = driver, OutputFiles(driver.scratch)
         self._listening = self._failure.follow(self._listen(driver))
         self.send(
             {

@@ -23,7 +23,7 @@ MAX_HOLES = 2**20
 BLOCK = 2**20
 
 
-class Outputs:
+class OutputFiles:
     """The files of one generation.
 
     Args:

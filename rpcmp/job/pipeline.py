@@ -22,9 +22,9 @@ from rpcmp.config.schema import Config
 from rpcmp.driver.evaluation import Evaluation
 from rpcmp.errors import (
     DrainingError,
-    ExhaustedError,
     JobError,
     LossScaleError,
+    RecoveryTimeoutError,
     RpcmpError,
     UnavailableError,
     WorkerDiedError,
@@ -262,7 +262,7 @@ class Pipeline:
             try:
                 self._form_again(error)
             except LOST as another:
-                if isinstance(another, ExhaustedError):
+                if isinstance(another, RecoveryTimeoutError):
                     self._broken = another
                     raise
                 error = another

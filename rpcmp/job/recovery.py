@@ -22,11 +22,11 @@ from rpcmp.config.schema import Config
 from rpcmp.config.topology import Member
 from rpcmp.errors import (
     ConfigError,
-    ExhaustedError,
     InterruptedJobError,
     JobError,
     LossScaleError,
     NonFiniteLossError,
+    RecoveryTimeoutError,
     RpcmpError,
     SavingError,
     StageError,
@@ -91,7 +91,7 @@ def decide(
     if found in history.raised:
         return Decision(error, 0.0, history)
     if history.restarts >= max_restarts:
-        tried = ExhaustedError(
+        tried = RecoveryTimeoutError(
             f"gave up after {history.restarts} restarts without a new step; the last: {error}"
         )
         return Decision(tried, 0.0, history)
@@ -107,7 +107,7 @@ def is_recoverable(error: RpcmpError, has_begun: bool, has_stepped: bool = True)
     not there, or a model that cannot be built, is for the user to mend; and so is what their code
     raises in the first step after the run was started or resumed.
     """
-    if isinstance(error, ConfigError | ExhaustedError | InterruptedJobError | SavingError):
+    if isinstance(error, ConfigError | RecoveryTimeoutError | InterruptedJobError | SavingError):
         return False
     if isinstance(error, WorkerDiedError | WorkerHungError):
         return True
@@ -137,7 +137,7 @@ def place(error: RpcmpError) -> Place | None:
 
 
 @dataclass(frozen=True)
-class Holdings:
+class HeldSnapshots:
     """The snapshots that one worker's server holds.
 
     Attributes:
@@ -150,7 +150,7 @@ class Holdings:
 
 
 @dataclass(frozen=True)
-class InMemory:
+class CommonSnapshot:
     """A step that every worker can go on from.
 
     Attributes:
@@ -163,8 +163,8 @@ class InMemory:
 
 
 def newest_common(
-    workers: Sequence[Member], holdings: Mapping[str, Holdings], known: Collection[int]
-) -> InMemory | None:
+    workers: Sequence[Member], holdings: Mapping[str, HeldSnapshots], known: Collection[int]
+) -> CommonSnapshot | None:
     """The newest step of which every worker's snapshot is somewhere in memory.
 
     Args:
@@ -177,7 +177,7 @@ def newest_common(
     if not common:
         return None
     step = max(common)
-    return InMemory(step, {label: place[step] for label, place in places.items()})
+    return CommonSnapshot(step, {label: place[step] for label, place in places.items()})
 
 
 def neighbours(
@@ -229,7 +229,7 @@ def holders(config: Config, machines: Sequence[str]) -> list[int | None]:
 
 
 def _places(
-    worker: Member, workers: Sequence[Member], holdings: Mapping[str, Holdings]
+    worker: Member, workers: Sequence[Member], holdings: Mapping[str, HeldSnapshots]
 ) -> dict[int, str]:
     """Who has a worker's snapshots, by step: its own server rather than another's."""
     others = {

@@ -26,14 +26,14 @@ from rpcmp.checkpoint.runs import require_none_asked_for, whole_runs
 from rpcmp.config.schema import Config
 from rpcmp.errors import CheckpointError
 from rpcmp.job.checkpoints import Checkpoints
-from rpcmp.job.recovery import Holdings, InMemory, newest_common
-from rpcmp.job.server_pool import Fleet
+from rpcmp.job.recovery import CommonSnapshot, HeldSnapshots, newest_common
+from rpcmp.job.server_pool import ServerPool
 from rpcmp.process.channel import Message
 from rpcmp.v1 import control_pb2 as pb
 
 
 @dataclass(frozen=True)
-class Begin:
+class RestorePoint:
     """Where a generation begins.
 
     Attributes:
@@ -45,20 +45,20 @@ class Begin:
     restores: Mapping[str, pb.Restore] = field(default_factory=dict)
 
 
-Choose = Callable[[list[str], dict[str, Holdings]], Awaitable[Begin]]
+Choose = Callable[[list[str], dict[str, HeldSnapshots]], Awaitable[RestorePoint]]
 """Where to begin, given the stages' assignments and what their servers hold."""
 
 
-async def afresh(assignments: list[str], holdings: dict[str, Holdings]) -> Begin:
+async def afresh(assignments: list[str], holdings: dict[str, HeldSnapshots]) -> RestorePoint:
     """From the config."""
-    return Begin()
+    return RestorePoint()
 
 
-def from_memory(found: InMemory, config: Config, fleet: Fleet) -> Begin:
+def from_memory(found: CommonSnapshot, config: Config, fleet: ServerPool) -> RestorePoint:
     """Begin with what the servers hold of one step."""
     labels = [worker.label for worker in config.workers]
     addresses = dict(zip(labels, fleet.addresses, strict=True))
-    return Begin(
+    return RestorePoint(
         found.step,
         {
             label: pb.Restore(step=found.step, address="" if holder == label else addresses[holder])
@@ -67,7 +67,7 @@ def from_memory(found: InMemory, config: Config, fleet: Fleet) -> Begin:
     )
 
 
-class Checkpointed:
+class CheckpointResolver:
     """The checkpoints that a run can go on from.
 
     Args:
@@ -76,7 +76,9 @@ class Checkpointed:
         report: told of checkpoints that cannot be used ("warning").
     """
 
-    def __init__(self, config: Config, fleet: Fleet, report: Callable[[Message], None]) -> None:
+    def __init__(
+        self, config: Config, fleet: ServerPool, report: Callable[[Message], None]
+    ) -> None:
         self._config = config
         self._fleet = fleet
         self._report = report
@@ -84,7 +86,7 @@ class Checkpointed:
 
     async def newest(
         self, assignments: Sequence[str], run: str | None
-    ) -> tuple[Begin, Manifest] | None:
+    ) -> tuple[RestorePoint, Manifest] | None:
         """The newest checkpoint that every stage can begin with; None where there is none at all.
 
         Args:
@@ -115,7 +117,7 @@ class Checkpointed:
             raise CheckpointError("\n  ".join(["no checkpoint can be used:", *problems]))
         return None
 
-    async def _begin(self, manifest: Manifest, layers: Sequence[Sequence[str]]) -> Begin:
+    async def _begin(self, manifest: Manifest, layers: Sequence[Sequence[str]]) -> RestorePoint:
         holders = await self._holders(manifest)
         restores = {}
         for index, worker in enumerate(self._config.workers):
@@ -129,7 +131,7 @@ class Checkpointed:
                 elif own not in holders[file.file]:
                     found.address = holders[file.file][0]
                 restores[worker.label].files.append(found)
-        return Begin(manifest.step, restores)
+        return RestorePoint(manifest.step, restores)
 
     def _file(self, manifest: Manifest, file: StageFile) -> pb.CheckpointFile:
         path = self._folder.path_of(manifest.step) / file.file
@@ -199,7 +201,7 @@ MOST_OTHERS = 3
 """Runs that an error names."""
 
 
-class Beginning:
+class RestorePlanner:
     """Chooses for one generation after the other.
 
     Args:
@@ -213,7 +215,7 @@ class Beginning:
     def __init__(
         self,
         config: Config,
-        fleet: Fleet,
+        fleet: ServerPool,
         checkpoints: Checkpoints,
         report: Callable[[Message], None],
         start: Start,
@@ -222,16 +224,18 @@ class Beginning:
         self._fleet = fleet
         self._checkpoints = checkpoints
         self._report = report
-        self._on_disk = Checkpointed(config, fleet, report)
+        self._on_disk = CheckpointResolver(config, fleet, report)
         self._start = start
         self._is_first = True
 
-    async def choose(self, assignments: list[str], holdings: dict[str, Holdings]) -> Begin:
+    async def choose(
+        self, assignments: list[str], holdings: dict[str, HeldSnapshots]
+    ) -> RestorePoint:
         """The newest step that all stages can be brought to.
 
         Raises:
             CheckpointError: the run has to be resumed, and no checkpoint can be used.
-            OtherRunError: it may be that it should have been resumed.
+            CheckpointConflictError: it may be that it should have been resumed.
         """
         self._checkpoints.note_assignments(assignments)
         if self._is_first:
@@ -246,9 +250,13 @@ class Beginning:
                 if in_memory is None:
                     raise
                 self._report({"event": "warning", "text": str(error)})
-        return Begin() if in_memory is None else from_memory(in_memory, self._config, self._fleet)
+        return (
+            RestorePoint()
+            if in_memory is None
+            else from_memory(in_memory, self._config, self._fleet)
+        )
 
-    async def _first(self, assignments: list[str]) -> Begin:
+    async def _first(self, assignments: list[str]) -> RestorePoint:
         if self._start == "resume":
             try:
                 return await self._from_disk(assignments, run=None)
@@ -265,7 +273,7 @@ class Beginning:
                     "run that ends well removes it"
                 )
                 self._report({"event": "warning", "text": text})
-        return Begin()
+        return RestorePoint()
 
     async def _other_runs(self) -> str:
         """The runs that one could go on from instead, a line each."""
@@ -278,11 +286,11 @@ class Beginning:
             for run in others[:MOST_OTHERS]
         )
 
-    async def _from_disk(self, assignments: list[str], run: str | None) -> Begin:
+    async def _from_disk(self, assignments: list[str], run: str | None) -> RestorePoint:
         found = await self._on_disk.newest(assignments, run)
         if found is None:
             self._report({"event": "resumed", "step": 0, "changed": []})
-            return Begin()
+            return RestorePoint()
         begin, manifest = found
         changed = self._checkpoints.take_over(manifest)
         if run is None:

@@ -29,11 +29,11 @@ from rpcmp.config.topology import DRIVER
 from rpcmp.errors import DrainingError, InterruptedJobError, RpcmpError, SavingError
 from rpcmp.job.autobalance import balanced, shares_of_before
 from rpcmp.job.checkpoints import Checkpoints
-from rpcmp.job.generation import Session
+from rpcmp.job.generation import Generation
 from rpcmp.job.recovery import History, decide
-from rpcmp.job.restore_planner import Beginning, Start
+from rpcmp.job.restore_planner import RestorePlanner, Start
 from rpcmp.job.server_calls import warnings
-from rpcmp.job.server_pool import Fleet
+from rpcmp.job.server_pool import ServerPool
 from rpcmp.job.telemetry import VITALS_SECONDS, Vitals
 from rpcmp.observability.events import EventLog, Stamp
 from rpcmp.pipelining.cost_model import Prediction
@@ -96,12 +96,12 @@ def _stages(config: Config) -> list[Message]:
     ]
 
 
-class Run:
+class TrainingRun:
     """One run, as far as it has come.
 
     Args:
         config: the job.
-        connect: addresses of running stage servers; see Fleet.
+        connect: addresses of running stage servers; see ServerPool.
         report: told of every event.
         start: whether to go on from the newest checkpoint.
         forks: where processes come from.
@@ -123,9 +123,9 @@ class Run:
         self._log = EventLog(self._report)
         self._start = start
         self._forks = forks
-        self._fleet: Fleet | None = None
+        self._fleet: ServerPool | None = None
         self._checkpoints: Checkpoints | None = None
-        self._session: Session | None = None
+        self._session: Generation | None = None
         self._training = False
         self._has_begun = False
         self._history = History()
@@ -154,7 +154,7 @@ class Run:
         """
         resumes = self._start == "resume"
         given = shares_of_before(self._config) if resumes else self._config
-        fleet = self._fleet = Fleet(given, self._connect, self._report, self._forks)
+        fleet = self._fleet = ServerPool(given, self._connect, self._report, self._forks)
         if resumes and (before := newest_in(given.checkpoint_folder, given.name)) is not None:
             fleet.run_folder = before.name
         self._report(opening(given, fleet.job_id, fleet.addresses))
@@ -166,7 +166,7 @@ class Run:
             telling.cancel()
             await asyncio.gather(telling, return_exceptions=True)
 
-    async def _train(self, given: Config, fleet: Fleet, order: Message) -> Message:
+    async def _train(self, given: Config, fleet: ServerPool, order: Message) -> Message:
         config, prediction = await balanced(given, self._connect, self._forks)
         for text in config.warnings:
             self._report({"event": "warning", "text": text})
@@ -175,13 +175,13 @@ class Run:
         if config.balance_replicas:
             self._report({"event": "shares", "shares": config.shares})
         checkpoints = self._checkpoints = Checkpoints(config, fleet, self._report)
-        beginning = Beginning(config, fleet, checkpoints, self._report, self._start)
+        beginning = RestorePlanner(config, fleet, checkpoints, self._report, self._start)
         if config.checkpoint is not None:
             await asyncio.to_thread(require_place, config.checkpoint_folder)
         await fleet.open()
         while True:
             self._vitals.begin()
-            session = Session(
+            session = Generation(
                 *(config, fleet, checkpoints.generation),
                 choose=beginning.choose,
                 vitals=self._vitals,
@@ -239,7 +239,7 @@ class Run:
         return 1 if self._checkpoints is None else self._checkpoints.generation
 
     async def _generation(
-        self, session: Session, checkpoints: Checkpoints, order: Message
+        self, session: Generation, checkpoints: Checkpoints, order: Message
     ) -> Message:
         """One generation to the end of the run; its summary."""
         await session.start()
@@ -297,7 +297,7 @@ class Run:
             )
         return summary
 
-    async def _handle(self, event: Message, session: Session, checkpoints: Checkpoints) -> None:
+    async def _handle(self, event: Message, session: Generation, checkpoints: Checkpoints) -> None:
         saved = None
         match event["event"]:
             case "progress":
@@ -314,7 +314,7 @@ class Run:
             self._removing = asyncio.create_task(checkpoints.remove_surplus())
 
     async def _recover(
-        self, error: RpcmpError, session: Session, fleet: Fleet, checkpoints: Checkpoints
+        self, error: RpcmpError, session: Generation, fleet: ServerPool, checkpoints: Checkpoints
     ) -> None:
         """Get ready for the next generation.
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from rpcmp.config.schema import Config, ScheduleOptions
 from rpcmp.errors import DrainingError, JobError
-from rpcmp.job.generation import Session
-from rpcmp.job.server_pool import Fleet
+from rpcmp.job.generation import Generation
+from rpcmp.job.server_pool import ServerPool
 from rpcmp.process.fork_client import Forks
 
 ENDLESS = 10**9
@@ -38,9 +38,9 @@ class Segments:
 
     Args:
         config: the job; how long it says to train does not count.
-        connect: addresses of running stage servers; see Fleet.
+        connect: addresses of running stage servers; see ServerPool.
         settings: what it may change to on the way, besides the config's own.
-        forks: where processes come from; see Fleet.
+        forks: where processes come from; see ServerPool.
     """
 
     def __init__(
@@ -52,12 +52,12 @@ class Segments:
     ) -> None:
         endless = config.model_copy(update={"steps": ENDLESS, "epochs": None})
         self._config = endless.without_recovery()
-        self._fleet = Fleet(config, connect, forks=forks)
+        self._fleet = ServerPool(config, connect, forks=forks)
         self._settings = settings
-        self._opened: Session | None = None
+        self._opened: Generation | None = None
 
     @property
-    def _session(self) -> Session:
+    def _session(self) -> Generation:
         if self._opened is None:
             raise JobError("these segments have not been started")
         return self._opened
@@ -69,7 +69,7 @@ class Segments:
             RpcmpError: why it cannot; call `close` all the same.
         """
         await self._fleet.open()
-        self._opened = Session(self._config, self._fleet, settings=self._settings)
+        self._opened = Generation(self._config, self._fleet, settings=self._settings)
         await self._session.start()
         self._session.send({"op": "segments"})
 

@@ -23,8 +23,8 @@ from pathlib import Path
 from rpcmp.checkpoint.runs import new_name
 from rpcmp.config.schema import Config
 from rpcmp.config.topology import Member
-from rpcmp.errors import ConfigError, ExhaustedError, JobError, RpcmpError, UnreachableError
-from rpcmp.job.recovery import Holdings
+from rpcmp.errors import ConfigError, JobError, RecoveryTimeoutError, RpcmpError, UnreachableError
+from rpcmp.job.recovery import HeldSnapshots
 from rpcmp.job.server_calls import dialer_of, require_one_each
 from rpcmp.process.channel import Message
 from rpcmp.process.confinement import Reach, hidden_by
@@ -134,7 +134,7 @@ ANSWER_SECONDS = 2.0
 RETRY_SECONDS = 0.2
 
 
-class Fleet:
+class ServerPool:
     """The stage servers of one job.
 
     Args:
@@ -199,7 +199,7 @@ class Fleet:
         """Return when every worker has a server that can take its next generation.
 
         Raises:
-            ExhaustedError: one did not come back in time.
+            RecoveryTimeoutError: one did not come back in time.
         """
         tasks = [asyncio.create_task(self._wait_for(i)) for i in range(len(self.addresses))]
         try:
@@ -214,14 +214,14 @@ class Fleet:
         worker = self._config.workers[self.addresses.index(address)]
         return StageClient(worker.label, address, self.dialer, worker.stage_index)
 
-    async def holdings(self) -> dict[str, Holdings]:
+    async def holdings(self) -> dict[str, HeldSnapshots]:
         """Which of the job's snapshots every worker's server holds; nothing where it is gone."""
         names = [worker.label for worker in self._config.workers]
         found = await asyncio.gather(*(answer_of(self.client(at)) for at in self.addresses))
         return {
             name: holdings_of(answer.holdings)
             if answer is not None and answer.holdings_of == self.job_id
-            else Holdings()
+            else HeldSnapshots()
             for name, answer in zip(names, found, strict=True)
         }
 
@@ -254,7 +254,7 @@ class Fleet:
             if waited >= recovery.replace_after and await self._replace(index):
                 continue
             if waited >= recovery.give_up_after:
-                raise ExhaustedError(
+                raise RecoveryTimeoutError(
                     f"the server of stage {stage!r} at {self.addresses[index]} did not come back "
                     f"within {recovery.give_up_after:.0f} s, and no spare can take its place"
                 )
@@ -291,10 +291,10 @@ def forks_for(config: Config, connect: Sequence[str] | None) -> Forks:
     return Forks([DRIVERS] if addresses else [WORKERS, DRIVERS])
 
 
-def holdings_of(said: Iterable[pb.Holding]) -> Holdings:
+def holdings_of(said: Iterable[pb.Holding]) -> HeldSnapshots:
     """What a server says that it holds."""
     by_name = {holding.stage_name: list(holding.steps) for holding in said}
-    return Holdings(by_name.pop("", []), by_name)
+    return HeldSnapshots(by_name.pop("", []), by_name)
 
 
 async def answer_of(client: StageClient) -> pb.DescribeResponse | None:

@@ -24,10 +24,10 @@ from typing import Any, TypeVar
 
 from rpcmp.config.schema import Config
 from rpcmp.errors import ConfigError, JobError, RpcmpError
-from rpcmp.job.generation import Session
-from rpcmp.job.recovery import History, Holdings, decide, newest_common
-from rpcmp.job.restore_planner import Begin, from_memory
-from rpcmp.job.server_pool import Fleet
+from rpcmp.job.generation import Generation
+from rpcmp.job.recovery import HeldSnapshots, History, decide, newest_common
+from rpcmp.job.restore_planner import RestorePoint, from_memory
+from rpcmp.job.server_pool import ServerPool
 from rpcmp.pipelining import pytree
 
 EXPLAIN_SECONDS = 5.0
@@ -39,13 +39,13 @@ class Service:
 
     Args:
         config: the job.
-        connect: addresses of running stage servers; see Fleet.
+        connect: addresses of running stage servers; see ServerPool.
     """
 
     def __init__(self, config: Config, connect: Sequence[str] | None) -> None:
         self._config = config
-        self._fleet = Fleet(config, connect)
-        self._session: Session | None = None
+        self._fleet = ServerPool(config, connect)
+        self._session: Generation | None = None
         self._generation = 1
         self._history = History()
         self._recovering: asyncio.Task[Any] | None = None
@@ -131,10 +131,12 @@ class Service:
     async def _form(self, connection: socket.socket, known: dict[int, dict[str, Any]]) -> int:
         fd = connection.fileno()
 
-        async def choose(assignments: list[str], holdings: dict[str, Holdings]) -> Begin:
+        async def choose(
+            assignments: list[str], holdings: dict[str, HeldSnapshots]
+        ) -> RestorePoint:
             return self._choose(known, holdings)
 
-        self._session = Session(
+        self._session = Generation(
             self._config,
             self._fleet,
             self._generation,
@@ -148,11 +150,11 @@ class Service:
         self._session.end_on_failure()
         return begin
 
-    def _choose(self, known: Collection[int], holdings: dict[str, Holdings]) -> Begin:
+    def _choose(self, known: Collection[int], holdings: dict[str, HeldSnapshots]) -> RestorePoint:
         found = newest_common(self._config.workers, holdings, known)
         if found is None and 0 not in known:
             raise ConfigError("no server holds any more what the pipeline was; launch it again")
-        return Begin() if found is None else from_memory(found, self._config, self._fleet)
+        return RestorePoint() if found is None else from_memory(found, self._config, self._fleet)
 
 
 CHANGING = {

@@ -16,7 +16,7 @@ from rpcmp.config.topology import DRIVER, member_name
 from rpcmp.process import liveness
 from rpcmp.process.activity import Doing
 from rpcmp.process.channel import Message
-from rpcmp.process.tcp_stats import Way
+from rpcmp.process.tcp_stats import PeerTraffic
 from rpcmp.v1 import control_pb2 as pb
 
 VITALS_SECONDS = 1.0
@@ -49,10 +49,10 @@ class _Count(NamedTuple):
     """
 
     at: float
-    ways: list[Way]
+    ways: list[PeerTraffic]
     rates: dict[str, tuple[float, float]]
 
-    def next(self, at: float, ways: list[Way]) -> _Count:
+    def next(self, at: float, ways: list[PeerTraffic]) -> _Count:
         """The count that follows this one."""
         seconds = at - self.at
         if seconds < SHORTEST_SECONDS:
@@ -116,12 +116,12 @@ class Vitals:
             carried: seconds to other hosts and back, see rpcmp.net.relay.
             tensors: see rpcmp.rpc.transport.
         """
-        at, found = time.monotonic(), [Way(*way) for way in ways]
+        at, found = time.monotonic(), [PeerTraffic(*way) for way in ways]
         found = [
             way._replace(round_trip_s=carried.get(way.peer, way.round_trip_s)) for way in found
         ]
         _count(self._connections, DRIVER, at, found)
-        _count(self._tensors, DRIVER, at, map(Way._make, tensors))
+        _count(self._tensors, DRIVER, at, map(PeerTraffic._make, tensors))
         self._driver = {
             "state": "running" if DRIVER in self._listens.values() else "building",
             "restarts": self._restarts,
@@ -188,11 +188,11 @@ class Vitals:
         }
 
 
-def _way(said: pb.Way) -> Way:
-    return Way(said.peer, said.sent, said.received, said.round_trip_s)
+def _way(said: pb.Way) -> PeerTraffic:
+    return PeerTraffic(said.peer, said.sent, said.received, said.round_trip_s)
 
 
-def _count(counts: dict[str, _Count], label: str, at: float, ways: Iterable[Way]) -> None:
+def _count(counts: dict[str, _Count], label: str, at: float, ways: Iterable[PeerTraffic]) -> None:
     before, now = counts.get(label), list(ways)
     counts[label] = _Count(at, now, {}) if before is None else before.next(at, now)
 

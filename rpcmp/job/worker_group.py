@@ -18,12 +18,12 @@ from rpcmp.config.schema import Config
 from rpcmp.config.topology import DRIVER, Member, member_names
 from rpcmp.errors import DrainingError, RpcmpError, from_wire
 from rpcmp.job.first_failure import FirstFailure
-from rpcmp.job.recovery import Holdings, holders
+from rpcmp.job.recovery import HeldSnapshots, holders
 from rpcmp.job.server_calls import all_of
 from rpcmp.job.server_pool import holdings_of
 from rpcmp.job.telemetry import Vitals
 from rpcmp.net.dialer import Dialer
-from rpcmp.net.relay import Peer
+from rpcmp.net.relay import RelayPeer
 from rpcmp.process.channel import Message
 from rpcmp.process.logging.records import Entry, Line, entry_of
 from rpcmp.server.client import StageClient
@@ -31,7 +31,7 @@ from rpcmp.server.connection import machine, versions
 from rpcmp.v1 import control_pb2 as pb
 
 
-class HeardLines:
+class LogCollector:
     """The lines of a generation's workers.
 
     Args:
@@ -88,7 +88,7 @@ class Identity:
     generation: int
 
 
-class Stages:
+class WorkerGroup:
     """The stage servers of one generation of one job.
 
     Args:
@@ -123,7 +123,7 @@ class Stages:
         self._report = report
         self._vitals = vitals
         labels = [worker.label for worker in config.workers]
-        self._lines = HeardLines(labels, identity.generation, log)
+        self._lines = LogCollector(labels, identity.generation, log)
         self._clients = [
             StageClient(worker.label, address, dialer, worker.stage_index)
             for worker, address in zip(config.workers, addresses, strict=True)
@@ -148,7 +148,7 @@ class Stages:
         )
 
     @property
-    def holdings(self) -> dict[str, Holdings]:
+    def holdings(self) -> dict[str, HeldSnapshots]:
         """Which snapshots every worker's server holds, before it is told to go on."""
         pairs = zip(self._clients, self._claims, strict=True)
         return {client.name: holdings_of(claim.holdings) for client, claim in pairs}
@@ -189,7 +189,7 @@ class Stages:
         """Where in the group the process with `rank` is."""
         return {"members": member_names(self._workers), "rank": rank}
 
-    async def link(self, network: str, listens: str) -> list[Peer]:
+    async def link(self, network: str, listens: str) -> list[RelayPeer]:
         """Have every server carry its worker's connections to members that are in other networks.
 
         Args:
@@ -204,13 +204,15 @@ class Stages:
         stages = [
             (
                 claim.network,
-                Peer(worker.name, self._listens[client.name], client.address, worker.stage_index),
+                RelayPeer(
+                    worker.name, self._listens[client.name], client.address, worker.stage_index
+                ),
             )
             for worker, client, claim in zip(
                 self._workers, self._clients, self._claims, strict=True
             )
         ]
-        everybody = [*stages, (network, Peer(DRIVER, listens))]
+        everybody = [*stages, (network, RelayPeer(DRIVER, listens))]
         await all_of(
             client.link(
                 pb.LinkRequest(

@@ -26,7 +26,7 @@ from rpcmp.net.identity import GRPC
 from rpcmp.net.local_peer import require_own_server
 from rpcmp.net.security import Security
 from rpcmp.net.splice import splice
-from rpcmp.net.tls import End, Session, refusal
+from rpcmp.net.tls import Connection, TlsState, refusal
 from rpcmp.process import tempdirs
 from rpcmp.process.tcp_stats import keep_alive
 
@@ -52,7 +52,7 @@ class Dialer:
         self.security = security
         self._server_name = server_name
 
-    async def open(self, address: str, protocol: str, stage_index: int | None) -> End:
+    async def open(self, address: str, protocol: str, stage_index: int | None) -> Connection:
         """A connection to the server at `address`.
 
         Args:
@@ -103,10 +103,10 @@ class Dialer:
             "certificate of its authority"
         )
 
-    async def _open(self, address: str, protocol: str, stage_index: int | None) -> End:
+    async def _open(self, address: str, protocol: str, stage_index: int | None) -> Connection:
         host, port = parse(address)
         session = self._session(protocol, host)
-        end = End(await _connect(host, port), session)
+        end = Connection(await _connect(host, port), session)
         try:
             await self._require_own(end.socket, address)
             await end.shake_hands()
@@ -127,18 +127,18 @@ class Dialer:
         if self.security.credentials is None and not self.security.insecure:
             await require_own_server(connection, address)
 
-    def _session(self, protocol: str, host: str) -> Session | None:
+    def _session(self, protocol: str, host: str) -> TlsState | None:
         credentials = self.security.credentials
         if credentials is None:
             return None
         name = host if self._server_name is None else self._server_name
         try:
-            return Session(credentials.client(protocol), name)
+            return TlsState(credentials.client(protocol), name)
         except ValueError as error:
             raise SecurityError(f"no certificate can be for a host called {name!r}") from error
 
     @staticmethod
-    def _require(session: Session, address: str, stage_index: int | None) -> None:
+    def _require(session: TlsState, address: str, stage_index: int | None) -> None:
         found = session.peer_role
         if found is None or not found.may_serve(stage_index):
             wanted = "a stage" if stage_index is None else f"stage {stage_index}"
@@ -236,11 +236,11 @@ class Tunnel:
                 log.warning("process %d has tried to reach %s by our socket", pid, self._address)
                 connection.close()
                 continue
-            task = asyncio.create_task(self._carry(End(connection)))
+            task = asyncio.create_task(self._carry(Connection(connection)))
             self._carrying.add(task)
             task.add_done_callback(self._carrying.discard)
 
-    async def _carry(self, here: End) -> None:
+    async def _carry(self, here: Connection) -> None:
         try:
             there = await self._dialer.open(self._address, GRPC, self._stage_index)
         except RpcmpError as error:

@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 
 from rpcmp.errors import RelayError
-from rpcmp.net.tls import CHUNK, End
+from rpcmp.net.tls import CHUNK, Connection
 
 PINGS = 20
 
@@ -30,7 +30,7 @@ _NOTHING = bytes(CHUNK)
 
 
 @dataclass(frozen=True)
-class Way:
+class LinkSpeed:
     """The way from one host to another.
 
     Attributes:
@@ -45,7 +45,7 @@ class Way:
     back: float = 0.0
 
 
-async def measure(end: End, seconds: float) -> Way:
+async def measure(end: Connection, seconds: float) -> LinkSpeed:
     """Measure over a fresh connection to a server's relay.
 
     Args:
@@ -64,7 +64,7 @@ async def measure(end: End, seconds: float) -> Way:
     )
 
 
-async def answer(end: End) -> None:
+async def answer(end: Connection) -> None:
     """The server's side, until the client hangs up.
 
     Raises:
@@ -89,7 +89,7 @@ async def answer(end: End) -> None:
                     raise RelayError(f"it asks to measure {other!r}")
 
 
-async def _ping(end: End) -> Way:
+async def _ping(end: Connection) -> LinkSpeed:
     found = []
     for _ in range(PINGS):
         sent, began = time.time(), time.perf_counter()
@@ -98,7 +98,7 @@ async def _ping(end: End) -> Way:
         took = time.perf_counter() - began
         if not isinstance(clock, float):
             raise RelayError("it does not say what its clock shows")
-        found.append(Way(took, clock - (sent + took / 2)))
+        found.append(LinkSpeed(took, clock - (sent + took / 2)))
     found.sort(key=lambda way: way.latency_s)
     return replace(found[PINGS // 2], clock_ahead_s=found[0].clock_ahead_s)
 
@@ -115,18 +115,18 @@ async def _speed(carry: Callable[[int], Awaitable[None]], seconds: float, latenc
         count = min(4 * count, MAX_BYTES)
 
 
-async def _put(end: End, count: int) -> None:
+async def _put(end: Connection, count: int) -> None:
     await end.write_message({"op": "take", "bytes": count})
     await _fill(end, count)
     await end.read_message()
 
 
-async def _get(end: End, count: int) -> None:
+async def _get(end: Connection, count: int) -> None:
     await end.write_message({"op": "give", "bytes": count})
     await _discard(end, count)
 
 
-async def _fill(end: End, count: int) -> None:
+async def _fill(end: Connection, count: int) -> None:
     while count:
         await _others_turn()
         part = _NOTHING[:count]
@@ -134,7 +134,7 @@ async def _fill(end: End, count: int) -> None:
         count -= len(part)
 
 
-async def _discard(end: End, count: int) -> None:
+async def _discard(end: Connection, count: int) -> None:
     while count:
         await _others_turn()
         count -= len(await end.read_some(count))

@@ -56,7 +56,7 @@ Place = tuple[Host, int]
 _thread = ThreadPoolExecutor(1, "rpcmp-localpeer")
 
 
-class Found(NamedTuple):
+class LocalSocket(NamedTuple):
     """A TCP socket of this machine.
 
     Attributes:
@@ -300,7 +300,7 @@ def _anywhere(place: Place) -> Place:
     return type(place[0])(0), 0
 
 
-def _ask(local: Place, remote: Place) -> Found | None:
+def _ask(local: Place, remote: Place) -> LocalSocket | None:
     """Return the TCP socket with these two ends, else the one that listens at `local`.
 
     It is the one that the kernel would hand a packet from `remote`, IPv6 sockets for both
@@ -319,7 +319,7 @@ def _ask(local: Place, remote: Place) -> Found | None:
     _, kind, *_ = _HEADER.unpack_from(answer)
     if kind == _BY_FAMILY:
         _, state, uid, inode = _ANSWER.unpack_from(answer, _HEADER.size)
-        return Found(state, uid, inode)
+        return LocalSocket(state, uid, inode)
     # The same answer as of a kernel without this service, which callers tell apart by a socket of
     # their own.
     return None

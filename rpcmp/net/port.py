@@ -29,14 +29,14 @@ from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from rpcmp.errors import ListenError, RpcmpError, SecurityError
+from rpcmp.errors import AddressInUseError, RpcmpError, SecurityError
 from rpcmp.net.accept import connections, speaks_second
 from rpcmp.net.connection_limits import LOOPBACK, Budget, Guest, address_of, share, user_of
 from rpcmp.net.identity import GRPC, RELAY, STRANGER, Role
 from rpcmp.net.local_peer import owner_of, require_answers, require_same_user, works_here
 from rpcmp.net.security import Security
 from rpcmp.net.splice import splice
-from rpcmp.net.tls import HEADER, End, Session, refusal
+from rpcmp.net.tls import HEADER, Connection, TlsState, refusal
 from rpcmp.process.tcp_stats import keep_alive
 
 GREETING_SECONDS = 10.0
@@ -54,7 +54,7 @@ MIN_SHARE = 16
 log = logging.getLogger(__name__)
 
 
-class Visitor(NamedTuple):
+class IncomingConnection(NamedTuple):
     """Somebody at the door.
 
     Attributes:
@@ -63,7 +63,7 @@ class Visitor(NamedTuple):
         protocol: what he wants to speak.
     """
 
-    end: End
+    end: Connection
     role: Role | None
     protocol: str
 
@@ -74,7 +74,7 @@ class Visitor(NamedTuple):
         return where if self.role is None else f"{self.role} at {where}"
 
 
-class Front:
+class PortMultiplexer:
     """Lets visitors in.
 
     Args:
@@ -91,7 +91,7 @@ class Front:
         inner: Inner,
         drivers: Path,
         peers: Path,
-        relay: Callable[[Visitor], Awaitable[None]],
+        relay: Callable[[IncomingConnection], Awaitable[None]],
         works_for: int = 0,
     ) -> None:
         self._security, self._works_for = security, works_for
@@ -107,7 +107,7 @@ class Front:
         """Listen; returns the port, which is a free one for port 0.
 
         Raises:
-            ListenError: the port is in use, or the host is not this machine's.
+            AddressInUseError: the port is in use, or the host is not this machine's.
             SecurityError: there are no certificates, and the kernel does not say whose a
                 connection is.
         """
@@ -115,7 +115,7 @@ class Front:
         try:
             listener = socket.create_server((host, port), family=family, backlog=256)
         except OSError as error:
-            raise ListenError(
+            raise AddressInUseError(
                 f"cannot listen on {host}:{port}: the port is in use or the address is not this "
                 f"machine's ({error.strerror}); stop the other server or choose another with "
                 "--listen"
@@ -196,7 +196,7 @@ class Front:
         if role is not None and not role.is_driver and self._inside[role] > share_of_one:
             raise SecurityError(f"{role} has {share_of_one} connections here already")
 
-    async def _greet(self, connection: socket.socket, guest: Guest) -> Visitor:
+    async def _greet(self, connection: socket.socket, guest: Guest) -> IncomingConnection:
         """Find out who it is.
 
         Raises:
@@ -211,27 +211,27 @@ class Front:
                 guest.peer = user_of(await owner_of(connection))
         credentials = self._security.credentials
         if credentials is None:
-            return await self._greet_plain(End(connection))
-        session = Session(credentials.server())
-        end = End(connection, session)
+            return await self._greet_plain(Connection(connection))
+        session = TlsState(credentials.server())
+        end = Connection(connection, session)
         await end.shake_hands()
         if session.peer_role is None:
             raise SecurityError("its certificate has no role of rpcmp")
         if session.protocol not in (GRPC, RELAY):
             raise SecurityError("it does not say which protocol it speaks")
         self._security.establish(end)
-        return Visitor(end, session.peer_role, session.protocol)
+        return IncomingConnection(end, session.peer_role, session.protocol)
 
-    async def _greet_plain(self, end: End) -> Visitor:
+    async def _greet_plain(self, end: Connection) -> IncomingConnection:
         role = None
         asks = self._asks_kernel or self._works_for
         if asks and not await works_here(end.socket, self._works_for):
             role = STRANGER
         first = await end.read(HEADER.size)
         end.decrypted[:0] = first  # a frame is short and begins with a zero, HTTP/2 with PRI
-        return Visitor(end, role, GRPC if first[0] else RELAY)
+        return IncomingConnection(end, role, GRPC if first[0] else RELAY)
 
-    async def _let_in(self, visitor: Visitor) -> None:
+    async def _let_in(self, visitor: IncomingConnection) -> None:
         if visitor.protocol == RELAY:
             if visitor.role == STRANGER:
                 raise SecurityError("this server does not work for that process")
@@ -241,7 +241,7 @@ class Front:
         path = str(self._drivers if is_driver else self._peers)
         with self._inner.carrying(visitor) as inside:
             await asyncio.get_running_loop().sock_connect(inside, path)
-            await splice(visitor.end, End(inside))
+            await splice(visitor.end, Connection(inside))
 
 
 def _name(connection: socket.socket) -> str:
@@ -261,14 +261,14 @@ class Inner:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._visitors: dict[str, Visitor] = {}
+        self._visitors: dict[str, IncomingConnection] = {}
 
     def path(self) -> Path:
         """A fresh path for a socket; all are equally long, so a deep folder fits all or none."""
         return self._folder / secrets.token_hex(8)
 
     @contextlib.contextmanager
-    def carrying(self, visitor: Visitor) -> Iterator[socket.socket]:
+    def carrying(self, visitor: IncomingConnection) -> Iterator[socket.socket]:
         """A socket to connect to a gRPC server, which sees the visitor's calls come from it."""
         path = self.path()
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as end:

@@ -32,11 +32,11 @@ from rpcmp.net.accept import connections
 from rpcmp.net.dialer import Dialer
 from rpcmp.net.identity import RELAY, Role
 from rpcmp.net.local_peer import require_answers, require_same_user
-from rpcmp.net.port import Visitor
+from rpcmp.net.port import IncomingConnection
 from rpcmp.net.rpc_inspection import Inspection, Pipes
 from rpcmp.net.security import is_loopback
 from rpcmp.net.splice import splice
-from rpcmp.net.tls import End
+from rpcmp.net.tls import Connection
 from rpcmp.process import tcp_stats
 from rpcmp.process.fork_client import Forks
 
@@ -55,7 +55,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Peer:
+class RelayPeer:
     """A member of the group that is in another network.
 
     Attributes:
@@ -108,14 +108,14 @@ class Relay:
         self._forks, self._dialer = forks, dialer
         self._pipes = Pipes(refused)
         self._own = ""
-        self._peers: dict[str, Peer] = {}
-        self._waiting: asyncio.Queue[End] = asyncio.Queue(MAX_WAITING)
+        self._peers: dict[str, RelayPeer] = {}
+        self._waiting: asyncio.Queue[Connection] = asyncio.Queue(MAX_WAITING)
         self._is_shared = False
         self._is_closed = False
         self._has_warned = False
         self._listeners: list[socket.socket] = []
         self._tasks: set[asyncio.Future[None]] = set()
-        self._carried: dict[End, str] = {}
+        self._carried: dict[Connection, str] = {}
         self._open: Counter[str] = Counter()
 
     @property
@@ -127,7 +127,7 @@ class Relay:
                 found[peer] = min(seen.round_trip_s, found.get(peer, seen.round_trip_s))
         return found
 
-    async def open(self, own: str, peers: Sequence[Peer]) -> None:
+    async def open(self, own: str, peers: Sequence[RelayPeer]) -> None:
         """Carry from now on.
 
         Args:
@@ -162,11 +162,11 @@ class Relay:
             self._require_open()
             self._spawn(self._listen(listener, peer))
 
-    def wait_for(self, stage: Peer) -> None:
+    def wait_for(self, stage: RelayPeer) -> None:
         """Keep a connection open for the worker of a stage to come to us, who are the driver."""
         self._spawn(self._keep_waiting(stage))
 
-    async def take(self, visitor: Visitor, greeting: Mapping[str, Any]) -> None:
+    async def take(self, visitor: IncomingConnection, greeting: Mapping[str, Any]) -> None:
         """Serve a connection that somebody has opened to our server, until it ends.
 
         Args:
@@ -187,7 +187,7 @@ class Relay:
         if not serving.cancelled() and (error := serving.exception()) is not None:
             raise error
 
-    async def _serve(self, visitor: Visitor, greeting: Mapping[str, Any]) -> None:
+    async def _serve(self, visitor: IncomingConnection, greeting: Mapping[str, Any]) -> None:
         peer = self._member(visitor, greeting)
         if greeting.get("op") != "wait":
             if self._open[peer.name] >= MAX_OPEN:  # each may have a message in our memory
@@ -202,7 +202,7 @@ class Relay:
         else:
             await self._park(visitor.end)
 
-    def _member(self, visitor: Visitor, greeting: Mapping[str, Any]) -> Peer:
+    def _member(self, visitor: IncomingConnection, greeting: Mapping[str, Any]) -> RelayPeer:
         """The member of the group that a visitor speaks for.
 
         Raises:
@@ -236,14 +236,14 @@ class Relay:
         task.add_done_callback(self._tasks.discard)
         return task
 
-    async def _listen(self, listener: socket.socket, peer: Peer) -> None:
+    async def _listen(self, listener: socket.socket, peer: RelayPeer) -> None:
         """Pass on what our worker sends to where it believes a peer to be."""
         async for connection in connections(listener):
             # One after the other: what comes meanwhile waits in the kernel, and takes nothing here.
             if not self._is_shared or await self._is_ours(connection, peer):
-                self._spawn(self._pass_on(End(connection), peer))
+                self._spawn(self._pass_on(Connection(connection), peer))
 
-    async def _is_ours(self, connection: socket.socket, peer: Peer) -> bool:
+    async def _is_ours(self, connection: socket.socket, peer: RelayPeer) -> bool:
         """Return whether our own user has opened a connection; closes it otherwise."""
         try:
             async with asyncio.timeout(ASK_SECONDS):
@@ -260,7 +260,7 @@ class Relay:
             raise
         return True
 
-    async def _pass_on(self, here: End, peer: Peer) -> None:
+    async def _pass_on(self, here: Connection, peer: RelayPeer) -> None:
         try:
             there = await self._reach(peer)
         except (RpcmpError, OSError, EOFError) as error:
@@ -276,7 +276,7 @@ class Relay:
         finally:
             del self._carried[there]
 
-    async def _reach(self, peer: Peer) -> End:
+    async def _reach(self, peer: RelayPeer) -> Connection:
         while not peer.server:
             there = await self._waiting.get()
             try:
@@ -290,7 +290,7 @@ class Relay:
                 return there
         return await self._dial(peer.server, peer.stage_index, "connect")
 
-    async def _dial(self, server: str, stage_index: int | None, op: str) -> End:
+    async def _dial(self, server: str, stage_index: int | None, op: str) -> Connection:
         there = await self._dialer.open(server, RELAY, stage_index)
         try:
             await there.write_message({**self._greeting, "op": op, "from": self._name})
@@ -302,7 +302,7 @@ class Relay:
         there.has_frames = True
         return there
 
-    async def _park(self, end: End) -> None:
+    async def _park(self, end: Connection) -> None:
         """Keep a driver's connection until our worker wants to reach it."""
         if self._waiting.full():  # of a driver whose network comes and goes
             self._waiting.get_nowait().abort()
@@ -310,7 +310,7 @@ class Relay:
         # Whoever takes it owns the connection; this one task must not close it meanwhile.
         await end.gone.wait()
 
-    async def _keep_waiting(self, stage: Peer) -> None:
+    async def _keep_waiting(self, stage: RelayPeer) -> None:
         while True:
             try:
                 there = await self._dial(stage.server, stage.stage_index, "wait")
@@ -322,11 +322,11 @@ class Relay:
                 continue
             self._spawn(self._come(there, stage))
 
-    async def _come(self, there: End, peer: Peer) -> None:
+    async def _come(self, there: Connection, peer: RelayPeer) -> None:
         with contextlib.suppress(OSError, RpcmpError):
             await self._connect(there, peer)
 
-    async def _connect(self, there: End, peer: Peer) -> None:
+    async def _connect(self, there: Connection, peer: RelayPeer) -> None:
         """Pass on to our own worker what comes from elsewhere."""
         try:
             connection = await self._forks.connectable()
@@ -340,10 +340,10 @@ class Relay:
             connection.close()
             there.abort()
             raise
-        await _carry(End(connection), there, self._pipes.inspect(peer.name, peer.label))
+        await _carry(Connection(connection), there, self._pipes.inspect(peer.name, peer.label))
 
 
-async def _carry(here: End, there: End, inspection: Inspection) -> None:
+async def _carry(here: Connection, there: Connection, inspection: Inspection) -> None:
     """Carry until one of them is gone; the agents see that by themselves."""
     try:
         with contextlib.suppress(OSError, RelayError, SecurityError):  # the last is reported

@@ -38,7 +38,7 @@ STAGES_CALL = {
     ("rpcmp.worker.stage", "Stage.part"),
     ("rpcmp.worker.stage", "Stage.posted"),
     ("rpcmp.worker.stage", "Stage.total"),
-    ("rpcmp.data.batch_server", "Source.slices"),
+    ("rpcmp.data.batch_server", "BatchServer.slices"),
 }
 """What a stage may call, of others and of the driver."""
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from rpcmp.errors import RelayError
 from rpcmp.net.rpc_inspection import Inspection
-from rpcmp.net.tls import CHUNK, HEADER, End, Session
+from rpcmp.net.tls import CHUNK, HEADER, Connection, TlsState
 
 
 class _Buffers(threading.local):
@@ -31,7 +31,7 @@ class _Buffers(threading.local):
 _buffers = _Buffers()
 
 
-async def splice(one: End, other: End, inspection: Inspection | None = None) -> None:
+async def splice(one: Connection, other: Connection, inspection: Inspection | None = None) -> None:
     """Carry everything from each end to the other; both are closed afterwards.
 
     Args:
@@ -60,7 +60,11 @@ class _Splice:
     """Two directions."""
 
     def __init__(
-        self, one: End, other: End, done: asyncio.Future[None], inspection: Inspection | None
+        self,
+        one: Connection,
+        other: Connection,
+        done: asyncio.Future[None],
+        inspection: Inspection | None,
     ) -> None:
         self._done = done
         self._directions = [
@@ -96,8 +100,8 @@ class _Direction:
 
     def __init__(
         self,
-        source: End,
-        sink: End,
+        source: Connection,
+        sink: Connection,
         ended: Callable[[], None],
         failed: Callable[[Exception], None],
         sent: Inspection | None = None,
@@ -178,7 +182,7 @@ class _Direction:
         else:
             self._carry(buffer[HEADER.size :][:count])
 
-    def _read_tls(self, session: Session) -> None:
+    def _read_tls(self, session: TlsState) -> None:
         buffer = _buffers.read
         count = self._source.socket.recv_into(buffer)
         if not count:
@@ -187,7 +191,7 @@ class _Direction:
         session.feed(buffer[:count])
         self._decrypt(session)
 
-    def _decrypt(self, session: Session) -> None:
+    def _decrypt(self, session: TlsState) -> None:
         plain = _buffers.plain
         try:
             while count := session.decrypt(plain[HEADER.size :]):

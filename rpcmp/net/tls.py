@@ -26,7 +26,7 @@ from rpcmp.net import identity
 from rpcmp.net.identity import Role
 
 
-class Session:
+class TlsState:
     """One side of a TLS connection.
 
     Args:
@@ -125,7 +125,7 @@ MAX_GREETING = 16 * 1024
 """Bytes of a frame before the stream begins."""
 
 
-class End:
+class Connection:
     """A connected socket; owned, and non-blocking from now on.
 
     Args:
@@ -140,7 +140,7 @@ class End:
         gone: set when it is closed.
     """
 
-    def __init__(self, connection: socket.socket, session: Session | None = None) -> None:
+    def __init__(self, connection: socket.socket, session: TlsState | None = None) -> None:
         connection.setblocking(False)
         if connection.family != socket.AF_UNIX:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

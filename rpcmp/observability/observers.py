@@ -101,7 +101,7 @@ class _Watch:
 
     def __init__(self, observers: Sequence[Observer], show: Report) -> None:
         self._show = show
-        self._posts = [_Post(observer) for observer in observers]
+        self._posts = [_ObserverQueue(observer) for observer in observers]
         self._lock = threading.RLock()
         self._generation = 0
 
@@ -145,7 +145,7 @@ class _Watch:
         return {**event, "time": time.time(), "generation": self._generation}
 
 
-class _Post:
+class _ObserverQueue:
     """An observer with its queue and its thread.
 
     Attributes:

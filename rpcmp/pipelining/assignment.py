@@ -21,10 +21,10 @@ from rpcmp.config.types import Factory, Strict
 from rpcmp.errors import ConfigError, one_line
 from rpcmp.pipelining import devices, inflight, layers, optimizers, parameter_names, partition
 from rpcmp.pipelining.layers import require_known_weights
-from rpcmp.pipelining.schedule import Limits
+from rpcmp.pipelining.schedule import InFlightLimits
 
 
-class Place(Strict):
+class TiedParameter(Strict):
     """Where a tied parameter lies: in which stage, under which name."""
 
     stage: str
@@ -47,7 +47,7 @@ class Assignment(Strict):
     settings: list[ScheduleOptions] = Field(default_factory=list)
     driver_metrics: list[str] = Field(default_factory=list)
     loads_data: bool = False
-    tied: list[list[Place]] = Field(default_factory=list)
+    tied: list[list[TiedParameter]] = Field(default_factory=list)
 
     @property
     def stage_name(self) -> str:
@@ -65,12 +65,12 @@ class Assignment(Strict):
         return self.config.stage(self.stage_index)
 
     @property
-    def limits(self) -> Limits:
+    def limits(self) -> InFlightLimits:
         """Bundles of micro-batches that this stage may keep."""
         return inflight.limits(self.config)[self.stage_name]
 
     @property
-    def all_limits(self) -> list[Limits]:
+    def all_limits(self) -> list[InFlightLimits]:
         """The same under every setting, the config's own first."""
         return [inflight.limits(config)[self.stage_name] for config in self._configs]
 
@@ -124,7 +124,9 @@ def assign(
     layers_found = dict.fromkeys(unsplit) if known is None else known
     tied = [
         [
-            Place(stage=stage_of[parameter_names.layer_of(config, name, layers_found)], name=name)
+            TiedParameter(
+                stage=stage_of[parameter_names.layer_of(config, name, layers_found)], name=name
+            )
             for name in group
         ]
         for group in config.tied

@@ -10,8 +10,8 @@ from rpcmp.config.schema import Config
 from rpcmp.pipelining import simulation
 from rpcmp.pipelining.inflight import limits, num_bundles
 from rpcmp.pipelining.partition import StageHost
-from rpcmp.pipelining.schedule import Limits, policy
-from rpcmp.pipelining.simulation import Simulation, Times
+from rpcmp.pipelining.schedule import InFlightLimits, policy
+from rpcmp.pipelining.simulation import ActionTimes, Simulation
 
 
 @dataclass(frozen=True)
@@ -74,12 +74,12 @@ def predict(config: Config, hosts: Sequence[StageHost], balance: list[int]) -> P
     return Prediction(balance, step, bubble, stages)
 
 
-def times_of(hosts: Sequence[StageHost], balance: Sequence[int]) -> dict[str, Times]:
+def times_of(hosts: Sequence[StageHost], balance: Sequence[int]) -> dict[str, ActionTimes]:
     """Seconds of one micro-batch at each stage, by its name."""
     return {host.stage: _times(host, start, end) for host, start, end in _parts(hosts, balance)}
 
 
-def simulate(config: Config, times: Mapping[str, Times]) -> Simulation:
+def simulate(config: Config, times: Mapping[str, ActionTimes]) -> Simulation:
     """One step by itself. A stage's replicas count as one; see `balance.profile.together`.
 
     Args:
@@ -130,7 +130,7 @@ def _step_seconds(config: Config, parts: Sequence[tuple[StageHost, int, int]]) -
     )
 
 
-def _times_over(limits: Limits, replicas: int) -> Limits:
+def _times_over(limits: InFlightLimits, replicas: int) -> InFlightLimits:
     """What a stage's replicas may keep together: the prediction takes them for one fast host."""
     return replace(
         limits,
@@ -140,10 +140,10 @@ def _times_over(limits: Limits, replicas: int) -> Limits:
     )
 
 
-def _times(host: StageHost, start: int, end: int) -> Times:
+def _times(host: StageHost, start: int, end: int) -> ActionTimes:
     layers = host.profile.layers[start:end]
     forward = sum(layer.forward_s for layer in layers)
-    return Times(
+    return ActionTimes(
         forward,
         sum(layer.backward_s for layer in layers) + (forward if host.recompute else 0.0),
         sum(layer.weight_s for layer in layers),

@@ -10,7 +10,7 @@ from rpcmp.config import topology
 from rpcmp.config.schema import Config
 from rpcmp.errors import ConfigError
 from rpcmp.pipelining import simulation
-from rpcmp.pipelining.schedule import Limits, policy
+from rpcmp.pipelining.schedule import InFlightLimits, policy
 
 AHEAD = 2
 """Bundles that are asked for beyond what the stages may hold: their questions then lie at the first
@@ -25,7 +25,7 @@ def num_bundles(config: Config) -> int:
     return topology.num_bundles(config.num_microbatches, config.microbatches_per_message)
 
 
-def limits(config: Config) -> dict[str, Limits]:
+def limits(config: Config) -> dict[str, InFlightLimits]:
     """Bundles that each stage may keep, by its name; see `simulation.limits`.
 
     Raises:

@@ -51,7 +51,7 @@ class Action(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class RoundProgress:
     """What a stage has done in this round, and what it could do next.
 
     Attributes:
@@ -69,7 +69,7 @@ class Progress:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class StagePosition:
     """Where in the graph a stage is.
 
     Attributes:
@@ -84,7 +84,7 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class InFlightLimits:
     """How many micro-batches, or bundles of them, a stage may keep.
 
     Attributes:
@@ -103,7 +103,9 @@ class Limits:
 class Policy(Protocol):
     """Chooses a stage's next action."""
 
-    def limits(self, place: Place, num_microbatches: int, max_in_flight: int | None) -> Limits:
+    def limits(
+        self, place: StagePosition, num_microbatches: int, max_in_flight: int | None
+    ) -> InFlightLimits:
         """What a stage may keep.
 
         Args:
@@ -115,22 +117,24 @@ class Policy(Protocol):
             ConfigError: the schedule cannot run with so small a `max_in_flight`.
         """
 
-    def choose(self, progress: Progress, limits: Limits) -> Action | None:
+    def choose(self, progress: RoundProgress, limits: InFlightLimits) -> Action | None:
         """The next action, or None to wait. Never an action that is not ready."""
 
 
 class GPipe:
     """Fill and drain: no backward before the last forward."""
 
-    def limits(self, place: Place, num_microbatches: int, max_in_flight: int | None) -> Limits:
+    def limits(
+        self, place: StagePosition, num_microbatches: int, max_in_flight: int | None
+    ) -> InFlightLimits:
         if max_in_flight is not None and max_in_flight < num_microbatches:
             raise ConfigError(
                 f"max_in_flight = {max_in_flight}: gpipe holds all {num_microbatches} "
                 'micro-batches of a step; take schedule = "1f1b" or "zero-bubble"'
             )
-        return Limits(num_microbatches, num_microbatches)
+        return InFlightLimits(num_microbatches, num_microbatches)
 
-    def choose(self, progress: Progress, limits: Limits) -> Action | None:
+    def choose(self, progress: RoundProgress, limits: InFlightLimits) -> Action | None:
         if progress.forward_ready:
             return Action.FORWARD
         if progress.backward_ready and progress.forwards == progress.num_microbatches:
@@ -144,12 +148,14 @@ class OneForwardOneBackward:
     More than `depth` of them, where `max_in_flight` allows it, hide the time on the wire.
     """
 
-    def limits(self, place: Place, num_microbatches: int, max_in_flight: int | None) -> Limits:
+    def limits(
+        self, place: StagePosition, num_microbatches: int, max_in_flight: int | None
+    ) -> InFlightLimits:
         allowed = place.longest if max_in_flight is None else max_in_flight
         most = min(place.depth, allowed) + max(0, allowed - place.longest)
-        return Limits(min(most, num_microbatches), min(most, num_microbatches))
+        return InFlightLimits(min(most, num_microbatches), min(most, num_microbatches))
 
-    def choose(self, progress: Progress, limits: Limits) -> Action | None:
+    def choose(self, progress: RoundProgress, limits: InFlightLimits) -> Action | None:
         if progress.backward_ready:
             return Action.BACKWARD
         if progress.forward_ready and progress.forwards - progress.backwards < limits.open:
@@ -166,16 +172,18 @@ class ZeroBubble:
     waits for its input gradients.
     """
 
-    def limits(self, place: Place, num_microbatches: int, max_in_flight: int | None) -> Limits:
+    def limits(
+        self, place: StagePosition, num_microbatches: int, max_in_flight: int | None
+    ) -> InFlightLimits:
         held = place.longest + 1 if max_in_flight is None else max_in_flight
         held = min(held, 2 * place.longest)
         ahead = min(max(0, held - 1 - place.longest), place.depth - 1)
         most = min(place.depth + ahead, held, num_microbatches)
         if not place.reads_stages:
-            return Limits(most, most)
-        return Limits(most, held, splits=True, deferred=max(0, held - 1 - most))
+            return InFlightLimits(most, most)
+        return InFlightLimits(most, held, splits=True, deferred=max(0, held - 1 - most))
 
-    def choose(self, progress: Progress, limits: Limits) -> Action | None:
+    def choose(self, progress: RoundProgress, limits: InFlightLimits) -> Action | None:
         is_open = progress.forwards - progress.backwards
         waiting = progress.backwards - progress.weights
         if progress.forward_ready and is_open < limits.open and is_open + waiting < limits.held:
@@ -185,7 +193,7 @@ class ZeroBubble:
         return Action.BACKWARD if progress.backward_ready else None
 
     @staticmethod
-    def _is_backward_left(progress: Progress) -> bool:
+    def _is_backward_left(progress: RoundProgress) -> bool:
         return progress.backwards < progress.num_microbatches
 
 

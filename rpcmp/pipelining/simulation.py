@@ -14,13 +14,13 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from rpcmp.config.topology import Graph, ReplicaAssignment
-from rpcmp.pipelining.schedule import Action, Limits, Place, Policy, Progress
+from rpcmp.pipelining.schedule import Action, InFlightLimits, Policy, RoundProgress, StagePosition
 
 Duration = Callable[[str, Action, int], float]
 """Seconds that a stage's action takes for one micro-batch."""
 
 
-class Times(NamedTuple):
+class ActionTimes(NamedTuple):
     """Seconds that a stage computes for one micro-batch; `backward` is the input gradient alone."""
 
     forward: float
@@ -32,12 +32,12 @@ class Times(NamedTuple):
         """All three."""
         return sum(self)
 
-    def scaled(self, number: float) -> Times:
+    def scaled(self, number: float) -> ActionTimes:
         """Those of as many micro-batches."""
-        return Times(*(number * seconds for seconds in self))
+        return ActionTimes(*(number * seconds for seconds in self))
 
 
-class Run(NamedTuple):
+class SimulatedRun(NamedTuple):
     """One action of a stage."""
 
     action: Action
@@ -46,7 +46,7 @@ class Run(NamedTuple):
     end: float
 
 
-def fixed(times: Mapping[str, Times], limits: Mapping[str, Limits]) -> Duration:
+def fixed(times: Mapping[str, ActionTimes], limits: Mapping[str, InFlightLimits]) -> Duration:
     """Durations that are the same for every micro-batch; whole backwards where nothing splits."""
 
     def duration(stage: str, action: Action, microbatch: int) -> float:
@@ -82,7 +82,7 @@ def limits(
     num_microbatches: int,
     max_in_flight: int | None = None,
     turns: Mapping[str, ReplicaAssignment] | None = None,
-) -> dict[str, Limits]:
+) -> dict[str, InFlightLimits]:
     """What each stage may keep, by its name; each of its replicas, where it has several.
 
     Args:
@@ -94,9 +94,9 @@ def limits(
     found = depths(graph, replicas)
     longest = max(found.values())
 
-    def of(stage: str) -> Limits:
+    def of(stage: str) -> InFlightLimits:
         reads_stages = any(not reference.from_batch for reference in graph.inputs[stage])
-        place = Place(found[stage], longest, reads_stages)
+        place = StagePosition(found[stage], longest, reads_stages)
         own = turns[stage].most(num_microbatches) if stage in turns else num_microbatches
         return policy.limits(place, own, max_in_flight)
 
@@ -126,9 +126,9 @@ class Simulation:
     policy: Policy
     num_microbatches: int
     duration: Duration
-    limits: Mapping[str, Limits]
+    limits: Mapping[str, InFlightLimits]
     latency: float = 0.0
-    runs: dict[str, list[Run]] = field(init=False)
+    runs: dict[str, list[SimulatedRun]] = field(init=False)
 
     def __post_init__(self) -> None:
         self.runs = {stage: [] for stage in self.graph.stages}
@@ -183,17 +183,17 @@ class Simulation:
             return None
         microbatch = self._done[stage, action]
         end = now + self.duration(stage, action, microbatch)
-        self.runs[stage].append(Run(action, microbatch, now, end))
+        self.runs[stage].append(SimulatedRun(action, microbatch, now, end))
         self._ended[stage, action, microbatch] = end
         self._done[stage, action] += 1
         if action is Action.BACKWARD and not self.limits[stage].splits:
             self._done[stage, Action.WEIGHT] += 1
         return end
 
-    def _progress(self, stage: str, now: float) -> Progress:
+    def _progress(self, stage: str, now: float) -> RoundProgress:
         forwards, backwards, weights = (self._done[stage, action] for action in Action)
         producers = {ref.producer for ref in self.graph.inputs[stage] if not ref.from_batch}
-        return Progress(
+        return RoundProgress(
             self.num_microbatches,
             forwards,
             backwards,

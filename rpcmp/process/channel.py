@@ -55,7 +55,7 @@ class Channel:
         return message
 
 
-class Bond(NamedTuple):
+class ChildContext(NamedTuple):
     """What holds a child and its supervisor together.
 
     Attributes:
@@ -86,7 +86,7 @@ def parse(line: bytes) -> Message:
     return message
 
 
-def begin_child() -> Bond:
+def begin_child() -> ChildContext:
     """The bond of this process, which `Child.spawn` has started.
 
     The supervisor decides when a child ends, so a Ctrl-C or a `systemctl stop` that reaches all
@@ -102,7 +102,7 @@ def begin_child() -> Bond:
     activity = Activity(memory)
     log = Sender(line, held, lambda: activity.read().step)
     capture.begin(log)
-    return Bond(Channel(fd), activity, log, fds)
+    return ChildContext(Channel(fd), activity, log, fds)
 
 
 def die_with_parent(parent_pid: int, signum: signal.Signals) -> None:

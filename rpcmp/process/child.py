@@ -86,7 +86,7 @@ class Child:
         Args:
             module: has a `__main__` that calls `rpcmp.process.channel.begin_child`.
             environment: set in addition to our own.
-            fds: file descriptors to inherit, see `rpcmp.process.channel.Bond`.
+            fds: file descriptors to inherit, see `rpcmp.process.channel.ChildContext`.
             forks: fork it there; None: start an interpreter, which imports everything anew.
             hear: told of each line that it says; None: our own log has them.
             reach: what it may open; None: it is not confined. Only what is forked can be.

@@ -41,7 +41,7 @@ def begin(channel: Channel, tell: Callable[[], Message]) -> None:
     threading.Thread(target=beat, name="rpcmp-heartbeat", daemon=True).start()
 
 
-class Pulse:
+class HeartbeatMonitor:
     """Notes the signs of life of a child.
 
     Args:

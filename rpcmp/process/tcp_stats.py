@@ -156,7 +156,7 @@ INCOMING = ""
 """Whom connections lead to that others have opened."""
 
 
-class Way(NamedTuple):
+class PeerTraffic(NamedTuple):
     """All that went between this process and one peer, since the process began.
 
     Attributes:
@@ -180,7 +180,7 @@ class Traffic:
         self._open: dict[str, Info] = {}
         self._closed: dict[str, tuple[int, int]] = {}
 
-    def read(self, sockets: Iterable[tuple[str, int]]) -> list[Way]:
+    def read(self, sockets: Iterable[tuple[str, int]]) -> list[PeerTraffic]:
         """What has gone over all connections to each address, and over those that others opened.
 
         Args:
@@ -208,11 +208,11 @@ class Traffic:
                 sent, received = self._closed.get(peer, (0, 0))
                 self._closed[peer] = sent + last.sent, received + last.received
 
-    def _ways(self) -> Iterator[Way]:
+    def _ways(self) -> Iterator[PeerTraffic]:
         for peer in dict.fromkeys((*self._closed, *self._leads_to.values())):
             infos = [info for name, info in self._open.items() if self._leads_to[name] == peer]
             sent, received = self._closed.get(peer, (0, 0))
-            yield Way(
+            yield PeerTraffic(
                 peer,
                 sent + sum(info.sent for info in infos),
                 received + sum(info.received for info in infos),

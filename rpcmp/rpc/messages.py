@@ -28,7 +28,7 @@ class Mode(Enum):
     PREDICT = "predict"
 
 
-class End(Enum):
+class AfterRound(Enum):
     """What a stage does by itself when it has done all of a training round.
 
     STEP: steps its optimizer (and a scheduler that steps with it); the next round may begin.
@@ -41,7 +41,7 @@ class End(Enum):
     NOTHING = "nothing"
 
 
-class Work(NamedTuple):
+class MicrobatchMeta(NamedTuple):
     """One micro-batch of one round.
 
     Attributes:
@@ -56,7 +56,7 @@ class Work(NamedTuple):
         end: what a stage does after the round.
         version: the number under which stages keep what they are after the round; 0: they do not.
         save: whether that goes to a disk.
-        drawn: the number of the `Drawn` whose samples these are; 0: the driver has them.
+        drawn: the number of the `BatchIndices` whose samples these are; 0: the driver has them.
     """
 
     round: int
@@ -67,7 +67,7 @@ class Work(NamedTuple):
     num_samples: int
     total_samples: int
     mode: Mode
-    end: End = End.NOTHING
+    end: AfterRound = AfterRound.NOTHING
     version: int = 0
     save: bool = False
     drawn: int = 0
@@ -94,7 +94,7 @@ class Bundle(NamedTuple):
 
     number: int
     num_bundles: int
-    works: tuple[Work, ...]
+    works: tuple[MicrobatchMeta, ...]
 
     @property
     def round(self) -> int:
@@ -112,12 +112,12 @@ class Bundle(NamedTuple):
         return self.works[0].mode
 
     @property
-    def end(self) -> End:
+    def end(self) -> AfterRound:
         """What a stage does after the round."""
         return self.works[0].end
 
 
-def bundles(works: Sequence[Work], per_message: int) -> list[Bundle]:
+def bundles(works: Sequence[MicrobatchMeta], per_message: int) -> list[Bundle]:
     """A round's micro-batches as bundles of at most `per_message`, of nearly equal sizes."""
     left = iter(works)
     sizes = microbatch.sizes(len(works), num_bundles(len(works), per_message))
@@ -127,7 +127,7 @@ def bundles(works: Sequence[Work], per_message: int) -> list[Bundle]:
     ]
 
 
-class Drawn(NamedTuple):
+class BatchIndices(NamedTuple):
     """A mini-batch that stages load themselves: which samples of which dataset.
 
     Attributes:
@@ -155,7 +155,7 @@ class Drawn(NamedTuple):
         return self.epoch, self.batch
 
 
-class Holding(NamedTuple):
+class DatasetInfo(NamedTuple):
     """What a stage that loads samples has built.
 
     Attributes:
@@ -194,7 +194,7 @@ class StepReport(NamedTuple):
         return self.learning_rates[0] if self.learning_rates else None
 
 
-class Outputs(NamedTuple):
+class StageOutputs(NamedTuple):
     """A stage's answer to one reader, for one micro-batch; a bundle's answer is a list of them.
 
     Attributes:
@@ -241,7 +241,7 @@ class Evaluated(NamedTuple):
     targets: Any = None
 
 
-class Part(NamedTuple):
+class GradientPart(NamedTuple):
     """Gradients of several parameters on their way between workers that sum them.
 
     Attributes:

@@ -65,7 +65,7 @@ from rpcmp.pipelining import pytree
 from rpcmp.process import namespace
 from rpcmp.process.confinement import is_confined
 from rpcmp.process.namespace import address_of, listeners
-from rpcmp.process.tcp_stats import Way
+from rpcmp.process.tcp_stats import PeerTraffic
 from rpcmp.rpc import unpickler
 from rpcmp.rpc.unpickler import Method
 
@@ -75,7 +75,7 @@ class Payload:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._ways: dict[str, Way] = {}
+        self._ways: dict[str, PeerTraffic] = {}
 
     def note(self, peer: str, answer: Any) -> None:
         """Count what a member has answered.
@@ -90,12 +90,12 @@ class Payload:
             sent += size if tensor.requires_grad else 0
         if received:
             with self._lock:
-                way = self._ways.get(peer, Way(peer, 0, 0, 0.0))
+                way = self._ways.get(peer, PeerTraffic(peer, 0, 0, 0.0))
                 self._ways[peer] = way._replace(
                     sent=way.sent + sent, received=way.received + received
                 )
 
-    def read(self) -> list[Way]:
+    def read(self) -> list[PeerTraffic]:
         """What was counted since the process began, by the members' names."""
         with self._lock:
             return list(self._ways.values())

@@ -39,7 +39,7 @@ _DATA = {
 _CALLED = {
     ("rpcmp.worker.stage", "Stage"),
     ("rpcmp.worker.optimizer", "StageOptimizer"),
-    ("rpcmp.data.batch_server", "Source"),
+    ("rpcmp.data.batch_server", "BatchServer"),
 }
 """Whose methods are called from afar."""
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Group:
+class GroupMembers:
     """A job's stages.
 
     Attributes:

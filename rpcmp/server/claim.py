@@ -24,7 +24,7 @@ from rpcmp.config.topology import DRIVER
 from rpcmp.errors import SecurityError, WorkerDiedError, from_wire, to_wire
 from rpcmp.net.dialer import Dialer
 from rpcmp.net.identity import Role
-from rpcmp.net.relay import Peer, Relay
+from rpcmp.net.relay import Relay, RelayPeer
 from rpcmp.process import interpreter, tempdirs
 from rpcmp.process.activity import NO_MICROBATCH, Doing
 from rpcmp.process.channel import Message
@@ -32,13 +32,13 @@ from rpcmp.process.child import Child
 from rpcmp.process.confinement import Reach
 from rpcmp.process.fork_client import Forks, NetworkOf
 from rpcmp.process.interpreter import compute_environment
-from rpcmp.process.liveness import Pulse
+from rpcmp.process.liveness import HeartbeatMonitor
 from rpcmp.process.logging.records import Entry, Line, entry_of, pass_on
 from rpcmp.server import claim_log
-from rpcmp.server.access import Group
-from rpcmp.server.claim_log import LogLines, WorkerVitals
-from rpcmp.server.kv_store import Values
-from rpcmp.server.snapshot_store import Vault
+from rpcmp.server.access import GroupMembers
+from rpcmp.server.claim_log import LogBuffer, WorkerVitals
+from rpcmp.server.kv_store import KeyValueStore
+from rpcmp.server.snapshot_store import SnapshotStore
 from rpcmp.server.store_proxy import StoreProxy
 from rpcmp.v1 import control_pb2 as pb
 
@@ -81,8 +81,8 @@ class Claim:
     def __init__(
         self,
         request: pb.PrepareRequest,
-        group: Group,
-        vault: Vault,
+        group: GroupMembers,
+        vault: SnapshotStore,
         forks: Forks,
         dialer: Dialer,
         allowed: Sequence[str] | None = None,
@@ -100,10 +100,10 @@ class Claim:
         self.error = ""
         self.exit_code = 0
         self.watched = False
-        self.values = Values()
+        self.values = KeyValueStore()
         self.changed = asyncio.Condition()
         self.saved: deque[pb.Saved] = deque(maxlen=SAVED_KEPT)
-        self.lines = LogLines()
+        self.lines = LogBuffer()
         self._vault = vault
         self.listens = ""
         self.servers: dict[str, str] = {}
@@ -119,7 +119,7 @@ class Claim:
         self.relay = Relay(*identity, forks, dialer, self._refused)
         self._mirrored_by: int | None = None
         self._store: StoreProxy | None = None
-        self._pulse = Pulse(request.heartbeat_timeout)
+        self._pulse = HeartbeatMonitor(request.heartbeat_timeout)
         self._threads = request.threads
         self._folder: Path | None = None
         self._child: Child | None = None
@@ -225,7 +225,9 @@ class Claim:
     async def link(self, request: pb.LinkRequest) -> None:
         """Carry the worker's connections to those whom it cannot reach by itself."""
         peers = [
-            Peer(peer.name, peer.listens, peer.server, peer.stage_index if peer.server else None)
+            RelayPeer(
+                peer.name, peer.listens, peer.server, peer.stage_index if peer.server else None
+            )
             for peer in request.peers
         ]
         self.servers = {peer.listens: peer.server or DRIVER for peer in peers}

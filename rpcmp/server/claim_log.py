@@ -29,7 +29,7 @@ AT_ONCE = 2**18
 """Characters in one message to a watcher; a longer line than that goes alone."""
 
 
-class LogLines:
+class LogBuffer:
     """Lines of one generation, from number 1.
 
     Attributes:

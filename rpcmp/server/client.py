@@ -13,7 +13,7 @@ from grpc_health.v1.health_pb2_grpc import HealthStub
 
 from rpcmp.errors import RpcmpError, SecurityError, UnreachableError, from_wire
 from rpcmp.net.dialer import Dialer, Tunnel
-from rpcmp.net.link_test import Way
+from rpcmp.net.link_test import LinkSpeed
 from rpcmp.server.connection import CHANNEL_OPTIONS, IS_IT_RUNNING, MEASURE_SECONDS
 from rpcmp.v1 import control_pb2 as pb
 from rpcmp.v1 import doctor_pb2
@@ -117,11 +117,11 @@ class StageClient:
         answer: doctor_pb2.ExamineResponse = await self._call(examined)
         return answer.facts
 
-    async def probe(self, request: doctor_pb2.ProbeRequest) -> Way:
+    async def probe(self, request: doctor_pb2.ProbeRequest) -> LinkSpeed:
         """Have the server measure its way to another one."""
         probed = self._doctor.Probe(request, timeout=MEASURE_SECONDS + CALL_SECONDS)
         found: doctor_pb2.ProbeResponse = await self._call(probed)
-        return Way(found.latency_s, found.clock_ahead_s, found.there, found.back)
+        return LinkSpeed(found.latency_s, found.clock_ahead_s, found.there, found.back)
 
     async def stop(self, request: pb.StopRequest) -> pb.StopResponse:
         """Free the server."""

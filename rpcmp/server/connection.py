@@ -14,8 +14,8 @@ from pathlib import Path
 from rpcmp.errors import RelayError, SecurityError, UnreachableError, one_line
 from rpcmp.net.dialer import OPEN_SECONDS, Dialer
 from rpcmp.net.identity import RELAY
-from rpcmp.net.link_test import Way, measure
-from rpcmp.net.tls import End, refusal
+from rpcmp.net.link_test import LinkSpeed, measure
+from rpcmp.net.tls import Connection, refusal
 from rpcmp.v1 import control_pb2 as pb
 
 PROTOCOL = 8
@@ -113,7 +113,7 @@ MEASURE_SECONDS = OPEN_SECONDS + SEND_SECONDS
 
 async def way_to(
     dialer: Dialer, name: str, address: str, stage_index: int | None, seconds: float
-) -> Way:
+) -> LinkSpeed:
     """The way to a stage's server.
 
     Args:
@@ -143,7 +143,7 @@ async def way_to(
         end.close()
 
 
-async def _measure(end: End, where: str, seconds: float) -> Way:
+async def _measure(end: Connection, where: str, seconds: float) -> LinkSpeed:
     limit = SEND_SECONDS if seconds else PING_SECONDS
     try:
         async with asyncio.timeout(limit):

@@ -11,8 +11,8 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from rpcmp.errors import ConfigError, RelayError
 from rpcmp.net import link_test
-from rpcmp.net.port import GREETING_SECONDS, Front, Inner, Visitor
-from rpcmp.net.tls import End
+from rpcmp.net.port import GREETING_SECONDS, IncomingConnection, Inner, PortMultiplexer
+from rpcmp.net.tls import Connection
 from rpcmp.process import tempdirs
 from rpcmp.server import hardened_grpc
 from rpcmp.server.access import OnlyPeers
@@ -46,7 +46,7 @@ PREFIX = "rpcmp-server-"
 """Beginning of the name of the folder where the gRPC servers listen."""
 
 
-class Doors:
+class Endpoints:
     """Closed until `open`.
 
     Args:
@@ -61,7 +61,7 @@ class Doors:
         self._drivers = self._make([], SERVER_OPTIONS)
         self._peers = self._make([OnlyPeers(self._inner)], PEERS_OPTIONS)
         self._paths = self._inner.path(), self._inner.path()
-        self._front = Front(
+        self._front = PortMultiplexer(
             server.security, self._inner, *self._paths, self._carry, server.works_for
         )
         self._measuring = 0
@@ -105,7 +105,7 @@ class Doors:
         add_DoctorServicer_to_server(DoctorServicer(self._server), made)
         return made
 
-    async def _carry(self, visitor: Visitor) -> None:
+    async def _carry(self, visitor: IncomingConnection) -> None:
         """A connection that carries tensors, or is to be measured.
 
         Raises:
@@ -121,7 +121,7 @@ class Doors:
             raise RelayError("no group runs here")
         await self._server.claim.relay.take(visitor, greeting)
 
-    async def _measure(self, end: End) -> None:
+    async def _measure(self, end: Connection) -> None:
         """Let somebody measure the way here, if not too many do.
 
         Raises:

@@ -52,7 +52,7 @@ def make(
         interceptors: asked in this order.
         options: of gRPC.
     """
-    server: Any = _Server((*interceptors, _Answering(inner)), tuple(options))
+    server: Any = _HardenedServer((*interceptors, _Answering(inner)), tuple(options))
     return server  # type: ignore[no-any-return]
 
 
@@ -64,7 +64,7 @@ class _Registered(cygrpc.AioServer):  # type: ignore[misc]
             await super()._request_call()
 
 
-class _Server(grpc_aio.Server):
+class _HardenedServer(grpc_aio.Server):
     def __init__(
         self, interceptors: tuple[Interceptor, ...], options: tuple[tuple[str, int], ...]
     ) -> None:

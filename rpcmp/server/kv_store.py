@@ -32,7 +32,7 @@ MAX_WAITING = 16 * 1024
 _LONGEST = len(str(-(2**63)))
 
 
-class Values:
+class KeyValueStore:
     """A key-value store with bounds, in one event loop.
 
     Who waits for a key is woken by that key alone: in a group of a thousand each waits for each.

@@ -18,16 +18,16 @@ from rpcmp.net.security import Security
 from rpcmp.process import liveness, tempdirs
 from rpcmp.process.confinement import SCRATCH, Reach
 from rpcmp.process.fork_client import WORKERS, Forks
-from rpcmp.process.logging.display import Place
+from rpcmp.process.logging.display import RecordSource
 from rpcmp.process.logging.records import Entry, pass_on
 from rpcmp.server import claim_log, endpoints, services
-from rpcmp.server.access import Group
+from rpcmp.server.access import GroupMembers
 from rpcmp.server.claim import Claim, State
 from rpcmp.server.connection import differences, machine, versions
-from rpcmp.server.endpoints import NOT_SERVING, Doors
-from rpcmp.server.host_facts.facts import Order, examine
+from rpcmp.server.endpoints import NOT_SERVING, Endpoints
+from rpcmp.server.host_facts.facts import CheckRequest, examine
 from rpcmp.server.snapshot_saver import Kept
-from rpcmp.server.snapshot_store import NO_FOLDER, Vault
+from rpcmp.server.snapshot_store import NO_FOLDER, SnapshotStore
 from rpcmp.v1 import control_pb2 as pb
 from rpcmp.v1 import doctor_pb2
 
@@ -91,7 +91,7 @@ class StageServer:
         self.claim: Claim | None = None
         self.security = security or Security()
         self.dialer = Dialer(self.security)
-        self.vault = Vault(self.dialer)
+        self.vault = SnapshotStore(self.dialer)
         self._accept_code = accept_code and allowed is None  # it could call itself what it likes
         self._allowed = None if allowed is None else list(allowed)
         self._show = show
@@ -106,7 +106,7 @@ class StageServer:
         self.drain_requested = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
-        self._doors = Doors(self)
+        self._doors = Endpoints(self)
 
     async def start(self, host: str, port: int) -> int:
         """Listen; returns the port, which is a free one for port 0.
@@ -151,7 +151,7 @@ class StageServer:
             DrainingError, BusyError, VersionError, ConfigError: why the job could not run here.
             JobError: it cannot be found out.
         """
-        order, threads = Order.model_validate_json(request.order), request.job.threads
+        order, threads = CheckRequest.model_validate_json(request.order), request.job.threads
         async with self._looked_at(request.job):
             with claim_log.unpacked(request.job.code) as folder:
                 reach = self._reach and self._reach.reading(folder)
@@ -194,7 +194,7 @@ class StageServer:
 
     async def _prepare(self, request: pb.PrepareRequest) -> Claim:
         self._check(request)
-        group = Group.of(request)
+        group = GroupMembers.of(request)
         folder = self._folder_of(request)
         if isinstance(folder, Inside) and not request.may_keep_nothing and request.generation == 1:
             await asyncio.to_thread(require_place, folder)
@@ -289,13 +289,13 @@ class StageServer:
             await asyncio.shield(self.release(claim))
 
     @property
-    def place(self) -> Place:
+    def place(self) -> RecordSource:
         """Where what this server itself has to say belongs."""
         who = "spare" if self.stage_index is None else f"stage {self.stage_index}"
         claim = self.claim
         if claim is None:
-            return Place(who)
-        return Place(claim.stage_name or who, claim.generation, claim.step)
+            return RecordSource(who)
+        return RecordSource(claim.stage_name or who, claim.generation, claim.step)
 
     def describe(self) -> pb.DescribeResponse:
         """Who this server is and what it does."""

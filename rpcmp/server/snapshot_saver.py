@@ -40,7 +40,7 @@ Kept = Inside | str
 """The folder of a job's checkpoints, or why it has none here."""
 
 
-class Disk:
+class SnapshotSaver:
     """Writes snapshots, one after the other."""
 
     def __init__(self) -> None:

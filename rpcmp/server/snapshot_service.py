@@ -94,7 +94,7 @@ async def receive_file(parts: AsyncIterator[bytes], place: Inside, size: int) ->
 
 if TYPE_CHECKING:
     from rpcmp.server.server import StageServer
-    from rpcmp.server.snapshot_store import Vault
+    from rpcmp.server.snapshot_store import SnapshotStore
 
     GrpcContext = grpc.aio.ServicerContext[Any, Any]
 
@@ -175,7 +175,7 @@ class SnapshotsServicer(control_pb2_grpc.SnapshotsServicer):
         finally:
             self._fetching -= 1
 
-    def _vault_of(self, job_id: str) -> Vault:
+    def _vault_of(self, job_id: str) -> SnapshotStore:
         """The vault, which must hold what is the caller's."""
         if not job_id or self._server.vault.job_id != job_id:
             raise BusyError("this server holds nothing of the job")

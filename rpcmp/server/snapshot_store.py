@@ -21,7 +21,7 @@ from rpcmp.checkpoint.slots import Slots, Snapshot
 from rpcmp.errors import CheckpointError, JobError
 from rpcmp.net.dialer import Dialer
 from rpcmp.server.client import StageClient
-from rpcmp.server.snapshot_saver import Disk, Kept, Mirror, file_of, open_memory
+from rpcmp.server.snapshot_saver import Kept, Mirror, SnapshotSaver, file_of, open_memory
 from rpcmp.server.snapshot_service import blocks, receive, receive_file
 from rpcmp.v1 import control_pb2 as pb
 
@@ -42,7 +42,7 @@ def _nobody() -> None:
     pass
 
 
-class Vault:
+class SnapshotStore:
     """The snapshots that one server holds for one job.
 
     Args:
@@ -68,7 +68,7 @@ class Vault:
         self._folder: Kept = NO_FOLDER
         self._target: Kept = NO_FOLDER
         self._saves_mirror = False
-        self._disk = Disk()
+        self._disk = SnapshotSaver()
         self._saves: set[asyncio.Task[None]] = set()
         self._being_saved: set[int] = set()
         self._changed = asyncio.Condition()

@@ -36,7 +36,7 @@ from torch import Tensor
 
 from rpcmp.errors import RpcmpError, StageError, from_wire, one_line, to_wire
 from rpcmp.pipelining.schedule import Action
-from rpcmp.rpc.messages import Bundle, Work
+from rpcmp.rpc.messages import Bundle, MicrobatchMeta
 from rpcmp.rpc.transport import Raised
 from rpcmp.worker import boundary
 from rpcmp.worker.boundary import Differentiated, Gradients
@@ -45,7 +45,7 @@ from rpcmp.worker.weight_grad import WeightGradients
 
 
 def failure(
-    stage: str, phase: str, work: Work, error: BaseException, received: str = ""
+    stage: str, phase: str, work: MicrobatchMeta, error: BaseException, received: str = ""
 ) -> StageError:
     """The error of `stage` in its `phase` of a micro-batch, with what it had `received`."""
     return StageError(
@@ -72,14 +72,14 @@ class Failures:
         self._lock = threading.Lock()
         self._found: list[tuple[int, Raised]] = []
 
-    def note(self, work: Work, error: RpcmpError) -> Raised:
+    def note(self, work: MicrobatchMeta, error: RpcmpError) -> Raised:
         """Remember a failure; returns it as an answer for whoever asked."""
         raised = Raised(to_wire(error))
         with self._lock:
             self._found.append((work.round, raised))
         return raised
 
-    def note_broken(self, work: Work, error: StageError) -> None:
+    def note_broken(self, work: MicrobatchMeta, error: StageError) -> None:
         """Remember a failure in what nobody waits for any more."""
         self.note(work, error)
         self.broken = error
@@ -97,7 +97,7 @@ class Failures:
         return [raised for number, raised in found if first <= number <= last]
 
 
-class Missing:
+class NoneGradients:
     """What the readers of a stage have said of its micro-batches. Thread-safe.
 
     Args:
@@ -107,17 +107,17 @@ class Missing:
         tell: as given.
     """
 
-    def __init__(self, tell: Callable[[Bundle, Work, int, list[int]], None]) -> None:
+    def __init__(self, tell: Callable[[Bundle, MicrobatchMeta, int, list[int]], None]) -> None:
         self.tell = tell
         self._lock = threading.Lock()
         self._noted: dict[tuple[int, int], dict[int, Sequence[int]]] = {}
 
-    def note(self, work: Work, port: int, which: Sequence[int]) -> None:
+    def note(self, work: MicrobatchMeta, port: int, which: Sequence[int]) -> None:
         """Hear from the reader at a port that it has no gradients for some of its tensors."""
         with self._lock:
             self._noted.setdefault((work.round, work.microbatch), {})[port] = which
 
-    def take(self, work: Work) -> Mapping[int, Sequence[int]]:
+    def take(self, work: MicrobatchMeta) -> Mapping[int, Sequence[int]]:
         """What has been said of a micro-batch, by port; nothing is known of it afterwards."""
         with self._lock:
             return self._noted.pop((work.round, work.microbatch), {})
@@ -139,7 +139,7 @@ class Tape(Protocol):
 
 
 @dataclass
-class Kept:
+class SavedForward:
     """What a stage keeps of one micro-batch until its backward.
 
     Attributes:
@@ -150,7 +150,7 @@ class Kept:
         has_token: for each port, whether its answer had a token.
     """
 
-    work: Work
+    work: MicrobatchMeta
     tape: Tape
     weights: WeightGradients
     dtypes: list[torch.dtype] = field(default_factory=list)
@@ -158,7 +158,7 @@ class Kept:
     has_token: list[bool] = field(default_factory=list)
 
 
-class Result(NamedTuple):
+class BackwardResult(NamedTuple):
     """What the backward of a bundle gives.
 
     Attributes:
@@ -167,11 +167,11 @@ class Result(NamedTuple):
     """
 
     gradients: list[Tensor | None]
-    missing: list[tuple[Work, int, list[int]]]
+    missing: list[tuple[MicrobatchMeta, int, list[int]]]
 
 
 @dataclass
-class Memory:
+class SavedBundle:
     """What a stage keeps of a bundle until its backward.
 
     Attributes:
@@ -180,8 +180,8 @@ class Memory:
     """
 
     bundle: Bundle
-    kept: list[Kept]
-    done: Waiting[Result] | None = None
+    kept: list[SavedForward]
+    done: Waiting[BackwardResult] | None = None
 
 
 class Backwards:
@@ -204,7 +204,7 @@ class Backwards:
         stage: str,
         compute: ComputeThread,
         splits: bool,
-        missing: Missing,
+        missing: NoneGradients,
         failures: Failures,
     ) -> None:
         self._stage = stage
@@ -213,7 +213,7 @@ class Backwards:
         self._missing = missing
         self._failures = failures
 
-    def run(self, memory: Memory, gradients: Gradients) -> list[Tensor | None]:
+    def run(self, memory: SavedBundle, gradients: Gradients) -> list[Tensor | None]:
         """The gradients of what was received; blocks until the schedule has let it run."""
         done = memory.done or self.start(memory, gradients)
         result = done.result()
@@ -221,14 +221,14 @@ class Backwards:
             self._missing.tell(memory.bundle, work, index, which)
         return result.gradients
 
-    def start(self, memory: Memory, gradients: Gradients) -> Waiting[Result]:
+    def start(self, memory: SavedBundle, gradients: Gradients) -> Waiting[BackwardResult]:
         """Queue the backward of a bundle, whose outputs have these gradients."""
-        done: Waiting[Result] = Waiting()
+        done: Waiting[BackwardResult] = Waiting()
         memory.done = done
-        result = Result([], [])
+        result = BackwardResult([], [])
         given = _by_microbatch(memory, gradients)
 
-        def differentiate(kept: Kept) -> None:
+        def differentiate(kept: SavedForward) -> None:
             if not done.done():  # no earlier micro-batch of the bundle has failed
                 self._differentiate(kept, next(given), result, done)
             if kept is memory.kept[-1]:
@@ -245,8 +245,8 @@ class Backwards:
     def _submit(
         self,
         action: Action,
-        memory: Memory,
-        run: Callable[[Kept], None],
+        memory: SavedBundle,
+        run: Callable[[SavedForward], None],
         cancel: Callable[[], None] = lambda: None,
     ) -> None:
         parts = [functools.partial(run, kept) for kept in memory.kept]
@@ -254,7 +254,11 @@ class Backwards:
         self._compute.submit(memory.bundle.round, action, memory.bundle.number, task)
 
     def _differentiate(
-        self, kept: Kept, given: Gradients, result: Result, done: Waiting[Result]
+        self,
+        kept: SavedForward,
+        given: Gradients,
+        result: BackwardResult,
+        done: Waiting[BackwardResult],
     ) -> None:
         try:
             summed = self._sum_by_position(kept, given)
@@ -267,20 +271,22 @@ class Backwards:
             result.gradients.extend(gradients)
             result.missing.extend((kept.work, index, which) for index, which in missing.items())
 
-    def _end(self, memory: Memory, result: Result, done: Waiting[Result]) -> None:
+    def _end(
+        self, memory: SavedBundle, result: BackwardResult, done: Waiting[BackwardResult]
+    ) -> None:
         if not done.done():
             done.set_result(result)
         if self.splits:
             self._submit(Action.WEIGHT, memory, self._accumulate)
 
-    def _accumulate(self, kept: Kept) -> None:
+    def _accumulate(self, kept: SavedForward) -> None:
         try:
             kept.weights.accumulate()
         except BaseException as error:
             broken = failure(self._stage, "backward", kept.work, error)
             self._failures.note_broken(kept.work, broken)
 
-    def _sum_by_position(self, kept: Kept, given: Gradients) -> list[Tensor | None]:
+    def _sum_by_position(self, kept: SavedForward, given: Gradients) -> list[Tensor | None]:
         """The readers' gradients of each tensor that the stage produced, summed in one order."""
         contributions: list[list[Tensor | None]] = [[] for _ in kept.dtypes]
         left = iter(given)
@@ -297,7 +303,7 @@ class Backwards:
         return [boundary.sum_gradients(found) for found in contributions]
 
 
-def _by_microbatch(memory: Memory, gradients: Gradients) -> Iterator[Gradients]:
+def _by_microbatch(memory: SavedBundle, gradients: Gradients) -> Iterator[Gradients]:
     """A bundle's gradients, which come port by port, for one micro-batch after the other."""
     left = iter(gradients)
     found: list[list[Tensor | None]] = [[] for _ in memory.kept]

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 from rpcmp.pipelining import pytree
-from rpcmp.rpc.messages import Outputs
+from rpcmp.rpc.messages import StageOutputs
 
 Gradients = Sequence[Tensor | None]
 
@@ -41,7 +41,7 @@ class LocalTape:
         inputs: `received` on the stage's device, at the start of the local tape.
     """
 
-    def __init__(self, received: Sequence[Outputs], device: torch.device) -> None:
+    def __init__(self, received: Sequence[StageOutputs], device: torch.device) -> None:
         self._device = device
         self._gradients: list[Tensor | None] = []
         self._outputs: list[Tensor] = []
@@ -224,7 +224,7 @@ def connect(
         return apply(run_backward, outputs, constants, anchor, *received)
 
 
-def tensors_of(answers: Iterable[Outputs]) -> list[Tensor]:
+def tensors_of(answers: Iterable[StageOutputs]) -> list[Tensor]:
     """All tensors of some answers, each one's token last."""
     return [
         tensor

@@ -33,7 +33,7 @@ from typing import Any
 from torch.futures import Future
 
 from rpcmp.observability.trace.spans import Kind, Span
-from rpcmp.pipelining.schedule import Action, Limits, Policy, Progress
+from rpcmp.pipelining.schedule import Action, InFlightLimits, Policy, RoundProgress
 from rpcmp.process.activity import Activity
 from rpcmp.rpc.transport import attempt
 
@@ -114,7 +114,7 @@ class Task:
 
 
 @dataclass
-class Round:
+class RoundState:
     """One round, as far as it has come.
 
     Attributes:
@@ -129,7 +129,7 @@ class Round:
 
     step: int
     bundles: Sequence[int]
-    limits: Limits
+    limits: InFlightLimits
     training: bool
     start: Callable[[], None] = lambda: None
     finish: Callable[[], None] = lambda: None
@@ -160,9 +160,9 @@ class Round:
         last = Action.WEIGHT if self.training else Action.FORWARD
         return self.done[last] == len(self.bundles)
 
-    def progress(self) -> Progress:
+    def progress(self) -> RoundProgress:
         """What the schedule chooses by."""
-        return Progress(
+        return RoundProgress(
             len(self.bundles),
             self.done[Action.FORWARD],
             self.done[Action.BACKWARD],
@@ -172,26 +172,26 @@ class Round:
         )
 
 
-class Rounds:
+class RoundQueue:
     """The rounds that have begun and are not complete."""
 
     def __init__(self) -> None:
         self._current = 1
-        self._rounds: dict[int, Round] = {}
+        self._rounds: dict[int, RoundState] = {}
         self._aborted: set[int] = set()
 
     @property
-    def current(self) -> Round | None:
+    def current(self) -> RoundState | None:
         """The round to work on; None until somebody has begun it."""
         return self._rounds.get(self._current)
 
-    def begin(self, number: int, make: Callable[[], Round]) -> None:
+    def begin(self, number: int, make: Callable[[], RoundState]) -> None:
         """Note that round `number` exists; `make` makes it the first time."""
         known = number < self._current or number in self._rounds or number in self._aborted
         if not known:
             self._rounds[number] = make()
 
-    def get(self, number: int) -> Round | None:
+    def get(self, number: int) -> RoundState | None:
         """Round `number`; None when it is over or was aborted."""
         return self._rounds.get(number)
 
@@ -233,7 +233,7 @@ class ComputeThread:
         self.policy = policy
         self.activity = activity or Activity()
         self._changed = threading.Condition()
-        self._rounds = Rounds()
+        self._rounds = RoundQueue()
         self._calls: deque[Callable[[], None]] = deque()
         self.recorder = Recorder()
         self.in_flight = 0
@@ -241,7 +241,7 @@ class ComputeThread:
         self._thread = threading.Thread(target=self._loop, name="rpcmp-compute", daemon=True)
         self._thread.start()
 
-    def begin(self, number: int, make: Callable[[], Round]) -> None:
+    def begin(self, number: int, make: Callable[[], RoundState]) -> None:
         """Note that there is a round `number`; `make` makes it, the first time."""
         with self._changed:
             self._rounds.begin(number, make)
@@ -322,7 +322,7 @@ class ComputeThread:
         action = self.policy.choose(current.progress(), current.limits)
         return None if action is None else self._take(current, action)
 
-    def _take(self, current: Round, action: Action) -> Callable[[], None]:
+    def _take(self, current: RoundState, action: Action) -> Callable[[], None]:
         is_first = not any(current.done.values())
         task = current.take(action)
         if action is Action.BACKWARD and not current.limits.splits:

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from rpcmp.config.topology import DRIVER, Port, Reference
 from rpcmp.pipelining import pytree
-from rpcmp.rpc.messages import Bundle, Mode, Outputs, Work
+from rpcmp.rpc.messages import Bundle, MicrobatchMeta, Mode, StageOutputs
 from rpcmp.worker import boundary
-from rpcmp.worker.backward import Backwards, Kept, Memory, Tape, failure
+from rpcmp.worker.backward import Backwards, SavedBundle, SavedForward, Tape, failure
 from rpcmp.worker.boundary import LocalTape
 from rpcmp.worker.model import StageModel
 from rpcmp.worker.precision import LossScale
@@ -40,10 +40,10 @@ class Computed:
         kept: for its backward; None outside of training.
     """
 
-    received: list[Outputs]
+    received: list[StageOutputs]
     answers: list[Any]
     constants: list[Tensor] = field(default_factory=list)
-    kept: Kept | None = None
+    kept: SavedForward | None = None
 
 
 class Execution:
@@ -81,7 +81,7 @@ class Execution:
         self._loss_scale = loss_scale
         self._buffers = Buffers(model.modules()) if recompute else None
 
-    def forward(self, work: Work, answers: list[Outputs]) -> Computed:
+    def forward(self, work: MicrobatchMeta, answers: list[StageOutputs]) -> Computed:
         """Compute one micro-batch; `answer` makes of a bundle's what its readers get.
 
         Args:
@@ -120,7 +120,7 @@ class Execution:
         kept = [one.kept for one in computed if one.kept is not None]
         if not kept:
             return answers
-        memory = Memory(bundle, kept)
+        memory = SavedBundle(bundle, kept)
         tensors = [tensor for answer in answers for tensor in boundary.tensors_of(answer)]
         received = [tensor for one in computed for tensor in boundary.tensors_of(one.received)]
         constants = [tensor for one in computed for tensor in one.constants]
@@ -138,7 +138,7 @@ class Execution:
         """
         return self._loss_scale is not None or all(bool(torch.isfinite(loss)) for loss in losses)
 
-    def _train(self, work: Work, received: list[Outputs], targets: Any) -> Computed:
+    def _train(self, work: MicrobatchMeta, received: list[StageOutputs], targets: Any) -> Computed:
         weights = self._splitter.begin(self._backwards.splits)
         compute = functools.partial(self._compute, work, targets)
         device = self._model.device
@@ -153,13 +153,13 @@ class Execution:
             with weights.watch():
                 outputs = compute(local.inputs)
             self._splitter.calibrate(local.leave(outputs))
-        return self._computed(Kept(work, tape, weights), outputs, received)
+        return self._computed(SavedForward(work, tape, weights), outputs, received)
 
-    def _compute(self, work: Work, targets: Any, inputs: list[Any]) -> Any:
+    def _compute(self, work: MicrobatchMeta, targets: Any, inputs: list[Any]) -> Any:
         outputs = self._model.forward(inputs, work)
         return self._model.loss(outputs, targets, work) if self._model.is_sink else outputs
 
-    def _computed(self, kept: Kept, outputs: Any, received: list[Outputs]) -> Computed:
+    def _computed(self, kept: SavedForward, outputs: Any, received: list[StageOutputs]) -> Computed:
         produced = pytree.tensors(outputs)
         parts = [pytree.select(outputs, port.path) for port in self._ports]
         positions = {id(tensor): position for position, tensor in enumerate(produced)}
@@ -173,7 +173,7 @@ class Execution:
         kept.has_token = [outputs.token is not None for outputs in answers]
         return Computed(received, answers, constants, kept)
 
-    def _outputs(self, port: Port, part: Any, constants: list[Tensor]) -> Outputs:
+    def _outputs(self, port: Port, part: Any, constants: list[Tensor]) -> StageOutputs:
         """Copies for one reader: its answer is being sent while the stage computes on."""
         outputs = self._copied(port, part)
         if port.reader == DRIVER:  # the loss, which is what is differentiated: it has a gradient
@@ -184,7 +184,7 @@ class Execution:
         is_all = len(fixed) == len(pairs)
         return outputs._replace(token=torch.empty(0)) if is_all else outputs
 
-    def _copied(self, port: Port, part: Any) -> Outputs:
+    def _copied(self, port: Port, part: Any) -> StageOutputs:
         _check_plain(part)
         dtype = None if port.reader == DRIVER else self._wire_dtype
         tensors = pytree.tensors(part)
@@ -193,9 +193,9 @@ class Execution:
             _host_copy(tensor, dtype if index in narrowed else None)
             for index, tensor in enumerate(tensors)
         )
-        return Outputs(pytree.map_tensors(lambda _: next(copies), part), narrowed=narrowed)
+        return StageOutputs(pytree.map_tensors(lambda _: next(copies), part), narrowed=narrowed)
 
-    def _infer(self, work: Work, received: list[Outputs], targets: Any) -> list[Any]:
+    def _infer(self, work: MicrobatchMeta, received: list[StageOutputs], targets: Any) -> list[Any]:
         tape = LocalTape(received, self._model.device)
         outputs = self._model.forward(tape.inputs, work)
         if work.mode is Mode.EVALUATE and self._model.is_sink:
@@ -209,7 +209,7 @@ class Execution:
         return [self._copied(port, pytree.select(outputs, port.path)) for port in self._ports]
 
 
-def _replaced(outputs: Outputs, tensors: Iterator[Tensor]) -> Outputs:
+def _replaced(outputs: StageOutputs, tensors: Iterator[Tensor]) -> StageOutputs:
     """`outputs` with the next of `tensors` in the place of its own."""
     return outputs._replace(
         value=pytree.map_tensors(lambda _: next(tensors), outputs.value),

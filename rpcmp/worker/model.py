@@ -30,7 +30,7 @@ from rpcmp.config.types import Factory
 from rpcmp.errors import ConfigError, FactoryError
 from rpcmp.pipelining import devices, layers, microbatch, pytree
 from rpcmp.pipelining.assignment import Assignment
-from rpcmp.rpc.messages import Evaluated, Mode, Work
+from rpcmp.rpc.messages import Evaluated, MicrobatchMeta, Mode
 from rpcmp.worker import precision
 
 HOST = "host"
@@ -87,7 +87,7 @@ class StageModel:
             if name not in assignment.driver_metrics
         }
 
-    def forward(self, inputs: list[Any], work: Work) -> Any:
+    def forward(self, inputs: list[Any], work: MicrobatchMeta) -> Any:
         """The stage's output; the first layer gets `inputs`, the others the output before."""
         self._set_mode(work.mode is Mode.TRAIN)
         for index, (name, module) in enumerate(self._modules.items()):
@@ -105,7 +105,7 @@ class StageModel:
             for module in self._modules.values():
                 module.train(training)
 
-    def loss(self, outputs: Any, targets: Any, work: Work) -> Tensor:
+    def loss(self, outputs: Any, targets: Any, work: MicrobatchMeta) -> Tensor:
         """The micro-batch's part of the mini-batch's loss: a scalar, weighted by samples.
 
         Raises:
@@ -114,7 +114,7 @@ class StageModel:
         loss = self._scalar_loss(outputs, self._to_device(targets))
         return loss if self._sums_samples else loss * work.weight
 
-    def evaluate(self, outputs: Any, targets: Any, work: Work) -> Evaluated:
+    def evaluate(self, outputs: Any, targets: Any, work: MicrobatchMeta) -> Evaluated:
         """Loss and metrics, each a mean over the samples of the micro-batch."""
         targets = self._to_device(targets)
         loss = float(self._scalar_loss(outputs, targets))

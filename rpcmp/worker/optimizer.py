@@ -30,8 +30,8 @@ from rpcmp.pipelining.assignment import Assignment
 from rpcmp.rpc.messages import StepReport
 from rpcmp.worker.executor import ComputeThread
 from rpcmp.worker.model import StageModel
-from rpcmp.worker.optimizer_state import Kept, OptimizerState
-from rpcmp.worker.option_overrides import Built, Options, renewed
+from rpcmp.worker.optimizer_state import KeptState, OptimizerState
+from rpcmp.worker.option_overrides import BuiltOptions, Options, renewed
 from rpcmp.worker.precision import LossScale, require_unscalable, unscale
 from rpcmp.worker.rehearsal import require_restorable, require_steppable
 
@@ -88,7 +88,7 @@ class StageOptimizer:
         self._optimizer: Any = None
         self._scheduler: Any = None
         self._kept: OptimizerState | None = None
-        self._built: Built | None = None
+        self._built: BuiltOptions | None = None
         if not self._parameters:
             return
         self._optimizer, self._scheduler = self._build(self._named)
@@ -100,7 +100,7 @@ class StageOptimizer:
                 require_restorable(self._build, self._named, group_of, what)
             self._kept = OptimizerState(self._optimizer, self._named, f"stage {self.stage!r}")
             options = copy.deepcopy((self._kept.groups(), self._scheduler_state()))
-            self._built = Built(_asked(source, self._schedule), *options)
+            self._built = BuiltOptions(_asked(source, self._schedule), *options)
 
     def step_now(self) -> None:
         """Step, at the end of a round that nobody has to look at; on the compute thread.
@@ -186,9 +186,9 @@ class StageOptimizer:
             return
         options = Options(state.groups, state.scheduler)
         if self._built is not None and state.built is not None:
-            then = Built(**state.built)
+            then = BuiltOptions(**state.built)
             options = renewed(options, then, self._built, self._keeper.defaults)
-        self._load(Kept(state.state, options.groups, state.aside), options.scheduler)
+        self._load(KeptState(state.state, options.groups, state.aside), options.scheduler)
 
     def state_dict(self) -> Future[Any]:
         """The state by parameter name, the group's options and the scheduler's state, on the host.
@@ -296,10 +296,10 @@ class StageOptimizer:
         if self._optimizer is None:
             return
         aside = state.get("aside", {}).get(self.stage)
-        kept = Kept(state["state"], state["param_groups"].get(self.stage), aside)
+        kept = KeptState(state["state"], state["param_groups"].get(self.stage), aside)
         self._load(kept, state["scheduler"].get(self.stage))
 
-    def _load(self, kept: Kept, scheduler: Any) -> None:
+    def _load(self, kept: KeptState, scheduler: Any) -> None:
         if kept.groups is None:
             raise ConfigError(f"the optimizer state knows no stage {self.stage!r}")
         self._keeper.load(kept)

@@ -45,7 +45,7 @@ _CONSTANTS = (torch.device, Enum, bytes, complex, logging.Logger)
 """What no step changes."""
 
 
-class Kept(NamedTuple):
+class KeptState(NamedTuple):
     """What an optimizer keeps.
 
     Attributes:
@@ -95,7 +95,7 @@ class OptimizerState:
         self._built = copy.deepcopy(self._attributes())
         self._hidden = HiddenState(self.hidden(), self._named.values())
 
-    def read(self) -> Kept:
+    def read(self) -> KeptState:
         """What it keeps now; tensors are not copied."""
         whole = self._whole()
         state: dict[str, Any] = {}
@@ -112,10 +112,10 @@ class OptimizerState:
             "attributes": self._changed(),
         }
         if not any(aside.values()):
-            return Kept(state, self.groups())
+            return KeptState(state, self.groups())
         # A collection may have an entry for each parameter, and then fits no other cut.
         names = self._names if _has_collections(list(aside.values())) else None
-        return Kept(state, self.groups(), {**aside, "names": names})
+        return KeptState(state, self.groups(), {**aside, "names": names})
 
     def groups(self) -> list[dict[str, Any]]:
         """The options of each parameter group."""
@@ -124,7 +124,7 @@ class OptimizerState:
             for group in self._optimizer.param_groups
         ]
 
-    def load(self, kept: Kept) -> None:
+    def load(self, kept: KeptState) -> None:
         """Go on where `kept` was.
 
         Raises:

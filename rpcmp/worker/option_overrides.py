@@ -43,7 +43,7 @@ class Options(NamedTuple):
     scheduler: Any
 
 
-class Built(NamedTuple):
+class BuiltOptions(NamedTuple):
     """What they were when they had just been built.
 
     Attributes:
@@ -56,7 +56,9 @@ class Built(NamedTuple):
     scheduler: Any
 
 
-def renewed(saved: Options, then: Built, now: Built, known: Collection[str]) -> Options:
+def renewed(
+    saved: Options, then: BuiltOptions, now: BuiltOptions, known: Collection[str]
+) -> Options:
     """`saved`, with what differs between `then` and `now` as it is now.
 
     A learning rate that a scheduler moves is scaled by how much the one that it began with has

@@ -19,7 +19,7 @@ from pathlib import Path
 from rpcmp.checkpoint.slots import Slots
 from rpcmp.config import importing
 from rpcmp.config.importing import explain_error
-from rpcmp.data.stage_loader import Feed, Loaders
+from rpcmp.data.stage_loader import LoaderPool, StageDataLoader
 from rpcmp.errors import (
     CheckpointError,
     ConfigError,
@@ -32,7 +32,7 @@ from rpcmp.errors import (
 )
 from rpcmp.pipelining.assignment import Assignment
 from rpcmp.process import liveness
-from rpcmp.process.channel import Bond, Message
+from rpcmp.process.channel import ChildContext, Message
 from rpcmp.rpc import transport, unpickler
 from rpcmp.rpc.store import ChannelStore
 from rpcmp.rpc.transport import TorchRpc
@@ -44,7 +44,7 @@ LEAVE_SECONDS = 10.0
 """How long a worker waits for the others when the group ends."""
 
 
-def run(bond: Bond) -> None:
+def run(bond: ChildContext) -> None:
     """Run one worker; the process ends here.
 
     Args:
@@ -71,7 +71,7 @@ class WorkerProcess:
         start: what it is told to be.
     """
 
-    def __init__(self, bond: Bond, start: Message) -> None:
+    def __init__(self, bond: ChildContext, start: Message) -> None:
         self._channel = bond.channel
         self._activity = bond.activity
         self._log = bond.log
@@ -127,9 +127,9 @@ class WorkerProcess:
             files = [self._slots.path(found.slot)]
         restore(files, stage.optimizer.stage, stage.model, stage.optimizer)
 
-    def _build(self, assignment: Assignment, loaders: Loaders | None) -> Stage:
+    def _build(self, assignment: Assignment, loaders: LoaderPool | None) -> Stage:
         try:
-            feed = None if loaders is None else Feed(loaders)
+            feed = None if loaders is None else StageDataLoader(loaders)
             stage = Stage(assignment, TorchRpc(), self._activity, feed, self._start["rehearses"])
             if feed is not None:
                 feed.wait()
@@ -171,8 +171,8 @@ class WorkerProcess:
         os._exit(1)
 
 
-def _loaders(assignment: Assignment) -> Loaders | None:
+def _loaders(assignment: Assignment) -> LoaderPool | None:
     """The processes that load samples for a stage, where it reads any and is to do so itself."""
     config, stage = assignment.config, assignment.stage_name
     loads = assignment.loads_data and config.graph().parts(stage)
-    return Loaders(config, stage) if loads else None
+    return LoaderPool(config, stage) if loads else None

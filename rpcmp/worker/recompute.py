@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from rpcmp.pipelining import pytree
-from rpcmp.rpc.messages import Outputs
+from rpcmp.rpc.messages import StageOutputs
 from rpcmp.worker.boundary import Differentiated, Gradients, LocalTape
 from rpcmp.worker.weight_grad import Splitter, WeightGradients
 
@@ -91,7 +91,7 @@ class Replay:
     def __init__(
         self,
         compute: Forward,
-        received: Sequence[Outputs],
+        received: Sequence[StageOutputs],
         device: torch.device,
         buffers: Buffers,
         splitter: Splitter,

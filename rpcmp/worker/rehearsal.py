@@ -24,7 +24,7 @@ from rpcmp.checkpoint.stage_state import StageState, decoded, pack
 from rpcmp.errors import FactoryError, one_line
 from rpcmp.pipelining import layers
 from rpcmp.worker import option_overrides
-from rpcmp.worker.optimizer_state import Kept, OptimizerState, same
+from rpcmp.worker.optimizer_state import KeptState, OptimizerState, same
 
 _log = logging.getLogger(__name__)
 
@@ -201,7 +201,7 @@ def _copy(source: _Trial, target: _Trial) -> None:
     with torch.no_grad():
         for name, parameter in target.named.items():
             parameter.copy_(found.model[name])
-    target.state.load(Kept(found.state, found.groups, found.aside))
+    target.state.load(KeptState(found.state, found.groups, found.aside))
     if target.scheduler is not None:
         target.scheduler.load_state_dict(found.scheduler)
 

@@ -26,10 +26,10 @@ from rpcmp.config.topology import (
     member_name,
 )
 from rpcmp.data.batch_prefetch import Slices
-from rpcmp.data.stage_loader import Feed
+from rpcmp.data.stage_loader import StageDataLoader
 from rpcmp.errors import JobError, RpcmpError, to_wire
 from rpcmp.pipelining.schedule import Action
-from rpcmp.rpc.messages import Bundle, Mode, Outputs, StepReport
+from rpcmp.rpc.messages import Bundle, Mode, StageOutputs, StepReport
 from rpcmp.rpc.transport import NOBODY, Raised, Transport, when_all
 from rpcmp.worker.backward import Failures
 from rpcmp.worker.executor import ComputeThread, Task
@@ -61,7 +61,7 @@ class Inputs:
         turns: Callable[[str], ReplicaAssignment],
         forward: Callable[..., Future[Any]],
         peers: Transport,
-        feed: Feed | None = None,
+        feed: StageDataLoader | None = None,
     ) -> None:
         self.references = graph.inputs[stage]
         self.ports = [_port(graph, stage, index) for index in range(len(self.references))]
@@ -119,7 +119,7 @@ def _port(graph: Graph, stage: str, index: int) -> int:
     return graph.ports(reference.producer).index(Port(stage, index, reference.path))
 
 
-class Exchange:
+class ForwardRequests:
     """The bundles that a stage has been asked for and has not answered to everybody.
 
     Args:
@@ -156,7 +156,7 @@ class Exchange:
         self._begin = begin
         self._report = report
         self._lock = threading.Lock()
-        self._pending: dict[tuple[int, int], _Pending] = {}
+        self._pending: dict[tuple[int, int], _PendingForward] = {}
         self._aborted_round = 0
 
     def __len__(self) -> int:
@@ -173,7 +173,7 @@ class Exchange:
             pending = self._pending.get(key)
             first = pending is None
             if pending is None:
-                pending = self._pending[key] = _Pending(bundle, self._num_ports)
+                pending = self._pending[key] = _PendingForward(bundle, self._num_ports)
             answer = pending.ask(port)
             self._forget_if_served(pending)
         if first:
@@ -193,7 +193,7 @@ class Exchange:
             last = self._aborted_round
         self._inputs.forget(last)
 
-    def _arrived(self, pending: _Pending, answers: list[Any]) -> None:
+    def _arrived(self, pending: _PendingForward, answers: list[Any]) -> None:
         failed = next((answer for answer in answers if isinstance(answer, Raised)), None)
         if failed is not None:
             self._answer(pending, [failed] * self._num_ports)
@@ -208,7 +208,9 @@ class Exchange:
         )
         self._compute.submit(bundle.round, Action.FORWARD, bundle.number, task)
 
-    def _forward(self, pending: _Pending, received: list[list[Outputs]], index: int) -> None:
+    def _forward(
+        self, pending: _PendingForward, received: list[list[StageOutputs]], index: int
+    ) -> None:
         """Compute one micro-batch; the last one answers, or the first one that fails.
 
         Args:
@@ -230,7 +232,7 @@ class Exchange:
             self._answer(pending, self._with_reports(bundle, answers, received[0]))
 
     def _with_reports(
-        self, bundle: Bundle, answers: list[list[Any]], received: list[Outputs]
+        self, bundle: Bundle, answers: list[list[Any]], received: list[StageOutputs]
     ) -> list[list[Any]]:
         """With a worker's first answers of a step, what it and all that it reads have to say."""
         if bundle.mode is not Mode.TRAIN:
@@ -243,7 +245,7 @@ class Exchange:
             return answers
         return [[first._replace(reports=reports), *rest] for first, *rest in answers]
 
-    def _answer(self, pending: _Pending, values: list[Any]) -> None:
+    def _answer(self, pending: _PendingForward, values: list[Any]) -> None:
         with self._lock:
             pending.answered = True
             pending.computed = []
@@ -251,7 +253,7 @@ class Exchange:
         for future, value in zip(pending.answers, values, strict=True):
             future.set_result(value)
 
-    def _forget_if_served(self, pending: _Pending) -> None:
+    def _forget_if_served(self, pending: _PendingForward) -> None:
         if pending.answered and not pending.not_asked:
             self._pending.pop((pending.bundle.round, pending.bundle.number), None)
 
@@ -259,7 +261,7 @@ class Exchange:
         return Raised(to_wire(JobError(f"step {bundle.step} was aborted at stage {self._stage!r}")))
 
 
-class _Pending:
+class _PendingForward:
     """A bundle that some reader has not asked for yet, or that is not computed yet."""
 
     def __init__(self, bundle: Bundle, num_ports: int) -> None:

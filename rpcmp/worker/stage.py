@@ -27,26 +27,35 @@ from torch import Tensor
 from torch.futures import Future
 
 from rpcmp.config.topology import DRIVER, Port, ReplicaShare
-from rpcmp.data.stage_loader import Feed
+from rpcmp.data.stage_loader import StageDataLoader
 from rpcmp.errors import RpcmpError, StageError, one_line
 from rpcmp.pipelining.assignment import Assignment
 from rpcmp.pipelining.devices import host_facts
-from rpcmp.pipelining.schedule import Limits, policy
+from rpcmp.pipelining.schedule import InFlightLimits, policy
 from rpcmp.process.activity import Activity
 from rpcmp.rpc import tensors
-from rpcmp.rpc.messages import Bundle, Drawn, End, Holding, Mode, StepReport, Work, microbatches_of
+from rpcmp.rpc.messages import (
+    AfterRound,
+    BatchIndices,
+    Bundle,
+    DatasetInfo,
+    MicrobatchMeta,
+    Mode,
+    StepReport,
+    microbatches_of,
+)
 from rpcmp.rpc.transport import Raised, Transport, result
-from rpcmp.worker.backward import Backwards, Failures, Missing
-from rpcmp.worker.executor import ComputeThread, Round
+from rpcmp.worker.backward import Backwards, Failures, NoneGradients
+from rpcmp.worker.executor import ComputeThread, RoundState
 from rpcmp.worker.forward import Execution
 from rpcmp.worker.grad_sync.mailbox import Key
-from rpcmp.worker.grad_sync.sync import Together
+from rpcmp.worker.grad_sync.sync import GradientSync
 from rpcmp.worker.model import Meter, StageModel
 from rpcmp.worker.optimizer import StageOptimizer
 from rpcmp.worker.precision import LossScale
-from rpcmp.worker.requests import Exchange, Inputs
+from rpcmp.worker.requests import ForwardRequests, Inputs
 from rpcmp.worker.snapshots import StageSnapshots
-from rpcmp.worker.step_runner import Conductor
+from rpcmp.worker.step_runner import TrainStepRunner
 
 DRIVER_PORT = 0
 """The sink's only port: its reader wants the loss (the conductor) or the outputs (the driver)."""
@@ -77,7 +86,7 @@ class Stage:
         assignment: Assignment,
         peers: Transport,
         activity: Activity | None = None,
-        feed: Feed | None = None,
+        feed: StageDataLoader | None = None,
         rehearses: bool = True,
     ) -> None:
         config, stage = assignment.config, assignment.stage_name
@@ -96,7 +105,7 @@ class Stage:
             graph, stage, self._share, config.turns_of, Stage.forward, peers, feed
         )
         self._failures = Failures()
-        self._missing = Missing(self._tell_missing)
+        self._missing = NoneGradients(self._tell_missing)
         self._backwards = Backwards(
             self.name,
             self._compute,
@@ -116,13 +125,13 @@ class Stage:
             wire_dtype=_WIRE_DTYPES[config.wire_dtype],
             loss_scale=scale,
         )
-        self._together = Together(
+        self._together = GradientSync(
             assignment, self.model, peers, Stage.part, Stage.total, Stage.posted
         )
         self.optimizer = StageOptimizer(
             self.model, assignment, self._compute, self._together.stepped, scale, rehearses
         )
-        self._exchange = Exchange(
+        self._exchange = ForwardRequests(
             self.name,
             self._inputs,
             len(ports),
@@ -133,7 +142,7 @@ class Stage:
             self._begin,
             lambda: self.optimizer.report,
         )
-        self._conductor = Conductor(
+        self._conductor = TrainStepRunner(
             lambda bundle: self.forward(bundle, DRIVER_PORT),
             assignment.conducted,
             peers,
@@ -159,7 +168,7 @@ class Stage:
         return self._exchange.ask(bundle, port)
 
     def train(self, bundles: list[Bundle], after: int) -> Future[Any]:
-        """Forward and backward of a round, asked of the sink; see Conductor."""
+        """Forward and backward of a round, asked of the sink; see TrainStepRunner."""
         return self._conductor.train(bundles, after)
 
     def stand_by(self, bundle: Bundle) -> None:
@@ -178,16 +187,16 @@ class Stage:
         self._missing.clear()
         return failures
 
-    def note_missing(self, work: Work, port: int, which: list[int]) -> None:
+    def note_missing(self, work: MicrobatchMeta, port: int, which: list[int]) -> None:
         """Hear from a reader that it has no gradients for some tensors of its answer."""
         self._missing.note(work, port, which)
 
     def part(self, asking: int, key: int, bucket: int) -> Future[Any]:
-        """What this replica has of gradients that another one sums; see Summing."""
+        """What this replica has of gradients that another one sums; see BucketAllReduce."""
         return self._together.part(asking, key, bucket)
 
     def total(self, key: int, bucket: int) -> Future[Any]:
-        """The gradients that this replica sums; see Summing."""
+        """The gradients that this replica sums; see BucketAllReduce."""
         return self._together.total(key, bucket)
 
     def posted(self, key: Key) -> Future[Any]:
@@ -223,7 +232,7 @@ class Stage:
         return self._compute.future(sum_them)
 
     def unite(self, follows: bool) -> Future[Any]:
-        """Begin as what replica 0, and the owners of shared parameters, are; see Together."""
+        """Begin as what replica 0, and the owners of shared parameters, are; see GradientSync."""
 
         return self._compute.future(lambda: self._together.unite(follows))
 
@@ -243,7 +252,7 @@ class Stage:
         """Have what this stage was right after `step`, the last one, written to its disk."""
         return self._compute.future(lambda: self._guard_saving(lambda s: s.save(step)))
 
-    def reschedule(self, schedule: str, limits: dict[str, Limits]) -> Future[Any]:
+    def reschedule(self, schedule: str, limits: dict[str, InFlightLimits]) -> Future[Any]:
         """Go on under another schedule; between two rounds.
 
         Args:
@@ -258,7 +267,7 @@ class Stage:
 
         return self._compute.future(switch)
 
-    def holding(self) -> Holding | None:
+    def holding(self) -> DatasetInfo | None:
         """What this stage has built to load samples from, where it does so itself."""
         return None if self._feed is None else self._feed.holding
 
@@ -268,7 +277,7 @@ class Stage:
             raise RuntimeError("this stage loads no samples")
         return self._feed.order(epoch)
 
-    def expect(self, drawn: Sequence[Drawn]) -> None:
+    def expect(self, drawn: Sequence[BatchIndices]) -> None:
         """Load mini-batches that this stage will be asked for, where it does so itself."""
         if self._feed is not None:
             self._feed.expect(drawn)
@@ -357,27 +366,27 @@ class Stage:
     def _begin(self, bundle: Bundle) -> None:
         self._compute.begin(bundle.round, functools.partial(self._round, bundle))
 
-    def _round(self, bundle: Bundle) -> Round:
+    def _round(self, bundle: Bundle) -> RoundState:
         training = bundle.mode is Mode.TRAIN
-        everything = Limits(bundle.num_bundles, bundle.num_bundles)
-        return Round(
+        everything = InFlightLimits(bundle.num_bundles, bundle.num_bundles)
+        return RoundState(
             step=bundle.step,
             bundles=self._share.numbers(bundle.num_bundles),
             limits=self._limits if training else everything,
             training=training,
             start=functools.partial(self._start, bundle),
             finish=functools.partial(self._finish, bundle.works[0]),
-            is_held=bundle.end is End.HOLD,
+            is_held=bundle.end is AfterRound.HOLD,
         )
 
     def _start(self, bundle: Bundle) -> None:
         """The first action of a round comes."""
         if bundle.mode is Mode.TRAIN:
             own = microbatches_of(bundle, self._share.numbers(bundle.num_bundles))
-            is_early = bundle.end is not End.NOTHING
+            is_early = bundle.end is not AfterRound.NOTHING
             self._together.begin(bundle.round, len(own), is_early)
 
-    def _finish(self, work: Work) -> None:
+    def _finish(self, work: MicrobatchMeta) -> None:
         """What this stage does by itself after its last action of a round.
 
         No step where a backward failed: it counts as done, but the gradient lacks its part.
@@ -388,7 +397,7 @@ class Stage:
         if self._failed(work.round) is not None:
             return
         try:
-            if work.end is End.STEP:
+            if work.end is AfterRound.STEP:
                 self._sum(work.round)
                 self.optimizer.step_now()
             if work.version:
@@ -427,7 +436,9 @@ class Stage:
             cause = f"{one_line(error)} (with recovery.enabled = false nothing is stored)"
             raise StageError(self.name, "saving", cause, step=self.optimizer.steps) from error
 
-    def _tell_missing(self, bundle: Bundle, work: Work, index: int, which: list[int]) -> None:
+    def _tell_missing(
+        self, bundle: Bundle, work: MicrobatchMeta, index: int, which: list[int]
+    ) -> None:
         producer = self._inputs.producer(index, bundle)
         port = self._inputs.ports[index]
         told = self._peers.call(producer, Stage.note_missing, work, port, which)

@@ -22,11 +22,11 @@ from typing import Any
 from torch.futures import Future
 
 from rpcmp.errors import NonFiniteLossError
-from rpcmp.rpc.messages import Bundle, Outputs, Trained, Work
+from rpcmp.rpc.messages import Bundle, MicrobatchMeta, StageOutputs, Trained
 from rpcmp.rpc.transport import NOBODY, Raised, Transport, attempt, result
 
 
-class Conductor:
+class TrainStepRunner:
     """Keeps bundles in flight, one thread and one autograd context each.
 
     Args:
@@ -84,7 +84,7 @@ class Conductor:
 
     def _train(self, bundle: Bundle) -> list[Trained]:
         with self._peers.autograd_context() as context_id:
-            answer: list[Outputs] = result(self._ask(bundle), NOBODY)
+            answer: list[StageOutputs] = result(self._ask(bundle), NOBODY)
             trained = [
                 Trained(self._check(outputs.value.item(), work), outputs.reports or {})
                 for work, outputs in zip(bundle.works, answer, strict=True)
@@ -93,13 +93,13 @@ class Conductor:
         return trained
 
 
-def _finite(loss: float, work: Work) -> float:
+def _finite(loss: float, work: MicrobatchMeta) -> float:
     if not math.isfinite(loss):
         raise NonFiniteLossError(loss, work.step, work.microbatch)
     return loss
 
 
-def _unchecked(loss: float, work: Work) -> float:
+def _unchecked(loss: float, work: MicrobatchMeta) -> float:
     return loss
 
 

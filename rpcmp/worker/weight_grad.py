@@ -18,8 +18,8 @@ fused LSTM, custom functions, normalizations).
 Next to `torch.distributed.pipelining._backward` (arXiv:2401.10241), which walks the graph of every
 micro-batch in Python, this costs some 10 microseconds a layer.
 
-`Additions` hears of each addition to a parameter's gradient, by autograd or from here later on. A
-hook of the user's own keeps a parameter from being split. This one need not: it is told when a
+`AccumulateGradHook` runs at each addition to a parameter's gradient, by autograd or by this module.
+A hook of the user's own keeps a parameter from being split. This one need not: it is told when a
 backward leaves its gradient for later, and called when that has come.
 """
 
@@ -38,7 +38,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 
-class Additions:
+class AccumulateGradHook:
     """A hook of one parameter; on the thread that differentiates.
 
     Args:
@@ -135,7 +135,7 @@ class WeightGradients:
         return all(
             parameter in self._splittable
             and not parameter._backward_hooks
-            and all(isinstance(hook, Additions) for hook in _hooks(parameter))
+            and all(isinstance(hook, AccumulateGradHook) for hook in _hooks(parameter))
             for parameter in parameters
         )
 
@@ -144,7 +144,7 @@ class WeightGradients:
         if not self._deferring or any(self._uses[parameter] > 1 for parameter in parameters):
             return False
         hooks = [hook for parameter in parameters for hook in _hooks(parameter)]
-        if not all(isinstance(hook, Additions) for hook in hooks):  # of a later forward
+        if not all(isinstance(hook, AccumulateGradHook) for hook in hooks):  # of a later forward
             return False
         for hook in hooks:
             hook.leave()

@@ -19,7 +19,7 @@ from torch.futures import Future
 from rpcmp.errors import MismatchError
 from rpcmp.process.channel import Message
 from rpcmp.rpc import transport, unpickler
-from rpcmp.worker.grad_sync.bucket_allreduce import Summing
+from rpcmp.worker.grad_sync.bucket_allreduce import BucketAllReduce
 
 PARAMETER_BYTES = 10**6
 """Of each parameter but the last: as in a model with several layers, and not in one piece."""
@@ -94,7 +94,9 @@ class Sum(Exchange):
         self._gradients = [torch.full((size,), rank + 1.0) for size in sizes]
         self._parameters = [nn.Parameter(torch.zeros(size)) for size in sizes]
         names = [f"rank:{rank}" for rank in range(self._world_size)]
-        self._summing = Summing(self._parameters, rank, self._world_size, _Others(names, rank))
+        self._summing = BucketAllReduce(
+            self._parameters, rank, self._world_size, _Others(names, rank)
+        )
         self._key = 0
         unpickler._CALLED.add((__name__, Served.__name__))
         store = FileStore(order["store"], self._world_size)
@@ -119,15 +121,15 @@ RPC = transport.TorchRpc()
 class Served:
     """What a rank answers; the part of a stage that is needed here."""
 
-    def __init__(self, summing: Summing) -> None:
+    def __init__(self, summing: BucketAllReduce) -> None:
         self._summing = summing
 
     def part(self, asking: int, key: int, bucket: int) -> Future[Any]:
-        """See Summing."""
+        """See BucketAllReduce."""
         return self._summing.part(asking, key, bucket)
 
     def total(self, key: int, bucket: int) -> Future[Any]:
-        """See Summing."""
+        """See BucketAllReduce."""
         return self._summing.sum_of_chunk(key, bucket)
 
 

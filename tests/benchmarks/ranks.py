@@ -13,7 +13,7 @@ from rpcmp.process import interpreter
 from rpcmp.process.channel import Message
 from rpcmp.process.child import Child
 from rpcmp.process.interpreter import compute_environment
-from rpcmp.tools.bench.contestant import Segment
+from rpcmp.tools.bench.contestant import TimedSegment
 from tests.support.places import ROOT
 
 
@@ -47,14 +47,14 @@ class Ranks:
             child.send({**self._order, **place})
         await self._answers()
 
-    async def run(self, steps: int) -> Segment:
+    async def run(self, steps: int) -> TimedSegment:
         """See Contestant. From the first rank's begin to the last one's end."""
         for child in self._children:
             child.send({"steps": steps})
         answers = await self._answers()
         begin, end = min(a["begin"] for a in answers), max(a["end"] for a in answers)
         losses = [sum(of_step) for of_step in zip(*(a["losses"] for a in answers), strict=True)]
-        return Segment((end - begin) / 1e9 / steps, losses)
+        return TimedSegment((end - begin) / 1e9 / steps, losses)
 
     async def close(self) -> None:
         """See Contestant."""

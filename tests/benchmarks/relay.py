@@ -19,7 +19,7 @@ from pathlib import Path
 
 from rpcmp.net.identity import RELAY, Credentials
 from rpcmp.net.splice import splice
-from rpcmp.net.tls import End, Session
+from rpcmp.net.tls import Connection, TlsState
 from tests.support.lan import issue
 
 HERE = "127.0.0.1"
@@ -37,11 +37,11 @@ async def relay(side: str, port: int, certs: str) -> None:
     onward = socket.create_connection((HERE, port))
     folder = Path(certs)
     if side == "near":
-        session = Session(Credentials(folder / "driver").client(RELAY), HERE) if certs else None
-        plain, other = End(connection), End(onward, session)
+        session = TlsState(Credentials(folder / "driver").client(RELAY), HERE) if certs else None
+        plain, other = Connection(connection), Connection(onward, session)
     else:
-        session = Session(Credentials(folder / "stage0").server()) if certs else None
-        plain, other = End(onward), End(connection, session)
+        session = TlsState(Credentials(folder / "stage0").server()) if certs else None
+        plain, other = Connection(onward), Connection(connection, session)
     await other.shake_hands()
     other.has_frames = True
     await splice(plain, other)

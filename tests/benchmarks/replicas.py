@@ -32,11 +32,11 @@ import dataclasses
 import sys
 from collections.abc import Sequence
 
-from rpcmp.errors import ConfigError, RpcmpError, UnfitError
+from rpcmp.errors import ConfigError, RpcmpError, UnsupportedJobError
 from rpcmp.tools.bench import cases, comparison
-from rpcmp.tools.bench.benchmark import Pipeline
+from rpcmp.tools.bench.benchmark import OwnPipeline
 from rpcmp.tools.bench.cases import Case
-from rpcmp.tools.bench.comparison import Series
+from rpcmp.tools.bench.comparison import ContestantTimes
 from rpcmp.tools.bench.contestant import Contestant
 from rpcmp.tools.bench.peers.group import PeerGroup, Processes
 from rpcmp.tools.bench.statistics import Estimate, paired_ratio, spread
@@ -63,7 +63,7 @@ def step(options: argparse.Namespace) -> None:
     """Two replicas against one process, and against DistributedDataParallel."""
     job = _job(options.set)
     _require_equal_work(job)
-    contestants = [Pipeline(_replicated(job)), _one_process(job), _data_parallel(job)]
+    contestants = [OwnPipeline(_replicated(job)), _one_process(job), _data_parallel(job)]
     mine, one, ddp = _compare(contestants, options)
     comparison.require_equal_losses([mine, one, ddp])
     print(f"{NUM_REPLICAS} replicas: {_milliseconds(mine)} a step")
@@ -126,15 +126,17 @@ def _data_parallel(case: Case) -> Contestant:
     return Ranks("DistributedDataParallel", NUM_REPLICAS, order)
 
 
-def _compare(contestants: Sequence[Contestant], options: argparse.Namespace) -> list[Series]:
+def _compare(
+    contestants: Sequence[Contestant], options: argparse.Namespace
+) -> list[ContestantTimes]:
     """What each did, in their order.
 
     Raises:
-        UnfitError: one cannot take part.
+        UnsupportedJobError: one cannot take part.
     """
     done = asyncio.run(comparison.compare(contestants, options.pairs, options.steps, _progress))
     for name, why in done.unfit.items():
-        raise UnfitError(f"{name}: {why}")
+        raise UnsupportedJobError(f"{name}: {why}")
     print(f"{options.pairs} pairs of {done.steps}")
     return done.series
 
@@ -143,13 +145,13 @@ def _progress(what: str, left: float) -> None:
     print(what, file=sys.stderr)
 
 
-def _print_ratio(name: str, mine: Series, other: Series, asked: float) -> None:
+def _print_ratio(name: str, mine: ContestantTimes, other: ContestantTimes, asked: float) -> None:
     ratio = paired_ratio(mine.seconds, other.seconds)
     print(f"{name}: {_milliseconds(other)}; ours / it: {_shown(ratio)}")
     print(f"  asked: at most {asked:.2f}, {_verdict(ratio.median <= asked)}")
 
 
-def _milliseconds(series: Series) -> str:
+def _milliseconds(series: ContestantTimes) -> str:
     return f"{spread(series.seconds).median * 1e3:.1f} ms"
 
 

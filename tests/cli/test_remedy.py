@@ -74,7 +74,7 @@ def test_what_is_offered_is_a_command_that_there_is() -> None:
     [
         (errors.ConfigError, {}, f"rpcmp explain {ABOUT}"),
         (errors.KeyConfigError, {"is_loaded": False}, "python -m rpcmp.config.reference"),
-        (errors.OtherRunError, {}, RESUMED),
+        (errors.CheckpointConflictError, {}, RESUMED),
         (errors.FactoryError, {}, f"rpcmp doctor {ABOUT}"),
         (errors.VersionError, {}, f"rpcmp doctor {ABOUT}"),
         (errors.CheckpointError, {}, RESUMED.replace("--resume", "--fresh")),
@@ -84,7 +84,7 @@ def test_what_is_offered_is_a_command_that_there_is() -> None:
         (errors.DrainingError, {}, f"rpcmp status {ABOUT}"),
         (errors.DrainingError, {"has_checkpoint": True}, RESUMED),
         (errors.RelayError, {}, f"rpcmp doctor {ABOUT}"),
-        (errors.ExhaustedError, {"has_checkpoint": True}, RESUMED),
+        (errors.RecoveryTimeoutError, {"has_checkpoint": True}, RESUMED),
         (errors.StageError, {}, f"rpcmp explain {ABOUT}"),
         (errors.StageError, {"has_checkpoint": True}, RESUMED),
         (errors.WorkerDiedError, {"has_checkpoint": True}, RESUMED),
@@ -236,7 +236,9 @@ def test_who_listens_is_asked_where_and_as_it_answers(
     command = cli.get_command(click.Context(cli), "serve")
     assert command is not None
     words = options.replace("CERTS", str(certs)).split()
-    found = remedy(an(errors.ListenError), failed(command, "serve", words, COMMANDS, LONG_AGO))
+    found = remedy(
+        an(errors.AddressInUseError), failed(command, "serve", words, COMMANDS, LONG_AGO)
+    )
     assert shlex.split(found or "") == shlex.split(
         f"rpcmp health {expected}".replace("CERTS", str(certs))
     )
@@ -246,7 +248,9 @@ def test_a_host_that_is_not_this_machines_has_nobody_to_ask() -> None:
     command = cli.get_command(click.Context(cli), "serve")
     assert command is not None
     words = ["--stage", "1", "--insecure", "--listen", "192.0.2.7:0"]
-    found = remedy(an(errors.ListenError), failed(command, "serve", words, COMMANDS, LONG_AGO))
+    found = remedy(
+        an(errors.AddressInUseError), failed(command, "serve", words, COMMANDS, LONG_AGO)
+    )
     assert found == "rpcmp serve --help"
 
 

@@ -18,7 +18,7 @@ from rpcmp.pipelining import layer_profile
 from rpcmp.pipelining.assignment import Assignment
 from rpcmp.rpc import tensors
 from rpcmp.server.connection import versions
-from rpcmp.server.host_facts.facts import HostFacts, Order
+from rpcmp.server.host_facts.facts import CheckRequest, HostFacts
 from rpcmp.v1 import control_pb2 as pb
 from rpcmp.v1 import doctor_pb2
 from rpcmp.v1.control_pb2_grpc import ControlStub, SnapshotsStub
@@ -41,7 +41,7 @@ def test_a_server_runs_nothing_that_is_not_allowed(
 ) -> None:
     """The worker, the examination and the layers' profile all refuse it."""
     canary = tmp_path / "canary"
-    order = Order(callables={"model.layers": layers}, devices=["cpu"], folder=str(tmp_path))
+    order = CheckRequest(callables={"model.layers": layers}, devices=["cpu"], folder=str(tmp_path))
     places = ("--checkpoints", str(tmp_path / "saved"))
     with (
         running_servers(1, *options, *places, apart=False) as (server,),

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from rpcmp.checkpoint.paths import beneath
 from rpcmp.checkpoint.slots import NUM_SLOTS, Slots
 from rpcmp.errors import ConfigError, JobError, UnreachableError, from_wire
-from rpcmp.job.outputs import Outputs
+from rpcmp.job.outputs import OutputFiles
 from rpcmp.net.dialer import Dialer
 from rpcmp.net.security import Security
 from rpcmp.process import descriptors
@@ -147,7 +147,7 @@ def test_only_files_of_the_driver_process_are_delivered(tmp_path: Path) -> None:
     scratch.mkdir()
     place.parent.mkdir()
     secret.write_text("secret")
-    outputs = Outputs(scratch)
+    outputs = OutputFiles(scratch)
     written = Path(outputs.redirect({"trace": str(place)})["trace"])
     for make in (written.symlink_to, written.hardlink_to):
         make(secret)

@@ -240,7 +240,7 @@ def test_a_server_that_is_drained_says_so_before_it_hangs_up() -> None:
     code = f"""
 import asyncio
 from rpcmp.server.services import ControlServicer
-from rpcmp.server.endpoints import Doors
+from rpcmp.server.endpoints import Endpoints
 from rpcmp.server.serve import serve
 from rpcmp.server.server import StageServer
 

@@ -13,9 +13,9 @@ import torch
 
 from rpcmp.config import loader
 from rpcmp.data import batches
-from rpcmp.data.stage_loader import Loaders
+from rpcmp.data.stage_loader import LoaderPool
 from rpcmp.pipelining import pytree
-from rpcmp.rpc.messages import Drawn
+from rpcmp.rpc.messages import BatchIndices
 from tests.support.forkedcall import in_a_fork
 from tests.support.places import ZOO
 from tests.support.processes import JobFolder, rpcmp
@@ -68,7 +68,7 @@ def require_that_loaders_load(path: str) -> None:
     section = config.require_data("training")
     here = section.model_copy(update={"at": "driver", "num_workers": 0})
     alone = batches.load_batches(here.train, "data.train", here, config.seed, training=True)
-    loaders = Loaders(config, "stage0")
+    loaders = LoaderPool(config, "stage0")
     answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
     try:
         loaders.holding()
@@ -80,7 +80,7 @@ def require_that_loaders_load(path: str) -> None:
         keys = list(itertools.islice(alone._order, 3))
         for number, (key, loaded) in enumerate(zip(keys, alone.epoch(2), strict=False), start=1):
             batch = dict(zip(("input", "target"), loaded, strict=True))
-            loaders.load(Drawn(number, "train", *key), answers.put)
+            loaders.load(BatchIndices(number, "train", *key), answers.put)
             for reference, part in answers.get(timeout=30).items():
                 require_equal(part, pytree.select(batch[reference.producer], reference.path))
     finally:

@@ -15,7 +15,7 @@ from rpcmp.errors import CheckpointError, RpcmpError, SecurityError
 from rpcmp.net.dialer import Dialer
 from rpcmp.net.identity import GRPC, RELAY
 from rpcmp.net.security import Security
-from rpcmp.net.tls import End
+from rpcmp.net.tls import Connection
 from rpcmp.server.client import StageClient
 from rpcmp.v1 import control_pb2 as pb
 from tests.support.lan import cli, issue, serving
@@ -277,7 +277,7 @@ def test_one_certificate_does_not_fill_a_server(certs: Path) -> None:
         assert 10 <= asyncio.run(hold(server.address)) <= 16
 
 
-async def _is_closed(end: End) -> bool:
+async def _is_closed(end: Connection) -> bool:
     """Whether the server has ended a connection; it greets those that it keeps."""
     try:
         await end.read(1)

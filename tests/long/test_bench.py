@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from rpcmp.errors import UnfitError
+from rpcmp.errors import UnsupportedJobError
 from rpcmp.tools.bench import benchmark, cases, comparison
 from rpcmp.tools.bench.peers import group
 from rpcmp.tools.bench.peers.group import stage_times
@@ -39,5 +39,5 @@ def test_ones_own_chain_is_measured_alone_on_equal_micro_batches(job: JobFolder)
     assert times[0].backward == 0.0  # nobody reads the gradient of the data
     assert times[1].backward > 0
     uneven = cases.load(str(chain), num_microbatches=3)
-    with pytest.raises(UnfitError, match="10 samples do not make 3 equal"):
+    with pytest.raises(UnsupportedJobError, match="10 samples do not make 3 equal"):
         asyncio.run(stage_times(uneven))

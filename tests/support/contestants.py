@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 
-from rpcmp.errors import UnfitError
+from rpcmp.errors import UnsupportedJobError
 from rpcmp.tools.bench import comparison
-from rpcmp.tools.bench.contestant import Contestant, Segment
+from rpcmp.tools.bench.contestant import Contestant, TimedSegment
 
 
 class Pretender:
@@ -24,19 +24,19 @@ class Pretender:
     async def start(self) -> None:
         self._log.append(f"start {self.name}")
         if self._why:
-            raise UnfitError(self._why)
+            raise UnsupportedJobError(self._why)
         self.settings["max_in_flight"] = 5
 
-    async def run(self, steps: int) -> Segment:
+    async def run(self, steps: int) -> TimedSegment:
         self._log.append(f"run {self.name}")
         self._segments += self._segments != 1 or self._steps > 1
         first, self._steps = self._steps + 1, self._steps + steps
         losses = [1 / step + self._drift for step in range(first, self._steps + 1)]
-        return Segment(self._seconds * self._segments, losses)
+        return TimedSegment(self._seconds * self._segments, losses)
 
     async def close(self) -> None:
         self._log.append(f"close {self.name}")
 
 
-def compare(*contestants: Contestant, pairs: int = 3) -> comparison.Rounds:
+def compare(*contestants: Contestant, pairs: int = 3) -> comparison.ComparisonRounds:
     return asyncio.run(comparison.compare(contestants, pairs, 2, lambda what, left: None))

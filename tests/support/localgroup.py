@@ -33,23 +33,23 @@ from rpcmp.checkpoint.slots import Slots
 from rpcmp.config.schema import Config
 from rpcmp.config.topology import DRIVER
 from rpcmp.data import loader_process
-from rpcmp.data.batch_server import Source
+from rpcmp.data.batch_server import BatchServer
 from rpcmp.data.batches import OwnSampler, Samples, load_batches
-from rpcmp.data.stage_loader import Loaders
+from rpcmp.data.stage_loader import LoaderPool
 from rpcmp.driver.datasets import Datasets
 from rpcmp.driver.metrics import Metrics
 from rpcmp.driver.process import Planned, plan_job
-from rpcmp.driver.progress import Progress
-from rpcmp.driver.stage_group import Group
+from rpcmp.driver.progress import TrainingProgress
+from rpcmp.driver.stage_group import StageGroup
 from rpcmp.driver.training import Training
 from rpcmp.errors import JobError, from_wire
 from rpcmp.pipelining import assignment, parameter_names
 from rpcmp.pipelining.assignment import Assignment
 from rpcmp.process.activity import Activity
-from rpcmp.process.channel import Bond, Message
+from rpcmp.process.channel import ChildContext, Message
 from rpcmp.rpc import unpickler
-from rpcmp.rpc.messages import Holding
-from rpcmp.tools.verify.compare import Run, first_difference
+from rpcmp.rpc.messages import DatasetInfo
+from rpcmp.tools.verify.compare import ComparedRun, first_difference
 from rpcmp.tools.verify.reference.training import UnsplitModel
 from rpcmp.worker import process, weight_grad
 from rpcmp.worker.forward import Execution
@@ -94,7 +94,7 @@ class Begin(NamedTuple):
         files: the snapshots of all stages.
     """
 
-    progress: Progress
+    progress: TrainingProgress
     files: list[str]
 
 
@@ -105,7 +105,7 @@ class _Supervisor:
         """Take no notice."""
 
 
-class LocalLoaders(Loaders):
+class LocalLoaders(LoaderPool):
     """What loads a stage's samples, in a thread instead of processes."""
 
     def __init__(self, config: Config, stage: str) -> None:
@@ -114,8 +114,8 @@ class LocalLoaders(Loaders):
         self._threads = ThreadPoolExecutor(1, "local-loader")
         self._loading = loader_process._Loading(config, stage)
 
-    def holding(self) -> Holding:
-        return Holding(self._stage, _answered(self._loading.build())["sizes"])
+    def holding(self) -> DatasetInfo:
+        return DatasetInfo(self._stage, _answered(self._loading.build())["sizes"])
 
     def close(self) -> None:
         self._threads.shutdown()
@@ -145,7 +145,9 @@ class LocalWorker:
         loads = part.loads_data and part.config.graph().parts(part.stage_name)
         self._loaders = LocalLoaders(part.config, part.stage_name) if loads else None
         start = {"rehearses": False, "is_mirrored": False, "saves": False}
-        bond = Bond(cast(Any, _Supervisor()), Activity(), cast(Any, None), list(self.slots.fds))
+        bond = ChildContext(
+            cast(Any, _Supervisor()), Activity(), cast(Any, None), list(self.slots.fds)
+        )
         worker = process.WorkerProcess(bond, start)
         self.stage = worker._build(part, self._loaders)
         if files:
@@ -177,7 +179,7 @@ class LocalGroup:
     config: Config
     planned: Planned
     workers: list[LocalWorker]
-    group: Group
+    group: StageGroup
     begin: Begin | None = None
     events: list[Message] = field(default_factory=list)
 
@@ -205,14 +207,14 @@ class LocalGroup:
         """The events of a kind."""
         return [event for event in self.events if event["event"] == kind]
 
-    def train(self, evaluate: bool = False) -> Run:
+    def train(self, evaluate: bool = False) -> ComparedRun:
         """Train to the end."""
         self.training.run(evaluate)
         losses = [event["loss"] for event in self.of("step")]
         scaler = self.training.progress.scaler
         skipped = 0 if scaler is None else scaler.skipped
         state = parameter_names.under_all_names(self.group.state_dict(), self.config.tied_to)
-        return Run(losses, state, skipped=skipped)
+        return ComparedRun(losses, state, skipped=skipped)
 
     def committed(self) -> Committed:
         """As `tests.support.faults.committed` of a run."""
@@ -232,7 +234,7 @@ class LocalGroup:
             files.append(str(folder / f"{worker.part.member.name}.safetensors"))
             shutil.copyfile(worker.slots.path(snapshot.slot), files[-1])
         told = json.loads(json.dumps(self.training.progress.message()))
-        return Begin(Progress.from_message(told), files)
+        return Begin(TrainingProgress.from_message(told), files)
 
 
 def _end(executors: Sequence[ThreadPoolExecutor]) -> None:
@@ -268,7 +270,7 @@ def local_group(
             for name in ("linear", *weight_grad.CONVOLUTIONS):
                 patch.setattr(F, name, getattr(F, name))  # so that it is itself again afterwards
             weight_grad.install()
-        services: dict[str, Any] = {DRIVER: Source()}
+        services: dict[str, Any] = {DRIVER: BatchServer()}
         peers = LocalTransport(services)
         stack.callback(peers.close)
         patch.setattr(process, "TorchRpc", lambda: peers)
@@ -277,14 +279,14 @@ def local_group(
             workers.append(LocalWorker(part, [] if begin is None else begin.files))
             stack.callback(workers[-1].end)
             services[part.member.name] = workers[-1].stage
-        group = Group(config, services[DRIVER], peers)
+        group = StageGroup(config, services[DRIVER], peers)
         stack.callback(group.close)
         # Nobody may wait in a step that was begun and not ended: threads are joined at the exit.
         stack.callback(group._rounds.abort, JobError("the group has ended"), 1)
         yield LocalGroup(config, planned, workers, group, begin)
 
 
-def unsplit(config: Config) -> Run:
+def unsplit(config: Config) -> ComparedRun:
     """The same job in one process, by code that shares nothing with the stages'."""
     section = config.require_data("training the unsplit model")
     batches = load_batches(section.train, "data.train", section, config.seed, training=True)
@@ -293,10 +295,10 @@ def unsplit(config: Config) -> Run:
     )
     assert config.steps is not None
     losses = list(model.train(batches, config.steps))
-    return Run(losses, {name: value.detach() for name, value in model.state_dict().items()})
+    return ComparedRun(losses, {name: value.detach() for name, value in model.state_dict().items()})
 
 
-def require_same_bits(config: Config) -> Run:
+def require_same_bits(config: Config) -> ComparedRun:
     """Train in a group and in one process, and compare; returns the group's run."""
     with local_group(config.without_recovery()) as local:
         found = local.train()

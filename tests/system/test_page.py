@@ -14,7 +14,7 @@ from playwright.sync_api import Browser, Locator, expect
 from playwright.sync_api import Page as Tab
 
 from rpcmp.net import authority, identity
-from rpcmp.observability.dashboard.app import Place
+from rpcmp.observability.dashboard.app import Endpoint
 from rpcmp.observability.dashboard.curves import LIMIT as ROWS
 from rpcmp.observability.dashboard.entries import LIMIT as LINES
 from rpcmp.observability.dashboard.html import html
@@ -34,9 +34,9 @@ def browser() -> Iterator[Browser]:
 
 
 @contextlib.contextmanager
-def serving(events: Iterable[Event], place: Place | None = None) -> Iterator[tuple[Page, str]]:
+def serving(events: Iterable[Event], place: Endpoint | None = None) -> Iterator[tuple[Page, str]]:
     """A page that has been told of `events`, and its address."""
-    place = place or Place.open("127.0.0.1:0", None)
+    place = place or Endpoint.open("127.0.0.1:0", None)
     page = Page(place)
     try:
         for event in events:
@@ -194,7 +194,7 @@ def test_nodes_and_shares_say_what_each_worker_is_and_does(browser: Browser) -> 
 def test_a_page_that_lost_the_run_says_so_and_goes_on_with_the_next(
     browser: Browser, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    place = Place.open("127.0.0.1:0", None)
+    place = Endpoint.open("127.0.0.1:0", None)
     page, port = Page(place), place.port
     for event in going_on(20):
         page.tell(event)
@@ -204,7 +204,7 @@ def test_a_page_that_lost_the_run_says_so_and_goes_on_with_the_next(
         page.close()
         expect(tab.locator("#connection")).to_have_text("No answer; trying again")
         expect(tab.locator("#steps")).to_contain_text("Step 20")
-        with serving(going_on(5), Place.open(str(port), None)):
+        with serving(going_on(5), Endpoint.open(str(port), None)):
             expect(tab.locator("#connection")).to_have_text("Live")
             expect(tab.locator("#steps")).to_contain_text("Step 5 of 5")
             expect(tab.locator("#loss-reading")).to_contain_text("step 5:")
@@ -384,7 +384,7 @@ def test_with_a_token_and_tls_the_page_works_and_hides_the_token(
 ) -> None:
     authority.create(tmp_path / "certs")
     folder = authority.issue(tmp_path / "certs", "driver", identity.DRIVER, ["localhost"], 1)
-    place = Place.open("0.0.0.0:0", folder)
+    place = Endpoint.open("0.0.0.0:0", folder)
     with serving(going_on(20), place) as (_, url):
         with opened(browser, url) as (tab, seen):
             expect(tab.locator("#connection")).to_have_text("Live")

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from rpcmp.net.connection_limits import Budget
-from rpcmp.observability.dashboard.app import Place
+from rpcmp.observability.dashboard.app import Endpoint
 from rpcmp.observability.dashboard.server import Page
 from tests.support.lan import issue, issue_to_driver
 from tests.support.needs import needs
@@ -113,7 +113,7 @@ def test_silent_connections_to_the_page_are_closed(monkeypatch: pytest.MonkeyPat
     """What has said nothing for some time goes, whether there is room or not."""
 
     monkeypatch.setattr(Budget.__init__, "__defaults__", (None, 0.2))
-    place = Place.open(f"{HERE}:0", None)
+    place = Endpoint.open(f"{HERE}:0", None)
     page = Page(place)
     try:
         with socket.create_connection((HERE, place.port), 30) as connection:

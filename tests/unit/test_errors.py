@@ -86,3 +86,24 @@ def test_a_stage_error_says_where_when_and_why() -> None:
 )
 def test_one_line_is_one_line(error: Exception, line: str) -> None:
     assert errors.one_line(error) == line
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("ExhaustedError", errors.RecoveryTimeoutError),
+        ("ListenError", errors.AddressInUseError),
+        ("OtherRunError", errors.CheckpointConflictError),
+        ("UnfitError", errors.UnsupportedJobError),
+    ],
+)
+def test_renamed_errors_keep_their_old_names_with_a_warning(
+    old: str, new: type[RpcmpError]
+) -> None:
+    with pytest.warns(DeprecationWarning, match=f"rpcmp.errors.{old} is called {new.__name__} now"):
+        assert getattr(errors, old) is new
+
+
+def test_a_misspelt_error_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'ConfigErorr'"):
+        getattr(errors, "ConfigErorr")  # noqa: B009

@@ -56,7 +56,7 @@ PORT = 8265
 
 
 @dataclass(frozen=True)
-class Place:
+class Endpoint:
     """A socket that is listened on, and who may connect to it.
 
     Attributes:
@@ -164,7 +164,7 @@ BEAT = 8
 """Pauses after which it gets an empty one: so it notices when the other end is gone."""
 
 
-class Source(Protocol):
+class RunSource(Protocol):
     """The run that is served."""
 
     @property
@@ -179,7 +179,7 @@ class Source(Protocol):
         """See State."""
 
 
-def application(source: Source, place: Place, let_in: Callable[[object], None]) -> ASGIApp:
+def application(source: RunSource, place: Endpoint, let_in: Callable[[object], None]) -> ASGIApp:
     """Return the application that serves `source`.
 
     Args:
@@ -202,7 +202,7 @@ def application(source: Source, place: Place, let_in: Callable[[object], None]) 
     return Guard(Starlette(routes=routes), place, let_in)
 
 
-async def stream(source: Source, version: int | None) -> AsyncIterator[str]:
+async def stream(source: RunSource, version: int | None) -> AsyncIterator[str]:
     """All messages for one browser, which knows `version`."""
     silent = 0
     while True:
@@ -250,7 +250,7 @@ class Guard:
         let_in: called with the address of each client that is.
     """
 
-    def __init__(self, app: ASGIApp, place: Place, let_in: Callable[[object], None]) -> None:
+    def __init__(self, app: ASGIApp, place: Endpoint, let_in: Callable[[object], None]) -> None:
         self._app = app
         self._let_in = let_in
         self._token = place.token

@@ -82,7 +82,7 @@ class Row:
         return [self.step, *map(number, found)]
 
 
-class Series:
+class Curve:
     """The rows of a run's steps, and which version of the state changed each."""
 
     def __init__(self, limit: int = LIMIT) -> None:

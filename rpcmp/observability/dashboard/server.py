@@ -20,7 +20,7 @@ from starlette.types import ASGIApp
 from rpcmp.net.accept import BoundedListener
 from rpcmp.net.connection_limits import Budget, share
 from rpcmp.net.identity import Credentials
-from rpcmp.observability.dashboard.app import Place, application
+from rpcmp.observability.dashboard.app import Endpoint, application
 from rpcmp.observability.dashboard.state import State
 from rpcmp.process.channel import Message
 
@@ -49,14 +49,14 @@ class Page:
 
     name = "the page"
 
-    def __init__(self, place: Place) -> None:
-        self._run = _Run()
+    def __init__(self, place: Endpoint) -> None:
+        self._run = _PublishedRun()
         self._failure: Exception | None = None
         most = share(16, MOST)
         self._budget = Budget(most, max(1, most // 2), max(1, most // 2))
         listener = BoundedListener(place.listener.dup(), self._budget)
         app = application(self._run, place, listener.prove)
-        self._server = _Server(_config(app, place), self._budget)
+        self._server = _PageServer(_config(app, place), self._budget)
         self._thread = threading.Thread(
             target=self._serve, args=[place, listener], name="rpcmp-page-server", daemon=True
         )
@@ -80,7 +80,7 @@ class Page:
         self._budget.end_all()  # connections that are still shaking hands
         self._thread.join(CLOSE_SECONDS)
 
-    def _serve(self, place: Place, listener: BoundedListener) -> None:
+    def _serve(self, place: Endpoint, listener: BoundedListener) -> None:
         try:
             with place.listener, listener:
                 self._server.run([listener])
@@ -88,7 +88,7 @@ class Page:
             self._failure = error if isinstance(error, Exception) else OSError("it cannot start")
 
 
-class _Server(uvicorn.Server):
+class _PageServer(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, budget: Budget) -> None:
         super().__init__(config)
         self._budget = budget
@@ -99,7 +99,7 @@ class _Server(uvicorn.Server):
         return await super().on_tick(counter)
 
 
-class _Run:
+class _PublishedRun:
     """The run's state, for two threads.
 
     Attributes:
@@ -128,7 +128,7 @@ class _Run:
         self.has_ended = True
 
 
-def _config(app: ASGIApp, place: Place) -> uvicorn.Config:
+def _config(app: ASGIApp, place: Endpoint) -> uvicorn.Config:
     """uvicorn without what a page on loopback has no use for."""
     config = uvicorn.Config(
         app,

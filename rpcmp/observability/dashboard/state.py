@@ -23,7 +23,7 @@ from typing import Any
 
 from rpcmp.config import validation
 from rpcmp.config.topology import DRIVER
-from rpcmp.observability.dashboard.curves import Row, Series, number, plain
+from rpcmp.observability.dashboard.curves import Curve, Row, number, plain
 from rpcmp.observability.dashboard.entries import Entries
 from rpcmp.process.channel import Message
 
@@ -42,7 +42,7 @@ VITALS = (
 """What is shown as it comes."""
 
 
-class Workers:
+class WorkerTable:
     """All workers of a run, by label, in the config's order."""
 
     def __init__(self) -> None:
@@ -177,8 +177,8 @@ class State:
             "counts": {},
         }
         self._versions = dict.fromkeys(self._parts, 0)
-        self._workers = Workers()
-        self._curve = Series()
+        self._workers = WorkerTable()
+        self._curve = Curve()
         self._entries = Entries()
         self._begin: float | None = None
 

@@ -69,7 +69,7 @@ def serving(collector: Collector, address: str, security: Security) -> Iterator[
     registry.register(collector)
     ProcessCollector(registry=registry)
     try:
-        server = _Server(host, port, credentials)
+        server = _MetricsServer(host, port, credentials)
     except OSError as error:
         reason = error.strerror or error
         raise ConfigError(f"--metrics: cannot listen on {address}: {reason}") from error
@@ -99,14 +99,14 @@ def _guarded(app: Application, host: str) -> Application:
     return guarded
 
 
-class _Handler(WSGIRequestHandler):
+class _MetricsHandler(WSGIRequestHandler):
     timeout = SCRAPE_SECONDS
 
     def log_message(self, format: str, *args: Any) -> None:
         """Scrapes are no news."""
 
 
-class _Server(ThreadingMixIn, WSGIServer):
+class _MetricsServer(ThreadingMixIn, WSGIServer):
     daemon_threads = True
 
     def __init__(self, host: str, port: int, credentials: Credentials | None) -> None:
@@ -115,7 +115,7 @@ class _Server(ThreadingMixIn, WSGIServer):
         self._budget = Budget(most, most, seconds=SCRAPE_SECONDS)
         self._guests: dict[Any, Guest] = {}
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        super().__init__((host, port), _Handler)
+        super().__init__((host, port), _MetricsHandler)
 
     def server_bind(self) -> None:
         """Without asking the network for the host's name, as HTTPServer does."""

@@ -42,7 +42,7 @@ class Ping(NamedTuple):
         return self.received_ns - self.sent_ns
 
 
-class Estimate(NamedTuple):
+class ClockEstimate(NamedTuple):
     """How far a remote clock is from the driver's.
 
     Attributes:
@@ -78,14 +78,14 @@ DRIVER_CLOCK = Clock()
 """The driver's own."""
 
 
-def estimate(pings: Iterable[Ping]) -> Estimate:
+def estimate(pings: Iterable[Ping]) -> ClockEstimate:
     """The best that `pings`, at least one, can tell."""
     best = min(pings, key=lambda ping: ping.round_trip_ns)
     middle_ns = (best.sent_ns + best.received_ns) // 2
-    return Estimate(best.remote_ns, middle_ns - best.remote_ns)
+    return ClockEstimate(best.remote_ns, middle_ns - best.remote_ns)
 
 
-def between(before: Estimate, after: Estimate) -> Clock:
+def between(before: ClockEstimate, after: ClockEstimate) -> Clock:
     """The clock whose offset is a line through two estimates, such as from before and after a run.
 
     Between the two its error is at most the larger one of theirs.

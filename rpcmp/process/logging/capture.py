@@ -102,7 +102,7 @@ def begin(sender: Sender) -> None:
     before = sys.stdout, sys.stderr
     sys.stdout = Stream("stdout", sender.tell, sys.stdout)
     sys.stderr = Stream("stderr", sender.tell, sys.stderr)
-    handler = _Handler(sender)
+    handler = _ForwardingHandler(sender)
     logging.root.addHandler(handler)
     _let_go_of(before, handler)
     _keep(handler)
@@ -113,7 +113,7 @@ def begin(sender: Sender) -> None:
     )
 
 
-class _Handler(logging.Handler):
+class _ForwardingHandler(logging.Handler):
     def __init__(self, sender: Sender) -> None:
         super().__init__()
         self._sender = sender

@@ -18,7 +18,7 @@ from dataclasses import replace
 from typing import NamedTuple, TextIO
 
 from rpcmp.process.logging.capture import show_warnings
-from rpcmp.process.logging.rate_limit import Fold
+from rpcmp.process.logging.rate_limit import LogRateLimiter
 from rpcmp.process.logging.records import (
     Entry,
     Line,
@@ -64,7 +64,7 @@ def _is_unreported() -> bool:
     return getattr(_here, "is_unreported", False)
 
 
-class Place(NamedTuple):
+class RecordSource(NamedTuple):
     """Where a supervisor's own records belong.
 
     Attributes:
@@ -95,12 +95,15 @@ class Display(logging.Handler):
         super().__init__()
         self.json = False
         self.lowest = "info"
-        self.place: Callable[[], Place] = Place
+        self.place: Callable[[], RecordSource] = RecordSource
         self.report: Callable[[Entry], None] | None = None
         self._stream = stream or sys.stderr
         self._waiting: queue.SimpleQueue[_Waiting] = queue.SimpleQueue()
         self._left_out = 0
-        self._folds: dict[type[Line], Fold] = {Line: Fold(), Unreported: Fold()}
+        self._folds: dict[type[Line], LogRateLimiter] = {
+            Line: LogRateLimiter(),
+            Unreported: LogRateLimiter(),
+        }
         self._patience = PATIENCE
         self._thread: threading.Thread | None = None
         self._starting = threading.Lock()

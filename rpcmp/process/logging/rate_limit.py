@@ -58,7 +58,7 @@ class _Window:
         return [line]
 
 
-class Fold:
+class LogRateLimiter:
     """Decides which lines pass. Pure: told the time, in seconds of any clock."""
 
     def __init__(self) -> None:

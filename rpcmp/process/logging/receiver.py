@@ -21,7 +21,7 @@ from collections.abc import Callable
 
 from rpcmp.process import descriptors
 from rpcmp.process.logging.capture import Stream
-from rpcmp.process.logging.rate_limit import Fold
+from rpcmp.process.logging.rate_limit import LogRateLimiter
 from rpcmp.process.logging.records import MAX_BYTES, Line, unpack
 from rpcmp.process.logging.sender import MEMORY, held
 
@@ -128,7 +128,7 @@ class Output:
 
     def __init__(self, hear: Callable[[Line], None]) -> None:
         self._hear = hear
-        self._fold = Fold()
+        self._fold = LogRateLimiter()
         self._lines = Stream("stderr", self._tell, sys.stderr)
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._ours, self._theirs = os.pipe()

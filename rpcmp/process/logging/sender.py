@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from rpcmp.process.logging.rate_limit import Fold
+from rpcmp.process.logging.rate_limit import LogRateLimiter
 from rpcmp.process.logging.records import MAX_BYTES, Line, cut
 
 _SIZE = struct.Struct("<I")
@@ -45,7 +45,7 @@ class Sender:
         os.register_at_fork(after_in_child=self._begin)
 
     def _begin(self) -> None:
-        self._fold = Fold()
+        self._fold = LogRateLimiter()
         self._lock = threading.RLock()
         self._busy = False
         self._lost = 0

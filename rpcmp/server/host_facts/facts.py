@@ -33,7 +33,7 @@ from rpcmp.process.namespace import listeners
 from rpcmp.server.connection import PROTOCOL, machine
 
 
-class Order(Strict):
+class CheckRequest(Strict):
     """What one stage of a job, or its driver, will need.
 
     Attributes:
@@ -79,7 +79,7 @@ class Folder(Strict):
     problem: str = ""
 
 
-class Paper(Strict):
+class CertificateInfo(Strict):
     """A certificate.
 
     Attributes:
@@ -119,7 +119,7 @@ class HostFacts(Strict):
     machine: str
     versions: dict[str, str]
     processors: int
-    certificate: Paper | None
+    certificate: CertificateInfo | None
     listens: list[str]
     metrics_port: int = 0
     network: str
@@ -179,7 +179,7 @@ PACKAGES = ("rpcmp", "torch", "protobuf", "grpcio", "numpy")
 
 
 async def examine(
-    order: Order,
+    order: CheckRequest,
     forks: Forks,
     security: Security,
     code_folder: Path | None,
@@ -241,20 +241,20 @@ def _versions() -> dict[str, str]:
     }
 
 
-def _paper(security: Security) -> Paper | None:
+def _paper(security: Security) -> CertificateInfo | None:
     if security.credentials is None:
         return None
     from rpcmp.net.certificates import Certificate  # only who has one needs its libraries
 
     found = Certificate.load(security.credentials.folder)
-    return Paper(
+    return CertificateInfo(
         role="" if found.role is None else str(found.role),
         hosts=found.hosts,
         not_after=found.not_after.timestamp(),
     )
 
 
-async def _folder(order: Order, checkpoints: Path | None) -> Folder | None:
+async def _folder(order: CheckRequest, checkpoints: Path | None) -> Folder | None:
     """On a thread: a disk may take its time."""
     if not order.folder:
         return None

@@ -16,7 +16,7 @@ from rpcmp.metrics import keeps_state
 from rpcmp.pipelining import devices
 from rpcmp.process import task
 from rpcmp.process.channel import Channel, Message
-from rpcmp.server.host_facts.facts import Device, Order
+from rpcmp.server.host_facts.facts import CheckRequest, Device
 
 
 def run(channel: Channel) -> None:
@@ -28,7 +28,7 @@ def _examine(message: Message) -> Message:
     if message["code_folder"]:
         sys.path.insert(0, message["code_folder"])
     importing.limit(message["allowed"])
-    order = Order.model_validate_json(message["order"])
+    order = CheckRequest.model_validate_json(message["order"])
     problems = {key: _problem(name, key) for key, name in order.callables.items()}
     return {
         "event": "examined",
@@ -58,7 +58,7 @@ def _keeps_state(name: str, key: str) -> bool:
         return False
 
 
-def _hashes(order: Order, problems: dict[str, str]) -> dict[str, str]:
+def _hashes(order: CheckRequest, problems: dict[str, str]) -> dict[str, str]:
     """Of rpcmp, and of what could be imported."""
     imported = [name for key, name in order.callables.items() if not problems[key]]
     tops = {"rpcmp", *(name.partition(":")[0].partition(".")[0] for name in imported)}

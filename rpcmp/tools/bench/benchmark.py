@@ -11,18 +11,18 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from rpcmp.errors import ConfigError, UnfitError
+from rpcmp.errors import ConfigError, UnsupportedJobError
 from rpcmp.job.segments import Segments
 from rpcmp.tools.bench import comparison
 from rpcmp.tools.bench.cases import Case
-from rpcmp.tools.bench.comparison import Progress, Series
-from rpcmp.tools.bench.contestant import Contestant, Limits, Segment
+from rpcmp.tools.bench.comparison import ContestantTimes, Progress
+from rpcmp.tools.bench.contestant import Contestant, TimedSegment, TimeLimits
 from rpcmp.tools.bench.peers.group import PeerGroup, Processes, stage_times
 from rpcmp.tools.bench.peers.trainers import ONE_PROCESS_WAYS
 from rpcmp.tools.bench.statistics import Bound, estimate, is_telling
 
 
-class Pipeline:
+class OwnPipeline:
     """The contestant "rpcmp"."""
 
     name = "rpcmp"
@@ -46,12 +46,12 @@ class Pipeline:
         self._running = Segments(self._config)
         await self._running.start()
 
-    async def run(self, steps: int) -> Segment:
+    async def run(self, steps: int) -> TimedSegment:
         """See Contestant. Ends when the last stage has stepped its optimizer."""
         if self._running is None:
             raise RuntimeError("not started")
         done = await self._running.run(steps)
-        return Segment(done.seconds, done.losses, done.cpu_seconds)
+        return TimedSegment(done.seconds, done.losses, done.cpu_seconds)
 
     async def close(self) -> None:
         """See Contestant."""
@@ -92,7 +92,7 @@ def _torch(name: str, case: Case, schedules: list[str]) -> Contestant:
 OURS = "rpcmp"
 
 CONTESTANTS: dict[str, Callable[[Case], Contestant]] = {
-    OURS: Pipeline,
+    OURS: OwnPipeline,
     "one-process-1-thread": _one_thread,
     "one-process-all-threads": _all_threads,
     "torch-1f1b": _torch_1f1b,
@@ -115,7 +115,7 @@ def contestants(case: Case, peers: Sequence[str] | None = None) -> list[Contesta
 
 
 @dataclass(frozen=True)
-class Result:
+class BenchmarkResult:
     """What was measured.
 
     Attributes:
@@ -130,8 +130,8 @@ class Result:
     pairs: int
     steps: int
     bound_s: float | None
-    ours: Series
-    peers: list[Series]
+    ours: ContestantTimes
+    peers: list[ContestantTimes]
     notes: list[str]
 
 
@@ -142,8 +142,8 @@ async def benchmark(
     steps: int | None,
     bound: Bound,
     progress: Progress,
-    limits: Limits | None = None,
-) -> Result:
+    limits: TimeLimits | None = None,
+) -> BenchmarkResult:
     """Measure a case.
 
     Args:
@@ -156,28 +156,28 @@ async def benchmark(
     Raises:
         StoppedError: the user stopped it before there was anything.
         MismatchError: losses differ in a frozen case.
-        UnfitError: ours cannot run it.
+        UnsupportedJobError: ours cannot run it.
         RpcmpError: a contestant failed.
     """
     notes = list(case.notes)
-    limits = limits or Limits()
+    limits = limits or TimeLimits()
     progress("stage times", limits.left)
     bound_s = await limits.run(_bound(case, bound, notes), is_needed=True)
     done = await comparison.compare(contestants, pairs, steps, progress, limits)
     notes += [f"without {name}: {why}" for name, why in done.unfit.items()]
     own_name = contestants[0].name
     if own_name in done.unfit:
-        raise UnfitError(f"{own_name}: {done.unfit[own_name]}")
+        raise UnsupportedJobError(f"{own_name}: {done.unfit[own_name]}")
     if case.is_frozen:
         comparison.require_equal_losses(done.series)
     elif difference := comparison.loss_difference(done.series):
         notes.append(f"losses differ (does the model draw random numbers?): {difference}")
     ours, *peers = done.series
     notes += _doubts(len(ours.seconds), limits)
-    return Result(case, len(ours.seconds), done.steps, bound_s, ours, peers, notes)
+    return BenchmarkResult(case, len(ours.seconds), done.steps, bound_s, ours, peers, notes)
 
 
-def _doubts(pairs: int, limits: Limits) -> Iterator[str]:
+def _doubts(pairs: int, limits: TimeLimits) -> Iterator[str]:
     """What keeps the result from being sure."""
     if limits.is_stopped:
         yield "stopped: this is what there was until then"
@@ -191,6 +191,6 @@ def _doubts(pairs: int, limits: Limits) -> Iterator[str]:
 async def _bound(case: Case, bound: Bound, notes: list[str]) -> float | None:
     try:
         return bound(await stage_times(case), case.config.num_microbatches)
-    except UnfitError as error:
+    except UnsupportedJobError as error:
         notes.append(f"without a bound: {error}")
         return None

@@ -21,7 +21,7 @@ from rpcmp.config import loader
 from rpcmp.config.schema import Config
 from rpcmp.config.types import Arguments, Positive, Strict
 from rpcmp.errors import ConfigError
-from rpcmp.pipelining.simulation import Times
+from rpcmp.pipelining.simulation import ActionTimes
 
 
 class Milliseconds(Strict):
@@ -31,9 +31,11 @@ class Milliseconds(Strict):
     input_gradient: float = Field(ge=0)
     weight_gradient: float = Field(ge=0)
 
-    def in_seconds(self) -> Times:
+    def in_seconds(self) -> ActionTimes:
         """The same in seconds."""
-        return Times(self.forward / 1e3, self.input_gradient / 1e3, self.weight_gradient / 1e3)
+        return ActionTimes(
+            self.forward / 1e3, self.input_gradient / 1e3, self.weight_gradient / 1e3
+        )
 
 
 class FrozenCase(Strict):
@@ -66,7 +68,7 @@ class Case:
     name: str
     config: Config
     halves: Config
-    nominal: Times | None
+    nominal: ActionTimes | None
     is_frozen: bool
     peers: list[str] | None = None
     notes: tuple[str, ...] = ()
@@ -132,7 +134,7 @@ def _frozen_case(
     )
 
 
-def _nominal(config: Config) -> Times | None:
+def _nominal(config: Config) -> ActionTimes | None:
     """What a stage of the job sleeps, overrides included; None where it computes."""
     times = config.model.kwargs.get("times_ms") if config.model else None
     return None if times is None else Milliseconds.model_validate(times).in_seconds()

@@ -9,8 +9,8 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from rpcmp.errors import MismatchError, UnfitError
-from rpcmp.tools.bench.contestant import Contestant, Limits, Segment, StoppedError
+from rpcmp.errors import MismatchError, UnsupportedJobError
+from rpcmp.tools.bench.contestant import Contestant, StoppedError, TimedSegment, TimeLimits
 
 WARMUP_STEPS = 5
 """Steps of each contestant before the first round: first touch of memory, connections, caches."""
@@ -35,7 +35,7 @@ Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
-class Series:
+class ContestantTimes:
     """What one contestant did.
 
     Attributes:
@@ -50,7 +50,7 @@ class Series:
     losses: list[float] = field(default_factory=list)
     driver_cpu_seconds: list[float] = field(default_factory=list)
 
-    def add(self, segment: Segment, is_warmup: bool) -> None:
+    def add(self, segment: TimedSegment, is_warmup: bool) -> None:
         """Note a segment; a warm-up's time does not count, its losses do."""
         self.losses.extend(segment.losses)
         if not is_warmup:
@@ -64,7 +64,7 @@ class Series:
 
 
 @dataclass(frozen=True)
-class Rounds:
+class ComparisonRounds:
     """What was measured.
 
     Attributes:
@@ -73,7 +73,7 @@ class Rounds:
         unfit: for those who could not take part, why.
     """
 
-    series: list[Series]
+    series: list[ContestantTimes]
     steps: int
     unfit: dict[str, str]
 
@@ -83,8 +83,8 @@ async def compare(
     pairs: int,
     steps: int | None,
     progress: Progress,
-    limits: Limits | None = None,
-) -> Rounds:
+    limits: TimeLimits | None = None,
+) -> ComparisonRounds:
     """Run `pairs` rounds of `steps` steps, or as many rounds as there is time for, at least one.
 
     Args:
@@ -99,14 +99,14 @@ async def compare(
         StoppedError: there is nothing yet.
     """
     unfit: dict[str, str] = {}
-    limits = limits or Limits()
+    limits = limits or TimeLimits()
     async with _started(contestants, unfit, progress, limits) as fit:
         if not fit:
-            return Rounds([], 0, unfit)
+            return ComparisonRounds([], 0, unfit)
         comparison = _Comparison(fit, pairs, steps, progress, limits)
         with contextlib.suppress(StoppedError):
             await comparison.run()
-    return Rounds(comparison.whole_rounds(), comparison.steps, unfit)
+    return ComparisonRounds(comparison.whole_rounds(), comparison.steps, unfit)
 
 
 class _Comparison:
@@ -118,11 +118,11 @@ class _Comparison:
         pairs: int,
         steps: int | None,
         progress: Progress,
-        limits: Limits,
+        limits: TimeLimits,
     ) -> None:
         self._fit, self._pairs, self._steps = fit, pairs, steps
         self._progress, self._limits = progress, limits
-        self._series = {one.name: Series(one.name, one.settings) for one in fit}
+        self._series = {one.name: ContestantTimes(one.name, one.settings) for one in fit}
         self._step_s: dict[str, float] = {}
 
     @property
@@ -164,7 +164,7 @@ class _Comparison:
             self._tell(f"warm-up: {one.name}", pending, self._pairs)
             self._add(one, await self._limits.run(one.run(steps), is_needed=True), is_warmup=True)
 
-    def _add(self, one: Contestant, segment: Segment, is_warmup: bool) -> None:
+    def _add(self, one: Contestant, segment: TimedSegment, is_warmup: bool) -> None:
         self._series[one.name].add(segment, is_warmup)
         self._step_s[one.name] = segment.seconds_per_step
 
@@ -177,7 +177,7 @@ class _Comparison:
         """Seconds of so many steps of each."""
         return steps * sum(self._step_s[one.name] for one in contestants)
 
-    def whole_rounds(self) -> list[Series]:
+    def whole_rounds(self) -> list[ContestantTimes]:
         """Everybody's, as far as all have come.
 
         Raises:
@@ -210,7 +210,7 @@ def rotated(items: Sequence[Item], number: int) -> list[Item]:
     return [*items[start:], *items[:start]]
 
 
-def loss_difference(series: Sequence[Series]) -> str | None:
+def loss_difference(series: Sequence[ContestantTimes]) -> str | None:
     """Where the first contestant's losses and another's part, or None."""
     first = series[0]
     for other in series[1:]:
@@ -221,7 +221,7 @@ def loss_difference(series: Sequence[Series]) -> str | None:
     return None
 
 
-def require_equal_losses(series: Sequence[Series]) -> None:
+def require_equal_losses(series: Sequence[ContestantTimes]) -> None:
     """Who trains something else is not comparable.
 
     Raises:
@@ -236,7 +236,7 @@ async def _started(
     contestants: Sequence[Contestant],
     unfit: dict[str, str],
     progress: Progress,
-    limits: Limits,
+    limits: TimeLimits,
 ) -> AsyncIterator[list[Contestant]]:
     """Those who can take part, one started after the other, since starting measures as well."""
     fit: list[Contestant] = []
@@ -251,7 +251,7 @@ async def _started(
             stack.push_async_callback(one.close)
             try:
                 await limits.run(one.start(), is_needed=True)
-            except UnfitError as error:
+            except UnsupportedJobError as error:
                 unfit[one.name] = str(error)
                 await one.close()
             else:

@@ -16,7 +16,7 @@ from typing import Protocol, TypeVar
 
 
 @dataclass(frozen=True)
-class Segment:
+class TimedSegment:
     """Consecutive training steps, timed by the contestant's own clock.
 
     Attributes:
@@ -47,10 +47,10 @@ class Contestant(Protocol):
         """Bring its processes to life and choose what is best for it; nobody else runs meanwhile.
 
         Raises:
-            UnfitError: it cannot run this job.
+            UnsupportedJobError: it cannot run this job.
         """
 
-    async def run(self, steps: int) -> Segment:
+    async def run(self, steps: int) -> TimedSegment:
         """Train the next `steps` mini-batches."""
 
     async def close(self) -> None:
@@ -68,7 +68,7 @@ class OverBudgetError(StoppedError):
     """The budget is spent."""
 
 
-class Limits:
+class TimeLimits:
     """A budget that is being spent from now on, and an event that ends everything at once.
 
     Create it in the event loop whose clock counts.

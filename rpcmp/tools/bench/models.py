@@ -31,7 +31,7 @@ _local = threading.local()
 
 
 @dataclass(frozen=True)
-class Times:
+class LayerSleeps:
     """Seconds that each action of a layer sleeps."""
 
     forward: float
@@ -76,7 +76,7 @@ class _SleepWeight(torch.autograd.Function):
 
 
 @splittable
-def apply_sleep(x: Tensor, weight: Tensor, times: Times) -> Tensor:
+def apply_sleep(x: Tensor, weight: Tensor, times: LayerSleeps) -> Tensor:
     """`x + weight.sum(0)`, each of whose three actions sleeps.
 
     The two gradients are nodes of their own, so that whoever splits a backward finds them apart.
@@ -95,7 +95,7 @@ def apply_sleep(x: Tensor, weight: Tensor, times: Times) -> Tensor:
 class Sleep(nn.Module):
     """A layer that sleeps; float32[samples, features] in and out."""
 
-    def __init__(self, times: Times, num_rows: int, features: int) -> None:
+    def __init__(self, times: LayerSleeps, num_rows: int, features: int) -> None:
         super().__init__()
         self.times = times
         self.weight = nn.Parameter(torch.zeros(num_rows, features))
@@ -116,7 +116,7 @@ def sleeping(
         times_ms: a stage's "forward", "input_gradient" and "weight_gradient".
         layers_a_stage: 1, or 2 to cut each stage in two: the same work and parameters in all.
     """
-    times = Times(**{name: ms / 1e3 / layers_a_stage for name, ms in times_ms.items()})
+    times = LayerSleeps(**{name: ms / 1e3 / layers_a_stage for name, ms in times_ms.items()})
     rows = ROWS_A_STAGE // layers_a_stage
     names = [f"sleep{index}" for index in range(num_stages * layers_a_stage)]
     return [(name, lambda: Sleep(times, rows, features)) for name in names]

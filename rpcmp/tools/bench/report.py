@@ -8,14 +8,14 @@ from typing import Any
 
 from rich.table import Table
 
-from rpcmp.tools.bench.benchmark import Result
-from rpcmp.tools.bench.comparison import Series
+from rpcmp.tools.bench.benchmark import BenchmarkResult
+from rpcmp.tools.bench.comparison import ContestantTimes
 from rpcmp.tools.bench.statistics import Estimate, estimate, paired_ratio, spread
 
 COLUMNS = ("contestant", "settings", "ms a step", "quartiles", "ours / it", "interval")
 
 
-def as_json(result: Result) -> dict[str, Any]:
+def as_json(result: BenchmarkResult) -> dict[str, Any]:
     """The case as plain data; times in seconds, ratios are ours / theirs.
 
     "max_in_flight" and what else ours runs with stand in "settings".
@@ -38,7 +38,7 @@ def as_json(result: Result) -> dict[str, Any]:
     }
 
 
-def ratios(result: Result) -> dict[str, Estimate]:
+def ratios(result: BenchmarkResult) -> dict[str, Estimate]:
     """Ours / theirs by name, and ours / "bound" where there is one."""
     found = {one.name: paired_ratio(result.ours.seconds, one.seconds) for one in result.peers}
     if result.bound_s:
@@ -46,7 +46,7 @@ def ratios(result: Result) -> dict[str, Estimate]:
     return found
 
 
-def table(result: Result) -> Table:
+def table(result: BenchmarkResult) -> Table:
     """The case as a table of a row a contestant and one for the bound."""
     config = result.case.config
     title = (
@@ -66,7 +66,7 @@ def table(result: Result) -> Table:
     return shown
 
 
-def lines(result: Result) -> Iterator[str]:
+def lines(result: BenchmarkResult) -> Iterator[str]:
     """What stands below the table."""
     if (seconds := _driver_cpu(result)) is not None:
         a_microbatch = seconds / result.case.config.num_microbatches
@@ -74,13 +74,13 @@ def lines(result: Result) -> Iterator[str]:
     yield from (f"note: {note}" for note in result.notes)
 
 
-def _driver_cpu(result: Result) -> float | None:
+def _driver_cpu(result: BenchmarkResult) -> float | None:
     """Seconds a step, the median of all rounds."""
     measured = result.ours.driver_cpu_seconds
     return spread(measured).median if measured else None
 
 
-def _measured(one: Series) -> tuple[str, ...]:
+def _measured(one: ContestantTimes) -> tuple[str, ...]:
     of = spread(one.seconds)
     return (
         one.name,

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from rpcmp.pipelining.simulation import Times
+from rpcmp.pipelining.simulation import ActionTimes
 
 CONFIDENCE = 0.95
 
@@ -93,11 +93,11 @@ def _coverage(count: int, rank: int) -> float:
     return 1.0 - math.ldexp(2.0 * missed, -count)
 
 
-Bound = Callable[[Sequence[Times], int], float]
+Bound = Callable[[Sequence[ActionTimes], int], float]
 """Seconds of a step, of the stages' times in order and the number of micro-batches."""
 
 
-def fill_then_no_bubble(stages: Sequence[Times], num_microbatches: int) -> float:
+def fill_then_no_bubble(stages: Sequence[ActionTimes], num_microbatches: int) -> float:
     """A stage waits until the first micro-batch reaches it and then never again.
 
     The slowest stage decides. With equal stages this is what zero-bubble schedules reach:

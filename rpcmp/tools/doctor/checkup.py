@@ -21,20 +21,20 @@ from rpcmp.job.server_calls import dialer_of, require_one_each
 from rpcmp.job.server_pool import forks_for
 from rpcmp.job.status import visiting
 from rpcmp.net.dialer import Dialer
-from rpcmp.net.link_test import Way
+from rpcmp.net.link_test import LinkSpeed
 from rpcmp.process.fork_client import Forks
 from rpcmp.server.client import StageClient
 from rpcmp.server.connection import differences, versions, way_to
-from rpcmp.server.host_facts.facts import HostFacts, Order, examine, marked
+from rpcmp.server.host_facts.facts import CheckRequest, HostFacts, examine, marked
 from rpcmp.tools.doctor.diagnosis import diagnose
-from rpcmp.tools.doctor.findings import Finding, Link, Seen, SeenLink, links
+from rpcmp.tools.doctor.findings import Finding, HostReport, Link, SeenLink, links
 from rpcmp.v1 import control_pb2 as pb
 from rpcmp.v1 import doctor_pb2
 
 
 def of_stage(
     config: Config, index: int, marker: str, driver_metrics: Collection[str] = ()
-) -> Order:
+) -> CheckRequest:
     """One stage's.
 
     Args:
@@ -54,7 +54,7 @@ def of_stage(
     return _order(config, {**_model(config, index), **callables}, marker, devices)
 
 
-def of_spare(config: Config, marker: str, driver_metrics: Collection[str] = ()) -> Order:
+def of_spare(config: Config, marker: str, driver_metrics: Collection[str] = ()) -> CheckRequest:
     """That of a server which may take any stage."""
     stages = [of_stage(config, i, marker, driver_metrics) for i in range(config.num_stages)]
     callables = {key: name for stage in stages for key, name in stage.callables.items()}
@@ -62,7 +62,7 @@ def of_spare(config: Config, marker: str, driver_metrics: Collection[str] = ()) 
     return _order(config, callables, marker, devices)
 
 
-def of_driver(config: Config, marker: str) -> Order:
+def of_driver(config: Config, marker: str) -> CheckRequest:
     """The driver's: it may load the data, reads the list of layers, and computes some metrics."""
     callables = _names({**_data(config, "driver"), "report": config.report})
     model = _model(config, 0) if config.model is not None else {}
@@ -107,8 +107,10 @@ def _names(factories: Mapping[str, Factory | None]) -> dict[str, str]:
     return {key: factory.callable for key, factory in factories.items() if factory is not None}
 
 
-def _order(config: Config, callables: dict[str, str], marker: str, devices: list[str]) -> Order:
-    return Order(
+def _order(
+    config: Config, callables: dict[str, str], marker: str, devices: list[str]
+) -> CheckRequest:
+    return CheckRequest(
         callables=callables,
         devices=devices,
         folder=str(config.checkpoint_folder) if config.checkpoint is not None else "",
@@ -163,7 +165,7 @@ class Checkup:
         self._dialer, self._forks = dialer, forks
         self._code = code.collect(config.folder) if config.ship_code else []
 
-    async def look(self) -> tuple[Seen, list[Seen], list[Seen]]:
+    async def look(self) -> tuple[HostReport, list[HostReport], list[HostReport]]:
         """The driver's host, and those of the stages and of the spares."""
         config = self._config
         with contextlib.ExitStack() as placed:
@@ -180,7 +182,7 @@ class Checkup:
             spares = await asyncio.gather(*(self._visit_spare(one, marker, own) for one in at))
             return home, stages, spares
 
-    async def try_links(self, everybody: Sequence[Seen]) -> list[SeenLink]:
+    async def try_links(self, everybody: Sequence[HostReport]) -> list[SeenLink]:
         """The ways between those who are there, one after the other."""
         facts = {seen.name: seen.facts for seen in everybody if seen.facts}
         workers = self._config.workers
@@ -193,19 +195,23 @@ class Checkup:
         there = [link for link in used if link.one in facts and link.other in facts]
         return [await self._try(link, facts) for link in there]
 
-    async def _visit(self, client: StageClient, marker: str, driver_metrics: Sequence[str]) -> Seen:
+    async def _visit(
+        self, client: StageClient, marker: str, driver_metrics: Sequence[str]
+    ) -> HostReport:
         worker = self._workers[client.name]
         order = of_stage(self._config, worker.stage_index, marker, driver_metrics)
         return await self._ask(client, client.name, worker, order)
 
-    async def _visit_spare(self, address: str, marker: str, driver_metrics: Sequence[str]) -> Seen:
+    async def _visit_spare(
+        self, address: str, marker: str, driver_metrics: Sequence[str]
+    ) -> HostReport:
         order = of_spare(self._config, marker, driver_metrics)
         async with StageClient("spare", address, self._dialer) as client:
             return await self._ask(client, f"spare {address}", None, order)
 
     async def _ask(
-        self, client: StageClient, name: str, worker: Member | None, order: Order
-    ) -> Seen:
+        self, client: StageClient, name: str, worker: Member | None, order: CheckRequest
+    ) -> HostReport:
         index = None if worker is None else worker.stage_index
         settings = self._most() if index is None else self._config.stage(index)
         way, facts, error = None, None, None
@@ -226,9 +232,9 @@ class Checkup:
             facts = HostFacts.model_validate_json(await client.examine(request))
         except RpcmpError as raised:
             error = raised
-        return Seen(name, settings, client.address, facts, way, error)
+        return HostReport(name, settings, client.address, facts, way, error)
 
-    async def _reach(self, client: StageClient, index: int | None) -> Way:
+    async def _reach(self, client: StageClient, index: int | None) -> LinkSpeed:
         """The way to a server that could take part.
 
         Raises:
@@ -262,7 +268,7 @@ class Checkup:
             memory=max(wanted, key=parse_size, default=None),
         )
 
-    async def _look_at_home(self, marker: str) -> Seen:
+    async def _look_at_home(self, marker: str) -> HostReport:
         order = of_driver(self._config, marker)
         facts, error = None, None
         try:
@@ -271,7 +277,7 @@ class Checkup:
             )
         except RpcmpError as raised:
             error = raised
-        return Seen(DRIVER, StageConfig(), facts=facts, error=error)
+        return HostReport(DRIVER, StageConfig(), facts=facts, error=error)
 
     async def _try(self, link: Link, facts: Mapping[str, HostFacts]) -> SeenLink:
         if facts[link.one].network == facts[link.other].network:

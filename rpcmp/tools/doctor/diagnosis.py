@@ -14,7 +14,7 @@ from rpcmp.net.authority import SKEW
 from rpcmp.net.security import EXPIRES_DAYS, INSECURE
 from rpcmp.server.connection import NEEDED_EQUAL, is_same_release
 from rpcmp.server.host_facts.facts import Device, Folder, HostFacts
-from rpcmp.tools.doctor.findings import Finding, Seen, SeenLink, Status
+from rpcmp.tools.doctor.findings import Finding, HostReport, SeenLink, Status
 
 CLOCK_SECONDS = 5.0
 """What clocks may differ by before logs and traces become hard to read."""
@@ -22,9 +22,9 @@ CLOCK_SECONDS = 5.0
 
 def diagnose(
     config: Config,
-    driver: Seen,
-    stages: Sequence[Seen],
-    spares: Sequence[Seen],
+    driver: HostReport,
+    stages: Sequence[HostReport],
+    spares: Sequence[HostReport],
     ways: Sequence[SeenLink],
     now: float,
 ) -> list[Finding]:
@@ -51,7 +51,7 @@ def diagnose(
 
 
 def _of_one(
-    config: Config, seen: Seen, reference: HostFacts | None, now: float
+    config: Config, seen: HostReport, reference: HostFacts | None, now: float
 ) -> Iterator[Finding]:
     if seen.way is not None:
         yield from _reach(seen)
@@ -69,7 +69,7 @@ def _of_one(
     yield from _confinement(seen.name, seen.facts)
 
 
-def _reach(seen: Seen) -> Iterator[Finding]:
+def _reach(seen: HostReport) -> Iterator[Finding]:
     assert seen.way is not None
     text = f"{seen.address} answers in {1000 * seen.way.latency_s:.1f} ms"
     yield Finding(seen.name, "reach", Status.OK, text)
@@ -99,7 +99,7 @@ def _refusal(where: str, error: RpcmpError) -> Finding:
     return Finding(where, check, Status.FAILED, str(error), is_temporary)
 
 
-def _certificate(config: Config, seen: Seen, facts: HostFacts, now: float) -> Finding:
+def _certificate(config: Config, seen: HostReport, facts: HostFacts, now: float) -> Finding:
     paper = facts.certificate
     if paper is None:
         if config.security.insecure:
@@ -147,7 +147,7 @@ def _code(where: str, facts: HostFacts) -> Iterator[Finding]:
         yield Finding(where, "code", Status.OK, text)
 
 
-def _devices(seen: Seen, facts: HostFacts) -> Iterator[Finding]:
+def _devices(seen: HostReport, facts: HostFacts) -> Iterator[Finding]:
     for name, device in facts.devices.items():
         status, text = _device(seen.settings, name, device, facts.processors)
         yield Finding(seen.name, "device", status, text)
@@ -185,7 +185,7 @@ def _folder(config: Config, where: str, found: Folder, driver: HostFacts | None)
     return Finding(where, "checkpoints", Status.FAILED, text)
 
 
-def _listeners(seen: Seen, facts: HostFacts) -> Iterator[Finding]:
+def _listeners(seen: HostReport, facts: HostFacts) -> Iterator[Finding]:
     allowed = 1 if seen.address else 0
     own = [one for one in facts.listens if addresses.parse(one)[1] != facts.metrics_port]
     if len(own) > allowed:
@@ -208,7 +208,7 @@ def _confinement(where: str, facts: HostFacts) -> Iterator[Finding]:
         yield Finding(where, "confinement", Status.OK, facts.confinement)
 
 
-def _code_compared(everybody: Sequence[Seen]) -> Iterator[Finding]:
+def _code_compared(everybody: Sequence[HostReport]) -> Iterator[Finding]:
     first: dict[str, tuple[str, str]] = {}
     for seen in everybody:
         for module, digest in (seen.facts.code if seen.facts else {}).items():
@@ -221,7 +221,7 @@ def _code_compared(everybody: Sequence[Seen]) -> Iterator[Finding]:
                 yield Finding(seen.name, "code", Status.FAILED, text)
 
 
-def _processors_compared(stages: Sequence[Seen]) -> Iterator[Finding]:
+def _processors_compared(stages: Sequence[HostReport]) -> Iterator[Finding]:
     found = [device for seen in stages if seen.facts for device in seen.facts.devices.values()]
     names = {device.name for device in found if device.name}
     if len(names) > 1:

@@ -15,7 +15,7 @@ from enum import StrEnum
 from rpcmp.config.sections import StageConfig
 from rpcmp.config.topology import DRIVER, Graph, Member
 from rpcmp.errors import RpcmpError
-from rpcmp.net.link_test import Way
+from rpcmp.net.link_test import LinkSpeed
 from rpcmp.server.host_facts.facts import HostFacts
 
 
@@ -126,7 +126,7 @@ def links(
 
 
 @dataclass(frozen=True)
-class Seen:
+class HostReport:
     """One stage, a spare, or the driver.
 
     Attributes:
@@ -142,7 +142,7 @@ class Seen:
     settings: StageConfig
     address: str = ""
     facts: HostFacts | None = None
-    way: Way | None = None
+    way: LinkSpeed | None = None
     error: RpcmpError | None = None
 
 
@@ -158,5 +158,5 @@ class SeenLink:
     """
 
     link: Link
-    way: Way | None = None
+    way: LinkSpeed | None = None
     error: RpcmpError | None = None

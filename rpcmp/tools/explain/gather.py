@@ -26,15 +26,15 @@ from rpcmp.net.security import is_loopback
 from rpcmp.pipelining import inflight
 from rpcmp.pipelining.cost_model import Prediction, predict, simulate, times_of
 from rpcmp.pipelining.partition import StageHost, choose_balance
-from rpcmp.pipelining.simulation import Simulation, Times
+from rpcmp.pipelining.simulation import ActionTimes, Simulation
 from rpcmp.process.child import Child
 from rpcmp.process.fork_client import Forks
 from rpcmp.process.interpreter import compute_environment
 from rpcmp.server.connection import machine
 from rpcmp.tools.doctor.checkup import Checkup
-from rpcmp.tools.explain.model_summary.count import Inventory
-from rpcmp.tools.explain.picture import Listener, Way, Whereabouts, actions, listeners, ways
-from rpcmp.tools.explain.stage import File, Stage, files, stages
+from rpcmp.tools.explain.model_summary.count import ModelSummary
+from rpcmp.tools.explain.picture import Listener, StageLink, Whereabouts, actions, listeners, ways
+from rpcmp.tools.explain.stage import ExplainedStage, File, files, stages
 
 
 @dataclass(frozen=True)
@@ -70,11 +70,11 @@ class Explanation:
     microbatches_per_message: int
     balance: list[int]
     parameters: int
-    stages: list[Stage]
+    stages: list[ExplainedStage]
     step: Simulation
     prediction: Prediction | None
     listeners: list[Listener]
-    ways: list[Way]
+    ways: list[StageLink]
     files: list[File]
     notes: list[str]
 
@@ -105,7 +105,7 @@ class Explanation:
         }
 
 
-UNIT = Times(1.0, 1.0, 1.0)
+UNIT = ActionTimes(1.0, 1.0, 1.0)
 """Of every stage's micro-batch, where nothing was measured."""
 
 
@@ -191,7 +191,7 @@ class _Gatherer:
             self._notes.append(text)
         return full
 
-    async def _count(self) -> Inventory:
+    async def _count(self) -> ModelSummary:
         """What the job is made of, by a process that does what the driver's process would."""
         child = await Child.spawn(
             "rpcmp.tools.explain.model_summary", compute_environment(1), forks=self._forks
@@ -204,7 +204,7 @@ class _Gatherer:
                 "is_here": not self._addresses,
             }
         )
-        return Inventory.model_validate(answer["inventory"])
+        return ModelSummary.model_validate(answer["inventory"])
 
     def _predict(
         self, hosts: Sequence[StageHost] | None, balance: list[int]
@@ -256,7 +256,7 @@ class _Gatherer:
             )
         return places
 
-    def _note(self, inventory: Inventory, found: Sequence[Stage]) -> None:
+    def _note(self, inventory: ModelSummary, found: Sequence[ExplainedStage]) -> None:
         config = self._config
         if inventory.unknown:
             self._notes.append(f"nothing was measured: {inventory.unknown}")

@@ -27,14 +27,16 @@ from dataclasses import dataclass
 from rpcmp.config.schema import Config
 from rpcmp.config.topology import DRIVER
 from rpcmp.job.recovery import holders
-from rpcmp.pipelining.simulation import Run
+from rpcmp.pipelining.simulation import SimulatedRun
 from rpcmp.tools.doctor.findings import TENSORS, Link, links
 
 LONGEST = 8
 """Blocks of rows that a picture has at most; JSON has all of it."""
 
 
-def picture(runs: Mapping[str, Sequence[Run]], names: Sequence[str], width: int) -> list[str]:
+def picture(
+    runs: Mapping[str, Sequence[SimulatedRun]], names: Sequence[str], width: int
+) -> list[str]:
     """The rows, in blocks one below the other where a step is wider than `width`.
 
     Args:
@@ -57,12 +59,14 @@ def picture(runs: Mapping[str, Sequence[Run]], names: Sequence[str], width: int)
     return lines
 
 
-def label(run: Run) -> str:
+def label(run: SimulatedRun) -> str:
     """An action in its stage's row, "F0"."""
     return f"{run.action}{run.microbatch}"
 
 
-def actions(runs: Mapping[str, Sequence[Run]], names: Sequence[str]) -> dict[str, list[str]]:
+def actions(
+    runs: Mapping[str, Sequence[SimulatedRun]], names: Sequence[str]
+) -> dict[str, list[str]]:
     """What each stage does, in order, each action with its stage's number: "2F0"."""
     return {
         name: [f"{index}{label(run)}" for run in runs[name]] for index, name in enumerate(names)
@@ -86,14 +90,14 @@ def _cuts(row: str, end: int) -> bool:
     return not row[end - 1 : end].isspace() and bool(row[end : end + 1].strip())
 
 
-def _row(runs: Sequence[Run], columns: Mapping[int, int]) -> str:
+def _row(runs: Sequence[SimulatedRun], columns: Mapping[int, int]) -> str:
     row = ""
     for run in runs:
         row = (row and f"{row} ").ljust(columns[_ns(run.start)]) + label(run)
     return row
 
 
-def _columns(runs: Mapping[str, Sequence[Run]], room: int) -> dict[int, int]:
+def _columns(runs: Mapping[str, Sequence[SimulatedRun]], room: int) -> dict[int, int]:
     """The column of each moment: to scale, but for what would be too narrow for its actions.
 
     Scaled so that a step fills a line, where it needs no more than that.
@@ -104,11 +108,11 @@ def _columns(runs: Mapping[str, Sequence[Run]], room: int) -> dict[int, int]:
     return _stretched(runs, left / last) if last and left > 0 else narrowest
 
 
-def _stretched(runs: Mapping[str, Sequence[Run]], scale: float) -> dict[int, int]:
+def _stretched(runs: Mapping[str, Sequence[SimulatedRun]], scale: float) -> dict[int, int]:
     """The column of each moment, `scale` columns a nanosecond where there is room for that."""
     every = [run for done in runs.values() for run in done]
     moments = sorted({moment for run in every for moment in (_ns(run.start), _ns(run.end))})
-    ending: dict[int, list[Run]] = {}
+    ending: dict[int, list[SimulatedRun]] = {}
     for run in every:
         ending.setdefault(_ns(run.end), []).append(run)
     columns: dict[int, int] = {}
@@ -173,7 +177,7 @@ class Listener:
 
 
 @dataclass(frozen=True)
-class Way:
+class StageLink:
     """Two who talk to each other.
 
     Attributes:
@@ -218,7 +222,7 @@ def listeners(config: Config, places: Mapping[str, Whereabouts]) -> list[Listene
 
 def ways(
     config: Config, places: Mapping[str, Whereabouts], tied: Sequence[Sequence[str]] = ()
-) -> list[Way]:
+) -> list[StageLink]:
     """Everybody who talks to somebody.
 
     Args:
@@ -241,11 +245,11 @@ def _way(
     places: Mapping[str, Whereabouts],
     first: str,
     held: set[tuple[str, str]],
-) -> Way:
+) -> StageLink:
     here, there = places[link.one], places[link.other]
     crosses = here.machine != there.machine
     is_served = bool(here.address or there.address)
-    return Way(
+    return StageLink(
         link.one,
         link.other,
         link.carries,

@@ -18,14 +18,14 @@ from rpcmp.errors import ConfigError
 from rpcmp.job import code
 from rpcmp.pipelining import inflight
 from rpcmp.pipelining.partition import StageHost
-from rpcmp.tools.explain.model_summary.count import Inventory, LayerFacts, StageFacts
+from rpcmp.tools.explain.model_summary.count import LayerFacts, ModelSummary, StageFacts
 
 SNAPSHOTS = RETAINED + 1
 """Copies of a stage that its supervisor holds: those that are whole, and one being written."""
 
 
 @dataclass(frozen=True)
-class Memory:
+class MemoryEstimate:
     """Bytes of one worker; None where they were not measured.
 
     Attributes:
@@ -70,7 +70,7 @@ def memory(
     host: StageHost | None,
     part: tuple[int, int],
     limit: int | None,
-) -> Memory:
+) -> MemoryEstimate:
     """That of one stage's worker.
 
     Args:
@@ -95,7 +95,7 @@ def memory(
     if config.takes_snapshots and optimizer is not None:
         own = facts.parameter_bytes - facts.foreign_bytes + facts.buffer_bytes
         snapshots = SNAPSHOTS * (own + optimizer)
-    return Memory(
+    return MemoryEstimate(
         process=process,
         parameters=facts.parameter_bytes,
         buffers=facts.buffer_bytes,
@@ -108,7 +108,7 @@ def memory(
 
 
 @dataclass(frozen=True)
-class Stage:
+class ExplainedStage:
     """One stage, as its run will have it.
 
     Attributes:
@@ -145,15 +145,15 @@ class Stage:
     trained: int
     tied: list[str]
     in_flight: int
-    memory: Memory
+    memory: MemoryEstimate
 
 
 def stages(
     config: Config,
-    inventory: Inventory,
+    inventory: ModelSummary,
     hosts: Sequence[StageHost] | None,
     addresses: Sequence[str] = (),
-) -> list[Stage]:
+) -> list[ExplainedStage]:
     """All stages, in the config's order.
 
     Args:
@@ -173,7 +173,7 @@ def stages(
             limit = _share(config, index, inventory)
         part, host = (ends[index], ends[index + 1]), None if hosts is None else hosts[index]
         found.append(
-            Stage(
+            ExplainedStage(
                 index=index,
                 name=name,
                 inputs=[str(reference) for reference in graph.inputs[name]],
@@ -196,7 +196,7 @@ def stages(
     return found
 
 
-def _share(config: Config, index: int, inventory: Inventory) -> int | None:
+def _share(config: Config, index: int, inventory: ModelSummary) -> int | None:
     """What each worker on this machine's processors may have of its memory."""
     devices = [config.stage(worker.stage_index).device for worker in config.workers]
     if config.stage(index).device != "cpu" or inventory.available_bytes is None:

@@ -23,7 +23,7 @@ SETTLE_STEPS = 1
 """After a change, before the clock counts: other sizes of memory, threads that are new."""
 
 
-class Measured(NamedTuple):
+class Measurement(NamedTuple):
     """Seconds of a step.
 
     Attributes:
@@ -38,7 +38,7 @@ class Measured(NamedTuple):
 class Runner(Protocol):
     """Trains under any of the settings."""
 
-    async def run(self, setting: ScheduleOptions, steps: int) -> Measured:
+    async def run(self, setting: ScheduleOptions, steps: int) -> Measurement:
         """Train `steps` steps under `setting`; returns their mean."""
 
 
@@ -48,7 +48,7 @@ class GroupRunner:
     Args:
         config: the job.
         settings: all that are to be measured.
-        connect: addresses of running stage servers; see rpcmp.job.server_pool.Fleet.
+        connect: addresses of running stage servers; see rpcmp.job.server_pool.ServerPool.
     """
 
     def __init__(
@@ -63,12 +63,12 @@ class GroupRunner:
         """Bring the group to life; see Segments."""
         await self._segments.start()
 
-    async def run(self, setting: ScheduleOptions, steps: int) -> Measured:
+    async def run(self, setting: ScheduleOptions, steps: int) -> Measurement:
         """See Runner."""
         self._segments.change_to(setting)
         await self._segments.run(SETTLE_STEPS)
         done = await self._segments.run(steps)
-        return Measured(done.seconds, max(done.busy_seconds.values()))
+        return Measurement(done.seconds, max(done.busy_seconds.values()))
 
     async def close(self) -> None:
         """End whatever runs and free every server."""
@@ -97,7 +97,7 @@ def plain(config: Config) -> Config:
 
 
 @dataclass(frozen=True)
-class Series:
+class SettingTimes:
     """What was measured of one setting.
 
     Attributes:
@@ -107,11 +107,11 @@ class Series:
     """
 
     setting: ScheduleOptions
-    warm_up: list[Measured] = field(default_factory=list)
-    measured: list[Measured] = field(default_factory=list)
+    warm_up: list[Measurement] = field(default_factory=list)
+    measured: list[Measurement] = field(default_factory=list)
 
     @property
-    def counted(self) -> list[Measured]:
+    def counted(self) -> list[Measurement]:
         """The rounds; the warm-up if there are none."""
         return self.measured or self.warm_up
 
@@ -156,9 +156,9 @@ class Tuned:
     config: Config
     rounds: int
     steps: int
-    series: list[Series]
-    best: Series
-    own: Series
+    series: list[SettingTimes]
+    best: SettingTimes
+    own: SettingTimes
     confirmed: Estimate | None
     dropped: frozenset[ScheduleOptions]
     unmeasured: list[ScheduleOptions]
@@ -183,13 +183,13 @@ class Tuned:
         """What the config should say."""
         return self.best.setting if self.is_faster else self.own.setting
 
-    def against_best(self, one: Series) -> Estimate:
+    def against_best(self, one: SettingTimes) -> Estimate:
         """How much slower than the best a setting is, in the rounds that both have."""
         both = common_rounds([one, self.best])
         return paired_ratio(one.seconds_of(both), self.best.seconds_of(both))
 
 
-def common_rounds(series: Sequence[Series]) -> int:
+def common_rounds(series: Sequence[SettingTimes]) -> int:
     """How many rounds all of them have."""
     return min(len(one.measured) for one in series)
 

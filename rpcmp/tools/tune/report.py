@@ -20,7 +20,7 @@ from rpcmp.config.schema import ScheduleOptions
 from rpcmp.errors import ConfigError
 from rpcmp.observability.trace.plot import require_matplotlib
 from rpcmp.tools.bench.statistics import Estimate, is_telling, spread
-from rpcmp.tools.tune.measuring import Series, Tuned, is_more
+from rpcmp.tools.tune.measuring import SettingTimes, Tuned, is_more
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -107,7 +107,7 @@ def _unmeasured(tuned: Tuned) -> Iterator[str]:
         yield f"not measured: {why}: num_microbatches {numbers}, {way}"
 
 
-def _object(tuned: Tuned, one: Series) -> dict[str, Any]:
+def _object(tuned: Tuned, one: SettingTimes) -> dict[str, Any]:
     return {
         **one.setting.model_dump(),
         "rounds": len(one.measured),
@@ -121,7 +121,7 @@ def _object(tuned: Tuned, one: Series) -> dict[str, Any]:
     }
 
 
-def _row(tuned: Tuned, one: Series) -> list[str]:
+def _row(tuned: Tuned, one: SettingTimes) -> list[str]:
     of, ratio = spread(one.seconds), tuned.against_best(one)
     compared = (f"{ratio.median:.3f}", _interval(ratio))
     return [
@@ -138,7 +138,7 @@ def _row(tuned: Tuned, one: Series) -> list[str]:
     ]
 
 
-def _remark(tuned: Tuned, one: Series) -> str:
+def _remark(tuned: Tuned, one: SettingTimes) -> str:
     ratio = tuned.against_best(one)
     said = ["yours"] if one is tuned.own else []
     if one is tuned.best:
@@ -152,7 +152,7 @@ def _remark(tuned: Tuned, one: Series) -> str:
     return ", ".join(said)
 
 
-def _samples_per_s(tuned: Tuned, one: Series) -> float:
+def _samples_per_s(tuned: Tuned, one: SettingTimes) -> float:
     data = tuned.config.data
     return data.batch_size / one.median_s if data else 0.0
 
@@ -237,7 +237,7 @@ def _draw_bound(axes: Axes, tuned: Tuned) -> None:
     axes.plot(numbers, [least[n] for n in numbers], color="grey", linestyle="--", label=label)
 
 
-def _mark(axes: Axes, one: Series, marker: str, size: float, label: str) -> None:
+def _mark(axes: Axes, one: SettingTimes, marker: str, size: float, label: str) -> None:
     axes.plot(
         _numbers([one]),
         [one.median_s * 1e3],
@@ -263,5 +263,5 @@ def _label(axes: Axes, tuned: Tuned) -> None:
     )
 
 
-def _numbers(line: list[Series]) -> list[int]:
+def _numbers(line: list[SettingTimes]) -> list[int]:
     return [one.setting.num_microbatches for one in line]

@@ -13,11 +13,11 @@ from statistics import mean, median
 
 from rpcmp.config.schema import Config, ScheduleOptions
 from rpcmp.tools.bench.comparison import Progress, rotated
-from rpcmp.tools.bench.contestant import Limits, StoppedError
+from rpcmp.tools.bench.contestant import StoppedError, TimeLimits
 from rpcmp.tools.bench.statistics import Estimate, paired_ratio
 from rpcmp.tools.tune.grid import Grid
 from rpcmp.tools.tune.halving import Plan, spread_out
-from rpcmp.tools.tune.measuring import Runner, Series, Tuned, common_rounds
+from rpcmp.tools.tune.measuring import Runner, SettingTimes, Tuned, common_rounds
 
 MOST_STEPS = 5
 """Of a round, if their number is not given."""
@@ -33,7 +33,7 @@ async def tune(
     rounds: int,
     steps: int | None,
     progress: Progress,
-    limits: Limits | None = None,
+    limits: TimeLimits | None = None,
 ) -> Tuned:
     """Measure the settings of `grid` and choose.
 
@@ -50,7 +50,7 @@ async def tune(
         RpcmpError: the job failed.
         StoppedError: there is nothing yet.
     """
-    sweep = _Sweep(grid, runner, rounds, steps, progress, limits or Limits())
+    sweep = _Sweep(grid, runner, rounds, steps, progress, limits or TimeLimits())
     with contextlib.suppress(StoppedError):
         await sweep.run()
     return sweep.found(config)
@@ -66,14 +66,14 @@ class _Sweep:
         rounds: int,
         steps: int | None,
         progress: Progress,
-        limits: Limits,
+        limits: TimeLimits,
     ) -> None:
         self._grid, self._runner, self._rounds = grid, runner, rounds
         self._steps, self._progress, self._limits = steps, progress, limits
-        self._series = {setting: Series(setting) for setting in grid.settings}
+        self._series = {setting: SettingTimes(setting) for setting in grid.settings}
         self._alive = list(grid.settings)
         self._dropped: set[ScheduleOptions] = set()
-        self._again: list[Series] = []
+        self._again: list[SettingTimes] = []
 
     async def run(self) -> None:
         """Measure everything, or what there is time for.
@@ -112,7 +112,7 @@ class _Sweep:
         )
 
     @property
-    def _best(self) -> Series:
+    def _best(self) -> SettingTimes:
         """The fastest in the rounds that all have, whichever of them the current one has reached.
 
         Those that were dropped have lost already.
@@ -164,7 +164,7 @@ class _Sweep:
         both = [self._best.setting, self._grid.own]
         if both[0] == both[1]:
             return
-        self._again = [Series(one) for one in both]
+        self._again = [SettingTimes(one) for one in both]
         cost = self._plan().cost(both)
         for number in range(self._rounds):
             if self._limits.left < cost:
@@ -174,7 +174,9 @@ class _Sweep:
                 self._again, number, f"once more: {both[0]} and your {both[1]}", after
             )
 
-    async def _round(self, series: Sequence[Series], number: int, what: str, after: float) -> None:
+    async def _round(
+        self, series: Sequence[SettingTimes], number: int, what: str, after: float
+    ) -> None:
         """Measure each of `series` once; `after`: seconds of what follows the round."""
         stride = max(1, len(series) // self._rounds)  # early in some rounds, late in others
         order = rotated(series, number * stride)

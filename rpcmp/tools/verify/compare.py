@@ -28,7 +28,7 @@ State = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
-class Run:
+class ComparedRun:
     """What one way of training gave.
 
     Attributes:
@@ -105,7 +105,7 @@ def verify(config: Config, connect: Sequence[str] | None = None) -> Verified:
     )
 
 
-def first_difference(pipelined: Run, reference: Run) -> str | None:
+def first_difference(pipelined: ComparedRun, reference: ComparedRun) -> str | None:
     """Where two runs differ first, or None: losses by step, then tensors by name."""
     if len(pipelined.losses) != len(reference.losses):
         return f"{len(pipelined.losses)} steps pipelined, {len(reference.losses)} in one process"
@@ -123,7 +123,7 @@ def first_difference(pipelined: Run, reference: Run) -> str | None:
     return None
 
 
-def distance(pipelined: Run, reference: Run) -> Difference:
+def distance(pipelined: ComparedRun, reference: ComparedRun) -> Difference:
     """How far two runs of equal shape are apart."""
     pairs = zip(pipelined.losses, reference.losses, strict=True)
     losses = [abs(ours - theirs) / abs(theirs) if theirs else abs(ours) for ours, theirs in pairs]
@@ -155,7 +155,9 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().reshape(-1, 1).view(torch.uint8)
 
 
-async def _both(config: Config, connect: Sequence[str] | None) -> tuple[Config, Run, Run]:
+async def _both(
+    config: Config, connect: Sequence[str] | None
+) -> tuple[Config, ComparedRun, ComparedRun]:
     """The job with its balance, and the two runs of it."""
     with tempfile.TemporaryDirectory(prefix="rpcmp-verify-") as folder:
         async with Forks([WORKERS, DRIVERS]) as forks:
@@ -167,7 +169,7 @@ async def _both(config: Config, connect: Sequence[str] | None) -> tuple[Config, 
 
 async def _pipelined(
     config: Config, connect: Sequence[str] | None, path: Path, forks: Forks
-) -> Run:
+) -> ComparedRun:
     losses: list[float] = []
 
     def note(event: Message) -> None:
@@ -181,10 +183,10 @@ async def _pipelined(
     summary = await drive(kept_nothing, note, connect, evaluate=False, save_state=path, forks=forks)
     skipped = summary.get("skipped_steps", 0)
     state = parameter_names.under_all_names(load_tensors(path), config.tied_to)
-    return Run(losses, state, summary["hosts"], skipped)
+    return ComparedRun(losses, state, summary["hosts"], skipped)
 
 
-async def _reference(config: Config, path: Path, forks: Forks) -> Run:
+async def _reference(config: Config, path: Path, forks: Forks) -> ComparedRun:
     threads = max(config.stage(index).threads for index in range(config.num_stages))
     child = await Child.spawn(
         "rpcmp.tools.verify.reference", compute_environment(threads), forks=forks
@@ -206,7 +208,7 @@ async def _reference(config: Config, path: Path, forks: Forks) -> Run:
                 case "error":
                     raise from_wire(message["error"])
                 case "done":
-                    return Run(losses, load_tensors(path), {"reference": message["host"]})
+                    return ComparedRun(losses, load_tensors(path), {"reference": message["host"]})
     finally:
         await child.kill()
     raise WorkerDiedError(f"the reference process {interpreter.told(child.exit_code)}")

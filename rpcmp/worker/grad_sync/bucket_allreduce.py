@@ -41,7 +41,7 @@ from torch.futures import Future
 
 from rpcmp.errors import JobError, RpcmpError, from_wire, one_line, to_wire
 from rpcmp.rpc import transport
-from rpcmp.rpc.messages import Part
+from rpcmp.rpc.messages import GradientPart
 from rpcmp.rpc.transport import Raised
 
 BUCKET_BYTES = 25 * 2**20
@@ -71,7 +71,7 @@ class Bucket:
         """Of all parameters."""
         return sum(self.sizes)
 
-    def flat(self, gradients: Sequence[Tensor | None]) -> Part:
+    def flat(self, gradients: Sequence[Tensor | None]) -> GradientPart:
         """Its gradients as one contiguous host tensor, zeros where there is none.
 
         Args:
@@ -90,9 +90,9 @@ class Bucket:
             else gradient.detach().reshape(-1).cpu()
             for gradient, size in zip(gradients, self.sizes, strict=True)
         ]
-        return Part(torch.cat(flat), tuple(gradient is not None for gradient in gradients))
+        return GradientPart(torch.cat(flat), tuple(gradient is not None for gradient in gradients))
 
-    def unpack(self, part: Part, parameters: Sequence[nn.Parameter]) -> None:
+    def unpack(self, part: GradientPart, parameters: Sequence[nn.Parameter]) -> None:
         """Make its gradients those of the parameters, as views where that is all the same."""
         for index, (start, end), is_there in zip(self.indices, self.spans(), part.has, strict=True):
             parameter = parameters[index]
@@ -149,7 +149,7 @@ def pack(parameters: Sequence[nn.Parameter]) -> list[Bucket]:
     return found
 
 
-def add(parts: Sequence[Part], bucket: Bucket, start: int) -> Part:
+def add(parts: Sequence[GradientPart], bucket: Bucket, start: int) -> GradientPart:
     """The sum of the members' parts of one chunk, in their order; overwrites the first one.
 
     What a member has no gradient of is left out, not added as zeros: minus zero plus zero is zero.
@@ -171,7 +171,7 @@ def add(parts: Sequence[Part], bucket: Bucket, start: int) -> Part:
                 elif theirs:
                     total[at] = part[at]
         have = tuple(one or other for one, other in zip(have, has, strict=True))
-    return Part(total, have)
+    return GradientPart(total, have)
 
 
 class Others(Protocol):
@@ -187,7 +187,7 @@ class Others(Protocol):
         """What a member is called."""
 
 
-class BucketSum:
+class BucketReduction:
     """One bucket of one sum, as far as it has come.
 
     Attributes:
@@ -199,9 +199,9 @@ class BucketSum:
     """
 
     def __init__(self, left: int, owed: int) -> None:
-        self.mine: Waiting[Part] = Waiting()
-        self.total: Waiting[Part] = Waiting()
-        self.done: Waiting[Part] = Waiting()
+        self.mine: Waiting[GradientPart] = Waiting()
+        self.total: Waiting[GradientPart] = Waiting()
+        self.done: Waiting[GradientPart] = Waiting()
         self.left = left
         self.owed = owed
 
@@ -212,7 +212,7 @@ class BucketSum:
                 promise.set_exception(error)
 
 
-class Summing:
+class BucketAllReduce:
     """One worker's side of the sums of one group of members.
 
     Sums are numbered, and every member takes part in all of them in the same order.
@@ -237,7 +237,7 @@ class Summing:
             chunks(bucket, num_members, number) for number, bucket in enumerate(self.buckets)
         ]
         self._lock = threading.Lock()
-        self._sums: dict[int, list[BucketSum]] = {}
+        self._sums: dict[int, list[BucketReduction]] = {}
         self._over = 0
         self._aborted: set[int] = set()
         self._thread = ThreadPoolExecutor(1, "rpcmp-sum")
@@ -288,8 +288,8 @@ class Summing:
         """The part of the chunk that another member sums."""
         start, end = self._chunks[number][asking]
 
-        def answer(mine: Part) -> Part:
-            return Part(mine.values[start:end], mine.has)
+        def answer(mine: GradientPart) -> GradientPart:
+            return GradientPart(mine.values[start:end], mine.has)
 
         return self._answer(key, number, lambda found: found.mine, answer)
 
@@ -299,7 +299,7 @@ class Summing:
 
     # How a sum goes on, mostly on the own thread.
 
-    def _pack(self, key: int, number: int, mine: Part) -> None:
+    def _pack(self, key: int, number: int, mine: GradientPart) -> None:
         found = self._of(key)[number]
         found.mine.set_result(mine)
         if self._owns(self.rank, number):
@@ -312,7 +312,7 @@ class Summing:
             asked = [(self._others.name(m), self._others.total(m, key, number)) for m in owners]
             self._when_all(key, number, asked, functools.partial(self._gather, owners))
 
-    def _sum(self, key: int, number: int, others: list[Part]) -> None:
+    def _sum(self, key: int, number: int, others: list[GradientPart]) -> None:
         """All parts of the own chunk are there."""
         found, (start, end) = self._of(key)[number], self._chunks[number][self.rank]
         mine = found.mine.result()
@@ -320,14 +320,14 @@ class Summing:
             found.done.set_result(add([*others, mine], self.buckets[number], start))
             return
         # A copy: the sum is still being sent when an optimizer may already change the gradients.
-        parts = [*others[: self.rank], Part(mine.values[start:end].clone(), mine.has)]
+        parts = [*others[: self.rank], GradientPart(mine.values[start:end].clone(), mine.has)]
         parts += others[self.rank :]
         total = add(parts, self.buckets[number], start)
         mine.values[start:end] = total.values
         found.total.set_result(total)
         self._one_has_come(found, total)
 
-    def _gather(self, owners: list[int], key: int, number: int, totals: list[Part]) -> None:
+    def _gather(self, owners: list[int], key: int, number: int, totals: list[GradientPart]) -> None:
         """All chunks that others sum are there. Their owners have had our parts of them."""
         found = self._of(key)[number]
         values = found.mine.result().values
@@ -337,17 +337,17 @@ class Summing:
         self._one_has_come(found, totals[0])
 
     @staticmethod
-    def _one_has_come(found: BucketSum, total: Part) -> None:
+    def _one_has_come(found: BucketReduction, total: GradientPart) -> None:
         found.left -= 1
         if not found.left:
-            found.done.set_result(Part(found.mine.result().values, total.has))
+            found.done.set_result(GradientPart(found.mine.result().values, total.has))
 
     def _when_all(
         self,
         key: int,
         number: int,
         asked: list[tuple[str, Future[Any]]],
-        then: Callable[[int, int, list[Part]], None],
+        then: Callable[[int, int, list[GradientPart]], None],
     ) -> None:
         def arrived(answers: list[Any]) -> None:
             def go_on() -> None:
@@ -373,12 +373,12 @@ class Summing:
         self,
         key: int,
         number: int,
-        wanted: Callable[[BucketSum], Waiting[Part]],
-        answer: Callable[[Part], Part],
+        wanted: Callable[[BucketReduction], Waiting[GradientPart]],
+        answer: Callable[[GradientPart], GradientPart],
     ) -> Future[Any]:
         future: Future[Any] = Future()
 
-        def there(promise: Waiting[Part]) -> None:
+        def there(promise: Waiting[GradientPart]) -> None:
             error = promise.exception()
             if error is None:
                 future.set_result(answer(promise.result()))
@@ -395,7 +395,7 @@ class Summing:
         start, end = self._chunks[number][member]
         return end > start
 
-    def _of(self, key: int) -> list[BucketSum]:
+    def _of(self, key: int) -> list[BucketReduction]:
         """The buckets of a sum; of one that was given up, such as have failed."""
         with self._lock:
             found = self._sums.get(key)
@@ -408,13 +408,13 @@ class Summing:
                     one.fail(JobError(f"the step of round {key} was aborted"))
         return found
 
-    def _begun(self, number: int) -> BucketSum:
+    def _begun(self, number: int) -> BucketReduction:
         is_mine = self._owns(self.rank, number)
         owners = sum(self._owns(member, number) for member in self._members)
         totals = len(self._members) if is_mine and not self._is_pair else 0
-        return BucketSum(left=is_mine + bool(owners), owed=owners + totals + 1)
+        return BucketReduction(left=is_mine + bool(owners), owed=owners + totals + 1)
 
-    def _note_served(self, key: int, served: BucketSum) -> None:
+    def _note_served(self, key: int, served: BucketReduction) -> None:
         """Somebody has had something; let go of a sum that everybody has."""
         with self._lock:
             served.owed -= 1

@@ -27,7 +27,7 @@ NEVER = 2**62
 
 
 @dataclass
-class _Post:
+class _PostedTensors:
     """What one key stands for, as far as it is known."""
 
     tensors: list[Tensor | None] | None = None
@@ -35,12 +35,12 @@ class _Post:
     waiting: list[Future[Any]] = field(default_factory=list)
 
 
-class Board:
+class TensorMailbox:
     """What one worker has for others. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._posts: dict[Key, _Post] = {}
+        self._posts: dict[Key, _PostedTensors] = {}
         self._aborted: dict[int, str] = {}
 
     def __len__(self) -> int:
@@ -51,7 +51,7 @@ class Board:
         with self._lock:
             if not takers or key[0] in self._aborted:
                 return
-            post = self._posts.setdefault(key, _Post())
+            post = self._posts.setdefault(key, _PostedTensors())
             post.tensors = [None if t is None else t.detach().cpu().clone() for t in tensors]
             post.left += takers
             waiting, post.waiting = post.waiting, []
@@ -67,7 +67,7 @@ class Board:
             if key[0] in self._aborted:
                 found = Raised(self._aborted[key[0]])
             else:
-                post = self._posts.setdefault(key, _Post())
+                post = self._posts.setdefault(key, _PostedTensors())
                 found = post.tensors
                 if found is None:
                     post.waiting.append(answer)

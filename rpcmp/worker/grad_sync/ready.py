@@ -13,10 +13,10 @@ from collections.abc import Callable, Sequence
 
 from torch import nn
 
-from rpcmp.worker.weight_grad import Additions
+from rpcmp.worker.weight_grad import AccumulateGradHook
 
 
-class Readiness:
+class GradientReadyTracker:
     """Watches the gradients of some parameters; on the compute thread.
 
     Args:
@@ -42,7 +42,7 @@ class Readiness:
         self._is_early = False
         self.told: set[int] = set()
         self._additions = [
-            Additions(parameter, functools.partial(self._added, index))
+            AccumulateGradHook(parameter, functools.partial(self._added, index))
             for index, parameter in enumerate(parameters)
         ]
 

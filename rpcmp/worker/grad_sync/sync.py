@@ -44,17 +44,17 @@ from rpcmp.errors import JobError, RpcmpError, StageError, WorkerDiedError, one_
 from rpcmp.pipelining.assignment import Assignment
 from rpcmp.rpc.transport import Transport, result
 from rpcmp.worker import option_overrides
-from rpcmp.worker.grad_sync.bucket_allreduce import Summing
-from rpcmp.worker.grad_sync.mailbox import NEVER, Board, Key
-from rpcmp.worker.grad_sync.ready import Readiness
-from rpcmp.worker.grad_sync.tied import Ties
+from rpcmp.worker.grad_sync.bucket_allreduce import BucketAllReduce
+from rpcmp.worker.grad_sync.mailbox import NEVER, Key, TensorMailbox
+from rpcmp.worker.grad_sync.ready import GradientReadyTracker
+from rpcmp.worker.grad_sync.tied import TiedParameters
 from rpcmp.worker.model import StageModel
 
 Ask = Callable[[str, Key], Callable[[], list[Any]]]
 """Asks for what another worker has on its board; what is returned waits for it."""
 
 
-class Following:
+class ReplicaBroadcast:
     """One replica's side of it; on the compute thread.
 
     Args:
@@ -64,7 +64,7 @@ class Following:
         ask: how to get it from there.
     """
 
-    def __init__(self, own: Member, model: StageModel, board: Board, ask: Ask) -> None:
+    def __init__(self, own: Member, model: StageModel, board: TensorMailbox, ask: Ask) -> None:
         self._own, self._model = own, model
         self._board, self._ask = board, ask
         self._begun = 0
@@ -140,7 +140,7 @@ def _copy(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
 Method = Callable[..., Future[Any]]
 
 
-class Replication:
+class ReplicaGroup:
     """One replica's side of it; all but the answers to others on the compute thread.
 
     Args:
@@ -158,14 +158,14 @@ class Replication:
         peers: Transport,
         part: Method,
         total: Method,
-        following: Following,
+        following: ReplicaBroadcast,
     ) -> None:
         self._own = own
         names = [member_name(own.stage, replica) for replica in range(own.num_replicas)]
         parameters = [value for _, value in model.named_parameters() if value.requires_grad]
         others = _Others(peers, names, own.replica, part, total)
-        self._summing = Summing(parameters, own.replica, own.num_replicas, others)
-        self._readiness = Readiness(
+        self._summing = BucketAllReduce(parameters, own.replica, own.num_replicas, others)
+        self._readiness = GradientReadyTracker(
             parameters, [bucket.indices for bucket in self._summing.buckets], self._launch
         )
         self._following = following
@@ -226,11 +226,11 @@ class Replication:
     # What the other replicas ask.
 
     def part(self, asking: int, key: int, bucket: int) -> Future[Any]:
-        """See Summing."""
+        """See BucketAllReduce."""
         return self._summing.part(asking, key, bucket)
 
     def total(self, key: int, bucket: int) -> Future[Any]:
-        """See Summing."""
+        """See BucketAllReduce."""
         return self._summing.sum_of_chunk(key, bucket)
 
     def _launch(self, bucket: int) -> None:
@@ -245,7 +245,7 @@ class Replication:
 
 
 class _Others:
-    """The other replicas, as Summing asks them."""
+    """The other replicas, as BucketAllReduce asks them."""
 
     def __init__(
         self, peers: Transport, names: list[str], own: int, part: Method, total: Method
@@ -263,7 +263,7 @@ class _Others:
         return self._names[member]
 
 
-class Together:
+class GradientSync:
     """One worker's side of it; all but the answers to others on the compute thread.
 
     Args:
@@ -295,17 +295,19 @@ class Together:
         def replicas(stage: str) -> int:
             return config.turns_of(stage).num_replicas
 
-        self._board = Board()
+        self._board = TensorMailbox()
         self._replication = (
-            Replication(own, model, peers, part, total, Following(own, model, self._board, ask))
+            ReplicaGroup(
+                own, model, peers, part, total, ReplicaBroadcast(own, model, self._board, ask)
+            )
             if own.num_replicas > 1
             else None
         )
-        self._ties = Ties(own, model, assignment.tied, replicas, self._board, fetch)
+        self._ties = TiedParameters(own, model, assignment.tied, replicas, self._board, fetch)
         self._round = 0
 
     def begin(self, round_number: int, num_microbatches: int, is_early: bool) -> None:
-        """A training round's first action comes; see Replication."""
+        """A training round's first action comes; see ReplicaGroup."""
         if self._replication is not None:
             self._replication.begin(round_number, num_microbatches, is_early)
 
@@ -380,11 +382,11 @@ class Together:
     # What other workers ask.
 
     def part(self, asking: int, key: int, bucket: int) -> Future[Any]:
-        """See Summing."""
+        """See BucketAllReduce."""
         return self._replicas.part(asking, key, bucket)
 
     def total(self, key: int, bucket: int) -> Future[Any]:
-        """See Summing."""
+        """See BucketAllReduce."""
         return self._replicas.total(key, bucket)
 
     def posted(self, key: Key) -> Future[Any]:
@@ -392,7 +394,7 @@ class Together:
         return self._board.get(key)
 
     @property
-    def _replicas(self) -> Replication:
+    def _replicas(self) -> ReplicaGroup:
         if self._replication is None:
             raise JobError(f"stage {self._own.label!r} has no replicas")
         return self._replication

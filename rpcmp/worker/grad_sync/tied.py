@@ -15,14 +15,14 @@ import torch
 from torch import Tensor, nn
 
 from rpcmp.config.topology import Member, member_name
-from rpcmp.pipelining.assignment import Place
-from rpcmp.worker.grad_sync.mailbox import NEVER, Board, Key
+from rpcmp.pipelining.assignment import TiedParameter
+from rpcmp.worker.grad_sync.mailbox import NEVER, Key, TensorMailbox
 from rpcmp.worker.model import StageModel
 
 Fetch = Callable[[str, Key], list[Tensor]]
 
 
-class Ties:
+class TiedParameters:
     """What one worker does; all of it on the compute thread.
 
     Args:
@@ -38,9 +38,9 @@ class Ties:
         self,
         own: Member,
         model: StageModel,
-        tied: Sequence[Sequence[Place]],
+        tied: Sequence[Sequence[TiedParameter]],
         replicas: Callable[[str], int],
-        board: Board,
+        board: TensorMailbox,
         fetch: Fetch,
     ) -> None:
         self._own = own
@@ -74,7 +74,7 @@ class Ties:
         """
         self._take_over((round_number, f"step {step}"))
 
-    def _send(self, places: Sequence[Place], round_number: int) -> None:
+    def _send(self, places: Sequence[TiedParameter], round_number: int) -> None:
         owner, *others = places
         for place in others:
             if place.stage != self._own.stage or place.stage == owner.stage:
@@ -86,7 +86,7 @@ class Ties:
                 self._board.post(key, found, self._replicas(owner.stage))
             parameter.grad = None
 
-    def _add(self, places: Sequence[Place], round_number: int) -> None:
+    def _add(self, places: Sequence[TiedParameter], round_number: int) -> None:
         owner, *others = places
         if owner.stage != self._own.stage:
             return
@@ -98,7 +98,7 @@ class Ties:
                 total = gradient if total is None else total + gradient
         parameter.grad = total
 
-    def _gradient(self, place: Place, round_number: int) -> Tensor | None:
+    def _gradient(self, place: TiedParameter, round_number: int) -> Tensor | None:
         if place.stage == self._own.stage:
             here = self._parameters[place.name]
             gradient, here.grad = here.grad, None

@@ -24,7 +24,7 @@ from rpcmp.errors import JobError, RpcmpError
 from rpcmp.pipelining import devices, layers, optimizers, pytree
 from rpcmp.pipelining.assignment import Assignment
 from rpcmp.pipelining.layer_profile import HostProfile, LayerProfile, ProfileOrder
-from rpcmp.rpc.messages import Mode, Outputs, Work
+from rpcmp.rpc.messages import MicrobatchMeta, Mode, StageOutputs
 from rpcmp.worker.boundary import LocalTape
 from rpcmp.worker.model import StageModel
 from rpcmp.worker.weight_grad import Splitter
@@ -143,7 +143,7 @@ SECONDS = 2.0
 """How long a layer may take before it is repeated no more."""
 
 
-class Times(NamedTuple):
+class LayerTimes(NamedTuple):
     """Seconds of one micro-batch."""
 
     forward: float
@@ -219,7 +219,7 @@ class Layer:
         self.outputs = pytree.map_tensors(_detached, outputs)
         return saved.without(own), received.num_bytes
 
-    def _repeat(self) -> list[Times]:
+    def _repeat(self) -> list[LayerTimes]:
         """At least one measurement, and one before it that does not count."""
         started = time.perf_counter()
         self._measure_once()
@@ -228,7 +228,7 @@ class Layer:
             found.append(self._measure_once())
         return found
 
-    def _measure_once(self) -> Times:
+    def _measure_once(self) -> LayerTimes:
         """Gradients add up, as they do over the micro-batches of a step."""
         tape = self._tape()
         weights = self._splitter.begin()
@@ -242,7 +242,7 @@ class Layer:
             tape.backward(ones)
         backward = self._now()
         weights.accumulate()
-        return Times(forward - started, backward - ready, self._now() - backward)
+        return LayerTimes(forward - started, backward - ready, self._now() - backward)
 
     def _forward(self, tape: LocalTape) -> Any:
         with torch.enable_grad():
@@ -257,7 +257,7 @@ class Layer:
             pytree.map_tensors(lambda tensor: _detached(tensor.clone()), each)
             for each in self._inputs
         ]
-        return LocalTape([Outputs(copy) for copy in copies], self._model.device)
+        return LocalTape([StageOutputs(copy) for copy in copies], self._model.device)
 
     def _measure_update(self) -> float:
         """Seconds of the optimizer's second step: its first makes its state."""
@@ -286,9 +286,9 @@ def _detached(tensor: Tensor) -> Tensor:
     return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
-def _work(inputs: Any, config: Config) -> Work:
+def _work(inputs: Any, config: Config) -> MicrobatchMeta:
     samples = next((tensor.shape[0] for tensor in pytree.tensors(inputs) if tensor.dim()), 1)
-    return Work(
+    return MicrobatchMeta(
         round=1,
         step=1,
         microbatch=0,

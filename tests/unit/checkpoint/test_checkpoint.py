@@ -24,7 +24,7 @@ from rpcmp.checkpoint.files import Written, check, require_place, sha256_of, wri
 from rpcmp.checkpoint.folder import CheckpointFolder, look, remove, step_of
 from rpcmp.checkpoint.manifest import BestMark, check_model, dumps, loads
 from rpcmp.checkpoint.runs import left_behind, new_name, newest_in, require_none_asked_for, runs_in
-from rpcmp.errors import CheckpointError, ConfigError, OtherRunError
+from rpcmp.errors import CheckpointConflictError, CheckpointError, ConfigError
 from tests.support.manifests import SHA, manifest, stage
 
 
@@ -500,7 +500,9 @@ def test_only_what_was_asked_for_makes_a_new_run_ask(tmp_path: Path) -> None:
     left(tmp_path, OLDER)
     require_none_asked_for(tmp_path)
     left(tmp_path, NEWER, is_asked_for=True)
-    with pytest.raises(OtherRunError, match="another run: job 'job', step 120, ") as caught:
+    with pytest.raises(
+        CheckpointConflictError, match="another run: job 'job', step 120, "
+    ) as caught:
         require_none_asked_for(tmp_path)
     for part in (str(tmp_path), "2025-01-02T03:04:05", "--resume", "--fresh"):
         assert part in str(caught.value)

@@ -11,9 +11,9 @@ from torch.futures import Future
 
 from rpcmp.config.topology import DRIVER, ReplicaAssignment, ReplicaShare
 from rpcmp.data.batch_prefetch import GROUP, Slices
-from rpcmp.data.batch_server import Source
+from rpcmp.data.batch_server import BatchServer
 from rpcmp.errors import ConfigError, JobError, to_wire
-from rpcmp.rpc.messages import Bundle, Mode, Outputs, Work
+from rpcmp.rpc.messages import Bundle, MicrobatchMeta, Mode, StageOutputs
 from rpcmp.rpc.transport import Raised, Transport
 
 SECONDS = 30.0  # after which a test that hangs fails
@@ -25,8 +25,8 @@ ALL = ReplicaShare(ReplicaAssignment([1]), 0)
 SLICES = [{"x": index, "y": -index} for index in range(10)]
 
 
-def loaded() -> Source:
-    source = Source()
+def loaded() -> BatchServer:
+    source = BatchServer()
     source.load(1, SLICES, list(range(100, 110)))
     return source
 
@@ -97,7 +97,7 @@ def driver() -> Driver:
 def bundle(*microbatches: int, number: int = 1) -> Bundle:
     """Micro-batches of round `number`."""
     works = [
-        Work(number, 1, microbatch, len(SLICES), 0, 1, len(SLICES), Mode.TRAIN)
+        MicrobatchMeta(number, 1, microbatch, len(SLICES), 0, 1, len(SLICES), Mode.TRAIN)
         for microbatch in microbatches
     ]
     return Bundle(0, 1, tuple(works))
@@ -110,11 +110,13 @@ def test_a_few_micro_batches_come_with_one_question(driver: Driver) -> None:
         (1, "input", ("x",), list(range(GROUP))),
         (1, "input", ("x",), list(range(GROUP, len(SLICES)))),
     ]
-    assert {(member, method) for member, method, _, _ in driver.asked} == {(DRIVER, Source.slices)}
+    assert {(member, method) for member, method, _, _ in driver.asked} == {
+        (DRIVER, BatchServer.slices)
+    }
     assert not any(answer.done() for answer in answers)
     for index in range(2):
         driver.answer(index)
-    assert [answer.value() for answer in answers] == [[Outputs(index)] for index in range(10)]
+    assert [answer.value() for answer in answers] == [[StageOutputs(index)] for index in range(10)]
 
 
 def test_no_micro_batch_is_asked_for_before_its_group_is_needed(driver: Driver) -> None:
@@ -145,7 +147,7 @@ def test_a_slice_that_arrived_before_it_is_asked_for_is_given_at_once(driver: Dr
     slices.get(bundle(0), "input", ("x",), 0)
     assert len(driver.questions(slices)) == 1
     driver.answer()
-    assert slices.get(bundle(1), "input", ("x",), 0).value() == [Outputs(1)]
+    assert slices.get(bundle(1), "input", ("x",), 0).value() == [StageOutputs(1)]
 
 
 def test_a_bundle_gets_its_slices_from_as_many_groups_as_they_lie_in(driver: Driver) -> None:

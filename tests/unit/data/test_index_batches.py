@@ -15,12 +15,12 @@ from rpcmp.config.loader import parse_config
 from rpcmp.config.schema import Config
 from rpcmp.config.sections import DataConfig
 from rpcmp.config.types import Factory
-from rpcmp.data.batches import Batches, Loaded, Order
-from rpcmp.data.index_batches import Announcer, Draws
+from rpcmp.data.batches import Batches, Loaded, SampleOrder
+from rpcmp.data.index_batches import Announcer, IndexBatches
 from rpcmp.driver.datasets import Datasets
-from rpcmp.driver.stage_group import Group
+from rpcmp.driver.stage_group import StageGroup
 from rpcmp.errors import ConfigError
-from rpcmp.rpc.messages import Drawn, Holding
+from rpcmp.rpc.messages import BatchIndices, DatasetInfo
 from tests.zoo import models
 
 SAMPLES = 10
@@ -37,16 +37,18 @@ class Told:
     """What the stages were told."""
 
     def __init__(self) -> None:
-        self.drawn: list[Drawn] = []
-        self.messages: list[list[Drawn]] = []
+        self.drawn: list[BatchIndices] = []
+        self.messages: list[list[BatchIndices]] = []
 
-    def announce(self, drawn: Sequence[Drawn]) -> None:
+    def announce(self, drawn: Sequence[BatchIndices]) -> None:
         self.drawn += drawn
         self.messages.append(list(drawn))
 
-    def draws(self, dataset: str = "train", total: int = 0, **options: Any) -> Draws:
-        order = Order(range(SAMPLES), section(**options), 0, dataset == "train")
-        return Draws(dataset, order, Announcer(self.announce, AHEAD, itertools.count(1)), total)
+    def draws(self, dataset: str = "train", total: int = 0, **options: Any) -> IndexBatches:
+        order = SampleOrder(range(SAMPLES), section(**options), 0, dataset == "train")
+        return IndexBatches(
+            dataset, order, Announcer(self.announce, AHEAD, itertools.count(1)), total
+        )
 
 
 @given(
@@ -116,13 +118,13 @@ def test_what_the_stages_are_told_is_indices_alone() -> None:
 class Stages:
     """Stages that have built datasets."""
 
-    def __init__(self, **holdings: Holding) -> None:
+    def __init__(self, **holdings: DatasetInfo) -> None:
         self._holdings = holdings
 
-    def holdings(self) -> dict[str, Holding]:
+    def holdings(self) -> dict[str, DatasetInfo]:
         return self._holdings
 
-    def announce(self, drawn: Sequence[Drawn]) -> None:
+    def announce(self, drawn: Sequence[BatchIndices]) -> None:
         """Hear nothing."""
 
 
@@ -135,9 +137,9 @@ def job(**more: Any) -> Config:
 def datasets(config: Config, *sizes: dict[str, int]) -> Datasets:
     """Those of stages "a", "b", ... on hosts "host-a", "host-b", ..."""
     stages = Stages(
-        **{name: Holding(f"host-{name}", size) for name, size in zip("ab", sizes, strict=False)}
+        **{name: DatasetInfo(f"host-{name}", size) for name, size in zip("ab", sizes, strict=False)}
     )
-    return Datasets.at_stages(config, cast(Group, stages))
+    return Datasets.at_stages(config, cast(StageGroup, stages))
 
 
 def test_the_driver_knows_of_the_datasets_what_the_stages_say() -> None:

@@ -16,10 +16,10 @@ from rpcmp.config.schema import Config
 from rpcmp.config.topology import Reference
 from rpcmp.data.batches import Key, load_batches
 from rpcmp.data.loader_process import Parts
-from rpcmp.data.stage_loader import Feed, Loaders
+from rpcmp.data.stage_loader import LoaderPool, StageDataLoader
 from rpcmp.errors import ConfigError, RpcmpError, StageError, WorkerDiedError, from_wire
 from rpcmp.pipelining import microbatch
-from rpcmp.rpc.messages import Bundle, Drawn, Mode, Work
+from rpcmp.rpc.messages import BatchIndices, Bundle, MicrobatchMeta, Mode
 from rpcmp.rpc.transport import Raised
 from tests.support.processes import poll_for
 
@@ -29,14 +29,15 @@ INPUT, TARGET = Reference("input"), Reference("target")
 def bundle(drawn: int, round_number: int, *microbatches: int) -> Bundle:
     """Micro-batches of three of a mini-batch of seven samples."""
     works = [
-        Work(round_number, 5, index, 3, 0, 2, 7, Mode.TRAIN, drawn=drawn) for index in microbatches
+        MicrobatchMeta(round_number, 5, index, 3, 0, 2, 7, Mode.TRAIN, drawn=drawn)
+        for index in microbatches
     ]
     return Bundle(0, 1, tuple(works))
 
 
-def drawn(number: int) -> Drawn:
+def drawn(number: int) -> BatchIndices:
     """A mini-batch of seven samples."""
-    return Drawn(number, "train", 1, number - 1, list(range(7)))
+    return BatchIndices(number, "train", 1, number - 1, list(range(7)))
 
 
 class Given:
@@ -45,7 +46,7 @@ class Given:
     def __init__(self) -> None:
         self.asked: dict[int, Callable[[Parts | RpcmpError], None]] = {}
 
-    def load(self, drawn: Drawn, done: Callable[[Parts | RpcmpError], None]) -> None:
+    def load(self, drawn: BatchIndices, done: Callable[[Parts | RpcmpError], None]) -> None:
         self.asked[drawn.number] = done
 
 
@@ -55,8 +56,8 @@ def given() -> Given:
 
 
 @pytest.fixture
-def feed(given: Given) -> Feed:
-    return Feed(cast(Loaders, given))
+def feed(given: Given) -> StageDataLoader:
+    return StageDataLoader(cast(LoaderPool, given))
 
 
 PARTS: Parts = {INPUT: {"x": torch.arange(14).reshape(7, 2)}, TARGET: torch.arange(7)}
@@ -66,7 +67,7 @@ def values(answer: Any) -> list[Any]:
     return [outputs.value for outputs in answer.value()]
 
 
-def test_slices_are_given_when_the_mini_batch_is_there(given: Given, feed: Feed) -> None:
+def test_slices_are_given_when_the_mini_batch_is_there(given: Given, feed: StageDataLoader) -> None:
     feed.expect([drawn(1), drawn(2)])
     early = feed.get(bundle(1, 1, 0, 1), INPUT)
     assert list(given.asked) == [1, 2]
@@ -79,14 +80,14 @@ def test_slices_are_given_when_the_mini_batch_is_there(given: Given, feed: Feed)
     assert values(late)[0].tolist() == [5, 6]
 
 
-def test_a_question_may_overtake_the_announcement(given: Given, feed: Feed) -> None:
+def test_a_question_may_overtake_the_announcement(given: Given, feed: StageDataLoader) -> None:
     answer = feed.get(bundle(1, 1, 0), TARGET)
     feed.expect([drawn(1)])
     given.asked[1](PARTS)
     assert values(answer)[0].tolist() == [0, 1, 2]
 
 
-def test_every_answer_is_a_copy_of_its_own(given: Given, feed: Feed) -> None:
+def test_every_answer_is_a_copy_of_its_own(given: Given, feed: StageDataLoader) -> None:
     feed.expect([drawn(1)])
     given.asked[1](PARTS)
     first, second = (values(feed.get(bundle(1, 1, 0), TARGET))[0] for _ in range(2))
@@ -94,7 +95,9 @@ def test_every_answer_is_a_copy_of_its_own(given: Given, feed: Feed) -> None:
     assert second.tolist() == PARTS[TARGET][:3].tolist() == [0, 1, 2]
 
 
-def test_what_is_done_is_let_go_of_and_what_is_announced_is_kept(given: Given, feed: Feed) -> None:
+def test_what_is_done_is_let_go_of_and_what_is_announced_is_kept(
+    given: Given, feed: StageDataLoader
+) -> None:
     feed.expect([drawn(number) for number in range(1, 7)])
     for number in range(1, 5):
         feed.get(bundle(number, number, 0), INPUT)
@@ -103,7 +106,9 @@ def test_what_is_done_is_let_go_of_and_what_is_announced_is_kept(given: Given, f
     assert len(feed) == 0
 
 
-def test_a_question_that_an_abort_has_overtaken_is_answered(given: Given, feed: Feed) -> None:
+def test_a_question_that_an_abort_has_overtaken_is_answered(
+    given: Given, feed: StageDataLoader
+) -> None:
     """Nothing would ever be loaded for it: the job hung instead of saying what had failed."""
     feed.expect([drawn(1)])
     feed.forget(1)
@@ -117,7 +122,9 @@ def test_a_question_that_an_abort_has_overtaken_is_answered(given: Given, feed: 
     assert values(answer)[0].tolist() == [0, 1, 2]
 
 
-def test_what_went_wrong_is_the_answer_and_names_the_step(given: Given, feed: Feed) -> None:
+def test_what_went_wrong_is_the_answer_and_names_the_step(
+    given: Given, feed: StageDataLoader
+) -> None:
     feed.expect([drawn(1), drawn(2)])
     given.asked[1](StageError("a", "data", "ValueError: x", "the traceback"))
     given.asked[2](WorkerDiedError("gone"))
@@ -138,12 +145,12 @@ def job(**section: Any) -> Config:
 
 
 @pytest.fixture
-def loaders() -> Iterator[Callable[..., Loaders]]:
+def loaders() -> Iterator[Callable[..., LoaderPool]]:
     """Makes loaders of `job`, and ends their processes."""
-    made: list[Loaders] = []
+    made: list[LoaderPool] = []
 
-    def make(**section: Any) -> Loaders:
-        made.append(Loaders(job(**section), "only"))
+    def make(**section: Any) -> LoaderPool:
+        made.append(LoaderPool(job(**section), "only"))
         return made[-1]
 
     yield make
@@ -151,16 +158,16 @@ def loaders() -> Iterator[Callable[..., Loaders]]:
         each.close()
 
 
-def loaded(loaders: Loaders, key: Key, dataset: str = "train") -> Parts | RpcmpError:
+def loaded(loaders: LoaderPool, key: Key, dataset: str = "train") -> Parts | RpcmpError:
     """What a mini-batch gives."""
     found: list[Parts | RpcmpError] = []
     epoch, index, samples = key
-    loaders.load(Drawn(1, dataset, epoch, index, samples), found.append)
+    loaders.load(BatchIndices(1, dataset, epoch, index, samples), found.append)
     poll_for(lambda: found, "a mini-batch")
     return found[0]
 
 
-def test_processes_load_the_bits_of_the_driver(loaders: Callable[..., Loaders]) -> None:
+def test_processes_load_the_bits_of_the_driver(loaders: Callable[..., LoaderPool]) -> None:
     made = loaders(num_workers=2, test="tests.zoo.models:dataset")
     assert made.holding().sizes == {"train": 8, "test": 10}
     config = job().data
@@ -175,7 +182,7 @@ def test_processes_load_the_bits_of_the_driver(loaders: Callable[..., Loaders]) 
 
 
 def test_what_is_wrong_with_a_dataset_is_said_with_the_host(
-    loaders: Callable[..., Loaders],
+    loaders: Callable[..., LoaderPool],
 ) -> None:
     with pytest.raises(
         ConfigError, match=r"^on .*: data.train = 'tests.zoo.models:raising' failed"
@@ -185,7 +192,7 @@ def test_what_is_wrong_with_a_dataset_is_said_with_the_host(
         loaders(test="tests.zoo.models:Sum").holding()
 
 
-def test_what_is_wrong_with_a_mini_batch_is_the_answer(loaders: Callable[..., Loaders]) -> None:
+def test_what_is_wrong_with_a_mini_batch_is_the_answer(loaders: Callable[..., LoaderPool]) -> None:
     made = loaders(inputs=["input.0"], test="tests.zoo.models:triples")
     made.holding()
     error = loaded(made, (1, 0, [0]))
@@ -196,7 +203,9 @@ def test_what_is_wrong_with_a_mini_batch_is_the_answer(loaders: Callable[..., Lo
     assert str(error).startswith("stage 'only' failed in data: IndexError")
 
 
-def test_tensors_that_cannot_be_handed_over_are_an_error(loaders: Callable[..., Loaders]) -> None:
+def test_tensors_that_cannot_be_handed_over_are_an_error(
+    loaders: Callable[..., LoaderPool],
+) -> None:
     made = loaders(test="tests.zoo.models:complex_pairs")
     made.holding()
     error = loaded(made, (1, 0, [0]), "test")
@@ -204,7 +213,7 @@ def test_tensors_that_cannot_be_handed_over_are_an_error(loaders: Callable[..., 
     assert isinstance(loaded(made, (1, 0, [0])), dict)  # and the process goes on
 
 
-def test_a_process_that_dies_is_no_answer_but_an_error(loaders: Callable[..., Loaders]) -> None:
+def test_a_process_that_dies_is_no_answer_but_an_error(loaders: Callable[..., LoaderPool]) -> None:
     made = loaders()
     made.holding()
     (pid,) = made.pids

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from rpcmp.config import loader
 from rpcmp.config.schema import Config
 from rpcmp.driver import checkpoint_schedule as saves_module
-from rpcmp.driver.checkpoint_schedule import AT_ONCE, DEFAULT_SECONDS, Saves
+from rpcmp.driver.checkpoint_schedule import AT_ONCE, DEFAULT_SECONDS, CheckpointCadence
 from rpcmp.driver.loss_scaler import ScalerState
-from rpcmp.driver.progress import Progress
+from rpcmp.driver.progress import TrainingProgress
 
 JOIN_SECONDS = 30.0
 """How long to wait for a thread that must end by itself."""
@@ -28,28 +28,30 @@ JOIN_SECONDS = 30.0
 
 
 def test_an_epoch_adds_up() -> None:
-    progress = Progress()
+    progress = TrainingProgress()
     for step, loss in ((1, 0.5), (2, 0.25), (3, 0.125)):
         progress = progress.after(step, 1, loss)
-    assert progress == Progress(3, 1, 3, 0.125, 0.875)
+    assert progress == TrainingProgress(3, 1, 3, 0.125, 0.875)
     assert progress.mean_loss == 0.875 / 3
 
 
 def test_the_next_epoch_begins_anew() -> None:
-    last = Progress(step=3, epoch=1, batch=3, loss=0.1, epoch_loss=0.9, metrics={"loss": 0.2})
+    last = TrainingProgress(
+        step=3, epoch=1, batch=3, loss=0.1, epoch_loss=0.9, metrics={"loss": 0.2}
+    )
     next_one = last.after(4, 2, 0.5)
-    assert next_one == Progress(4, 2, 1, 0.5, 0.5, {"loss": 0.2})
+    assert next_one == TrainingProgress(4, 2, 1, 0.5, 0.5, {"loss": 0.2})
     assert next_one.mean_loss == 0.5
 
 
 def test_what_follows_an_epoch_has_to_be_done_for_each() -> None:
-    ended = Progress(3, 1, 3, 0.1, 0.9, has_ended_epoch=True)
+    ended = TrainingProgress(3, 1, 3, 0.1, 0.9, has_ended_epoch=True)
     assert not ended.after(4, 2, 0.5).has_ended_epoch
     assert not ended.after(4, 1, 0.5).has_ended_epoch
 
 
 def test_a_step_leaves_the_progress_before_it_as_it_was() -> None:
-    before = Progress(metrics={"loss": 0.1})
+    before = TrainingProgress(metrics={"loss": 0.1})
     message = before.message()
     before.after(1, 1, 0.5)
     assert asdict(before)["metrics"] == {"loss": 0.1}
@@ -59,7 +61,7 @@ def test_a_step_leaves_the_progress_before_it_as_it_was() -> None:
 
 @given(
     st.builds(
-        Progress,
+        TrainingProgress,
         step=st.integers(0),
         epoch=st.integers(1),
         batch=st.integers(0),
@@ -71,15 +73,15 @@ def test_a_step_leaves_the_progress_before_it_as_it_was() -> None:
         scaler=st.none() | st.builds(ScalerState, scale=st.floats(1), skipped=st.integers(0)),
     )
 )
-def test_progress_survives_the_journey_to_another_process(progress: Progress) -> None:
+def test_progress_survives_the_journey_to_another_process(progress: TrainingProgress) -> None:
     arrived = json.loads(json.dumps(progress.message()))
-    assert Progress.from_message(arrived) == progress
+    assert TrainingProgress.from_message(arrived) == progress
     added = {**arrived, "event": "progress", "told": {"loss": 0.1}, "awaits_save": True}
-    assert Progress.from_message(added) == progress
+    assert TrainingProgress.from_message(added) == progress
 
 
 def test_what_an_older_end_does_not_say_has_its_default() -> None:
-    found = Progress.from_message({"step": 3, "epoch": 2})
+    found = TrainingProgress.from_message({"step": 3, "epoch": 2})
     assert (found.step, found.epoch, found.batch, found.metrics) == (3, 2, 0, {})
     assert math.isnan(found.loss)
 
@@ -118,7 +120,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 @pytest.fixture
 def condition(monkeypatch: pytest.MonkeyPatch) -> Condition:
-    """The one of whichever `Saves` the test makes."""
+    """The one of whichever `CheckpointCadence` the test makes."""
     made = Condition()
     monkeypatch.setattr(saves_module, "threading", SimpleNamespace(Condition=lambda: made))
     return made
@@ -136,7 +138,7 @@ def config(**section: Any) -> Config:
     return loader.parse_config(data)
 
 
-def due(saves: Saves, last: int) -> list[int]:
+def due(saves: CheckpointCadence, last: int) -> list[int]:
     """The steps that are saved, where disks take no time."""
     found = []
     for step in range(1, last + 1):
@@ -147,17 +149,17 @@ def due(saves: Saves, last: int) -> list[int]:
 
 
 def test_without_a_section_nothing_is_ever_due(clock: Clock) -> None:
-    saves = Saves(config(), 3)
+    saves = CheckpointCadence(config(), 3)
     clock.now += 10 * DEFAULT_SECONDS
     assert due(saves, 3) == []
 
 
 def test_every_so_many_steps_are_due_and_the_last(clock: Clock) -> None:
-    saves = Saves(config(every_steps=4), 10)
+    saves = CheckpointCadence(config(every_steps=4), 10)
     clock.now += 10 * DEFAULT_SECONDS  # seconds do not count where none are given
     assert due(saves, 10) == [4, 8, 10]
-    assert due(Saves(config(every_steps=5), 10), 10) == [5, 10]
-    assert due(Saves(config(every_steps=99), 10), 10) == [10]
+    assert due(CheckpointCadence(config(every_steps=5), 10), 10) == [5, 10]
+    assert due(CheckpointCadence(config(every_steps=99), 10), 10) == [10]
 
 
 @pytest.mark.parametrize(
@@ -166,7 +168,7 @@ def test_every_so_many_steps_are_due_and_the_last(clock: Clock) -> None:
 def test_a_step_is_due_when_enough_time_has_gone(
     clock: Clock, section: dict[str, Any], seconds: float
 ) -> None:
-    saves = Saves(config(**section), 100)
+    saves = CheckpointCadence(config(**section), 100)
     assert not saves.is_due(1)
     clock.now += seconds - 0.5
     assert not saves.is_due(2)
@@ -179,7 +181,7 @@ def test_a_step_is_due_when_enough_time_has_gone(
 
 
 def test_steps_and_seconds_are_both_heard_and_any_save_sets_the_clock_back(clock: Clock) -> None:
-    saves = Saves(config(every_steps=10, every_seconds=60.0), 100)
+    saves = CheckpointCadence(config(every_steps=10, every_seconds=60.0), 100)
     clock.now += 59.0
     assert saves.is_due(10)
     clock.now += 59.0
@@ -195,7 +197,7 @@ def test_steps_and_seconds_are_both_heard_and_any_save_sets_the_clock_back(clock
 
 
 def test_what_is_or_was_saved_last_is_included(clock: Clock) -> None:
-    saves = Saves(config(every_steps=1), 9)
+    saves = CheckpointCadence(config(every_steps=1), 9)
     saves.begin(4)
     saves.begin(5)
     assert [saves.includes(step) for step in (3, 4, 5, 6)] == [False, True, True, False]
@@ -205,7 +207,7 @@ def test_what_is_or_was_saved_last_is_included(clock: Clock) -> None:
 
 
 def test_a_generation_counts_the_seconds_of_those_before(clock: Clock) -> None:
-    saves = Saves(config(every_seconds=60.0), 99, saved=2, since=59.0)
+    saves = CheckpointCadence(config(every_seconds=60.0), 99, saved=2, since=59.0)
     assert not saves.is_due(3)
     clock.now += 1.0
     assert saves.is_due(4)
@@ -240,7 +242,7 @@ def until_waiting(condition: Condition) -> None:
 def test_one_that_is_due_waits_while_too_many_are_under_way(
     condition: Condition, threads: list[threading.Thread]
 ) -> None:
-    saves = Saves(config(every_steps=1), 99)
+    saves = CheckpointCadence(config(every_steps=1), 99)
     for step in range(1, AT_ONCE + 1):
         assert saves.is_due(step)
     returned = start(threads, lambda: saves.is_due(AT_ONCE + 1))
@@ -259,7 +261,7 @@ def test_one_that_is_due_waits_while_too_many_are_under_way(
 def test_the_end_waits_for_all_that_are_under_way(
     condition: Condition, threads: list[threading.Thread]
 ) -> None:
-    saves = Saves(config(every_steps=1), 99)
+    saves = CheckpointCadence(config(every_steps=1), 99)
     saves.begin(1)
     saves.begin(2)
     returned = start(threads, saves.wait)
@@ -273,7 +275,7 @@ def test_the_end_waits_for_all_that_are_under_way(
 
 
 def test_nobody_waits_for_what_is_done_already(condition: Condition) -> None:
-    saves = Saves(config(every_steps=1), 99)
+    saves = CheckpointCadence(config(every_steps=1), 99)
     saves.wait()
     for step in range(1, 20):
         saves.begin(step)
@@ -284,7 +286,7 @@ def test_nobody_waits_for_what_is_done_already(condition: Condition) -> None:
 
 
 def test_all_who_wait_go_on_together(condition: Condition, threads: list[threading.Thread]) -> None:
-    saves = Saves(config(every_steps=1), 99)
+    saves = CheckpointCadence(config(every_steps=1), 99)
     saves.begin(1)
     both = [start(threads, saves.wait) for _ in range(2)]
     for _ in both:

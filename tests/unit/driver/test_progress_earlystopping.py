@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from rpcmp.config.loader import parse_config
 from rpcmp.config.schema import Config
 from rpcmp.config.sections import EarlyStoppingConfig, Mode, guess_direction, is_better
-from rpcmp.driver.progress import Best, EarlyStopping, Progress
+from rpcmp.driver.progress import Best, EarlyStopping, TrainingProgress
 
 NAN = math.nan
 
@@ -128,7 +128,7 @@ def test_a_config_that_has_changed_voids_what_was_decided_by_other_rules() -> No
         )
 
     stopping, best = EarlyStopping("loss", "min", 0.5, 10, 2, 30), Best("f1", "max", 0.5, 20)
-    before = Progress(step=30, stopping=stopping, best=best)
+    before = TrainingProgress(step=30, stopping=stopping, best=best)
     same = config(early_stopping={}, checkpoint={"dir": "d", "best": "f1"})
     assert before.under(same) == before
     none = before.under(config(checkpoint={"dir": "d"}))

@@ -18,16 +18,16 @@ from rpcmp.data.batches import Loaded
 from rpcmp.driver.datasets import Datasets
 from rpcmp.driver.evaluation import Evaluation
 from rpcmp.driver.metrics import Metrics
-from rpcmp.driver.progress import Best, Progress
-from rpcmp.driver.rounds import Batch, Round
-from rpcmp.driver.stage_group import Group
+from rpcmp.driver.progress import Best, TrainingProgress
+from rpcmp.driver.rounds import Batch, RoundHandle
+from rpcmp.driver.stage_group import StageGroup
 from rpcmp.driver.tracing import Tracer
 from rpcmp.driver.training import Training
 from rpcmp.errors import ConfigError, JobError
 from rpcmp.observability.trace import chrome
 from rpcmp.observability.trace.spans import Kind, Span
 from rpcmp.process.channel import Message
-from rpcmp.rpc.messages import End, Mode, StepReport, Trained, Work
+from rpcmp.rpc.messages import AfterRound, MicrobatchMeta, Mode, StepReport, Trained
 from tests.support.twostages import STAGES, job
 
 
@@ -45,7 +45,7 @@ class Stages:
     def __init__(self, config: Config, test_losses: dict[int, float] | None = None) -> None:
         self.test_losses = test_losses or {}
         self.log: list[str] = []
-        self.ends: set[End] = set()
+        self.ends: set[AfterRound] = set()
         self.optimizer = self
         self.is_held = config.holds_steps
         self.scaler = None
@@ -63,20 +63,20 @@ class Stages:
         self,
         batch: Batch,
         step: int,
-        end: End,
+        end: AfterRound,
         version: int = 0,
         save: bool = False,
-    ) -> Round:
+    ) -> RoundHandle:
         self.log.append(f"start{step}" + ("+save" if save else ""))
         self.ends.add(end)
-        return Round([Work(step, step, 0, 1, 0, 1, 1, Mode.TRAIN, end)], list)
+        return RoundHandle([MicrobatchMeta(step, step, 0, 1, 0, 1, 1, Mode.TRAIN, end)], list)
 
-    def finish_step(self, started: Round) -> Trained:
+    def finish_step(self, started: RoundHandle) -> Trained:
         self.log.append(f"finish{started.number}")
         before, self._done = self._done, started.number
         return Trained(float(started.number), {} if self.is_held else self._reports(before))
 
-    def end_step(self, started: Round, loss: float) -> dict[str, StepReport]:
+    def end_step(self, started: RoundHandle, loss: float) -> dict[str, StepReport]:
         self.log.append(f"end{loss:.0f}")
         return self._reports(self._done)
 
@@ -116,10 +116,10 @@ def _training(
     stages: Stages,
     report: Callable[[Message], None],
     stop: threading.Event,
-    begin: Progress | None = None,
+    begin: TrainingProgress | None = None,
     metrics: Metrics | None = None,
 ) -> Training:
-    group = cast(Group, stages)
+    group = cast(StageGroup, stages)
     return Training(config, Datasets.load(config), group, report, stop, begin, metrics=metrics)
 
 
@@ -129,7 +129,7 @@ def test_the_next_step_begins_before_this_one_is_waited_for() -> None:
         *("start1", "start2", "finish1", "start3", "finish2", "start4", "finish3"),
         *("finish4", "settle"),
     ]
-    assert stages.ends == {End.STEP}
+    assert stages.ends == {AfterRound.STEP}
 
 
 def test_every_step_is_reported_once_with_what_the_stages_say_of_it() -> None:
@@ -147,7 +147,7 @@ def test_steps_that_are_held_end_before_the_next_is_waited_for() -> None:
         *("start1", "start2", "finish1", "end1", "start3", "finish2", "end2", "finish3", "end3"),
         "settle",
     ]
-    assert stages.ends == {End.HOLD}
+    assert stages.ends == {AfterRound.HOLD}
 
 
 def test_all_steps_are_done_before_a_scheduler_steps_and_before_an_evaluation() -> None:
@@ -230,7 +230,7 @@ def test_a_trace_has_all_spans_on_one_clock(
 ) -> None:
     stages = Recording()
     monkeypatch.setattr("rpcmp.driver.tracing.time.perf_counter_ns", lambda: stages.now)
-    tracer = Tracer(job(), cast(Group, stages))
+    tracer = Tracer(job(), cast(StageGroup, stages))
     for step in range(1, 101):
         stages.now += 10**6
         tracer.after_step(step)
@@ -245,15 +245,15 @@ def test_a_trace_has_all_spans_on_one_clock(
     assert read.producers == {"stage0": (), "stage1": ("stage0",)}
 
 
-def progress_of(config: Config) -> dict[int, Progress]:
+def progress_of(config: Config) -> dict[int, TrainingProgress]:
     """What the driver was right after each step of a run."""
     reported: list[Message] = []
     _training(config, Stages(config), reported.append, threading.Event()).run(evaluate=True)
     found = [event for event in reported if event["event"] == "progress"]
-    return {event["step"]: Progress.from_message(event) for event in found}
+    return {event["step"]: TrainingProgress.from_message(event) for event in found}
 
 
-def go_on(config: Config, begin: Progress) -> list[str]:
+def go_on(config: Config, begin: TrainingProgress) -> list[str]:
     """What the stages are asked by a run that goes on from `begin`."""
     stages = Stages(config)
     _training(config, stages, lambda event: None, threading.Event(), begin).run(evaluate=True)
@@ -446,7 +446,9 @@ def test_a_run_ends_when_evaluations_do_not_get_better() -> None:
     (told,) = [event for event in reported if event["event"] == "early_stop"]
     assert (told["step"], told["best_step"], told["best"], told["waited"]) == (8, 4, 0.4, 2)
     assert "start9" not in stages.log
-    known = {e["step"]: Progress.from_message(e) for e in reported if e["event"] == "progress"}
+    known = {
+        e["step"]: TrainingProgress.from_message(e) for e in reported if e["event"] == "progress"
+    }
     for step, begin in known.items():  # the last that was told of each step
         again = Stages(config, LOSSES)
         told_again: list[Message] = []

@@ -9,7 +9,7 @@ import pytest
 
 from rpcmp.errors import WorkerHungError
 from rpcmp.job.first_failure import Watchdog
-from rpcmp.job.worker_group import Stages
+from rpcmp.job.worker_group import WorkerGroup
 from rpcmp.process.activity import NO_MICROBATCH, Doing
 from rpcmp.v1 import control_pb2 as pb
 
@@ -33,7 +33,7 @@ class Asked:
 
 def named(asked: Asked, driver: Doing | None = None) -> tuple[str, str]:
     """The stage that hangs, and in what."""
-    watchdog = Watchdog(SECONDS, cast(Stages, asked))
+    watchdog = Watchdog(SECONDS, cast(WorkerGroup, asked))
     if driver is not None:
         watchdog.note(driver)
     with pytest.raises(WorkerHungError) as error:

@@ -12,12 +12,12 @@ from rpcmp.errors import (
     CheckpointError,
     ConfigError,
     DrainingError,
-    ExhaustedError,
     FactoryError,
     InterruptedJobError,
     JobError,
     LossScaleError,
     NonFiniteLossError,
+    RecoveryTimeoutError,
     RpcmpError,
     StageError,
     UnreachableError,
@@ -75,7 +75,7 @@ def after(
         (FactoryError("does not import"), False, False),
         (VersionError("another torch"), False, False),
         (CheckpointError("damaged"), False, False),
-        (ExhaustedError("enough"), False, False),
+        (RecoveryTimeoutError("enough"), False, False),
         (InterruptedJobError(15, 3), False, False),
         (RpcmpError("whatever"), False, False),
     ],
@@ -185,7 +185,7 @@ def test_a_place_that_came_back_counts_even_where_restarts_are_used_up() -> None
 def test_restarts_without_a_new_step_are_limited(max_restarts: int) -> None:
     lost = WorkerDiedError("the worker of stage 's0' is gone")
     decision = after([lost] * (max_restarts + 1), max_restarts)
-    assert isinstance(decision.error, ExhaustedError)
+    assert isinstance(decision.error, RecoveryTimeoutError)
     assert str(decision.error) == (
         f"gave up after {max_restarts} restarts without a new step; the last: {lost}"
     )
@@ -196,7 +196,7 @@ def test_restarts_without_a_new_step_are_limited(max_restarts: int) -> None:
 def test_errors_of_every_kind_count_together() -> None:
     found = [WorkerDiedError("gone"), raised(step=1), hung(), raised(step=2), JobError("data")]
     assert after(found).error is None
-    assert isinstance(after([*found, raised(step=3)]).error, ExhaustedError)
+    assert isinstance(after([*found, raised(step=3)]).error, RecoveryTimeoutError)
 
 
 def test_pauses_grow_and_are_bounded() -> None:
@@ -234,4 +234,4 @@ def test_a_worker_that_is_lost_before_the_first_group_is_tried_again_to_the_limi
         assert decision.error is None
         history = decision.history
     decision = decide(WorkerDiedError("gone"), history, MAX_RESTARTS, has_begun=False)
-    assert isinstance(decision.error, ExhaustedError)
+    assert isinstance(decision.error, RecoveryTimeoutError)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rpcmp.checkpoint.slots import Slots
-from rpcmp.job.recovery import Holdings, InMemory, neighbours, newest_common
+from rpcmp.job.recovery import CommonSnapshot, HeldSnapshots, neighbours, newest_common
 from tests.support.graphs import workers
 
 WORKERS = workers("a", "b", "c")
@@ -18,15 +18,15 @@ WORKERS = workers("a", "b", "c")
 
 def holdings(
     **stages: Collection[int] | tuple[Collection[int], str, Collection[int]],
-) -> dict[str, Holdings]:
+) -> dict[str, HeldSnapshots]:
     """Of each stage: its own steps, or these, whose it mirrors, and the steps of that one."""
     found = {}
     for stage, held in stages.items():
         if isinstance(held, tuple):
             own, other, mirrored = held
-            found[stage] = Holdings(own, {other: mirrored})
+            found[stage] = HeldSnapshots(own, {other: mirrored})
         else:
-            found[stage] = Holdings(held)
+            found[stage] = HeldSnapshots(held)
     return found
 
 
@@ -39,32 +39,32 @@ def holdings(
         (  # one worker died: all memory is there
             holdings(a=[5, 6, 7], b=[4, 5, 6], c=[5, 6, 7]),
             range(8),
-            InMemory(6, {"a": "a", "b": "b", "c": "c"}),
+            CommonSnapshot(6, {"a": "a", "b": "b", "c": "c"}),
         ),
         (  # a host is gone
             holdings(a=([5, 6, 7], "c", [4, 5]), b=([], "a", []), c=([5, 6], "b", [4, 5, 6])),
             range(8),
-            InMemory(6, {"a": "a", "b": "c", "c": "c"}),
+            CommonSnapshot(6, {"a": "a", "b": "c", "c": "c"}),
         ),
         (  # its neighbour had not got the last one yet
             holdings(a=[5, 6, 7], b=[], c=([5, 6, 7], "b", [3, 4, 5])),
             range(8),
-            InMemory(5, {"a": "a", "b": "c", "c": "c"}),
+            CommonSnapshot(5, {"a": "a", "b": "c", "c": "c"}),
         ),
         (  # the driver has not heard of the newest
             holdings(a=[5, 6], b=[5, 6], c=[5, 6]),
             [4, 5],
-            InMemory(5, {"a": "a", "b": "b", "c": "c"}),
+            CommonSnapshot(5, {"a": "a", "b": "b", "c": "c"}),
         ),
         (  # each holds one that another lacks
             holdings(a=([3], "b", [4]), b=([3], "c", [4]), c=([3], "a", [4])),
             [3, 4],
-            InMemory(4, {"a": "c", "b": "a", "c": "b"}),
+            CommonSnapshot(4, {"a": "c", "b": "a", "c": "b"}),
         ),
     ],
 )
 def test_the_newest_step_that_all_can_be_brought_to_is_found(
-    held: dict[str, Holdings], known: Collection[int], found: InMemory
+    held: dict[str, HeldSnapshots], known: Collection[int], found: CommonSnapshot
 ) -> None:
     assert newest_common(WORKERS, held, known) == found
 
@@ -79,24 +79,28 @@ def test_the_newest_step_that_all_can_be_brought_to_is_found(
         (holdings(a=[1], b=([1], "a", [1]), c=[]), [1]),  # two are gone, c and who had it
     ],
 )
-def test_nothing_in_common_is_nothing(held: dict[str, Holdings], known: Collection[int]) -> None:
+def test_nothing_in_common_is_nothing(
+    held: dict[str, HeldSnapshots], known: Collection[int]
+) -> None:
     assert newest_common(WORKERS, held, known) is None
 
 
 def test_a_stage_takes_its_own_copy_where_it_has_one() -> None:
     for names in (["a", "b"], ["b", "a"]):
         held = {
-            "a": Holdings([1, 2], {"b": [1, 2]}),
-            "b": Holdings([2], {"a": [1, 2]}),
+            "a": HeldSnapshots([1, 2], {"b": [1, 2]}),
+            "b": HeldSnapshots([2], {"a": [1, 2]}),
         }
         held = {name: held[name] for name in names}
-        assert newest_common(workers(*names), held, [1, 2]) == InMemory(2, {"a": "a", "b": "b"})
-        assert newest_common(workers(*names), held, [1]) == InMemory(1, {"a": "a", "b": "a"})
+        assert newest_common(workers(*names), held, [1, 2]) == CommonSnapshot(
+            2, {"a": "a", "b": "b"}
+        )
+        assert newest_common(workers(*names), held, [1]) == CommonSnapshot(1, {"a": "a", "b": "a"})
 
 
 def test_what_is_mirrored_of_strangers_is_left_alone() -> None:
-    held = {"a": Holdings([3, 4], {"former": [4]}), "b": Holdings([3], {"b": [4]})}
-    assert newest_common(workers("a", "b"), held, [3, 4]) == InMemory(3, {"a": "a", "b": "b"})
+    held = {"a": HeldSnapshots([3, 4], {"former": [4]}), "b": HeldSnapshots([3], {"b": [4]})}
+    assert newest_common(workers("a", "b"), held, [3, 4]) == CommonSnapshot(3, {"a": "a", "b": "b"})
 
 
 # Stages that train, of which one is lost
@@ -182,13 +186,13 @@ class Cluster:
             there.mirror.commit(there.copying, newest(there.mirror) + 1, 0)
             there.copying = None
 
-    def holdings(self, lost: int | None) -> dict[str, Holdings]:
+    def holdings(self, lost: int | None) -> dict[str, HeldSnapshots]:
         """What the servers hold when one of them has been started anew."""
         of = {holder: name for name, holder in zip(self.names, self.holders, strict=True)}
         return {
-            name: Holdings()
+            name: HeldSnapshots()
             if index == lost
-            else Holdings(steps(host.own), {of[index]: steps(host.mirror)})
+            else HeldSnapshots(steps(host.own), {of[index]: steps(host.mirror)})
             for index, (name, host) in enumerate(zip(self.names, self.hosts, strict=True))
         }
 
@@ -296,8 +300,8 @@ def test_replicas_hold_what_each_other_has(
 
 def test_a_twin_has_what_a_lost_replica_had() -> None:
     pair = workers("a", replicas=2)
-    held = {"a:0": Holdings([]), "a:1": Holdings([3, 4])}
-    assert newest_common(pair, held, [3, 4]) == InMemory(4, {"a:0": "a:1", "a:1": "a:1"})
+    held = {"a:0": HeldSnapshots([]), "a:1": HeldSnapshots([3, 4])}
+    assert newest_common(pair, held, [3, 4]) == CommonSnapshot(4, {"a:0": "a:1", "a:1": "a:1"})
 
 
 @settings(deadline=None, derandomize=True, max_examples=200)

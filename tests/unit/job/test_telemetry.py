@@ -10,7 +10,7 @@ import pytest
 from rpcmp.config.topology import DRIVER
 from rpcmp.job.telemetry import Vitals
 from rpcmp.process.activity import Doing
-from rpcmp.process.tcp_stats import Way
+from rpcmp.process.tcp_stats import PeerTraffic
 from rpcmp.v1 import control_pb2 as pb
 
 A, B, D = "127.77.0.1:40001", "127.77.0.2:40002", "127.77.0.3:40003"
@@ -31,7 +31,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def said(
-    *ways: Way,
+    *ways: PeerTraffic,
     state: pb.ServerState.ValueType = pb.SERVER_STATE_RUNNING,
     listens: str = "",
     pid: int = 7,
@@ -96,8 +96,10 @@ def test_a_change_without_vitals_changes_the_state_alone() -> None:
 def test_links_add_up_what_both_ends_have_opened() -> None:
     vitals = Vitals()
     vitals.begin()
-    vitals.hear("a", said(Way(B, 100, 10, 0.2), Way("127.0.0.1:80", 9, 9, 0.1), listens=A))
-    vitals.hear("b", said(Way(A, 1000, 1, 0.1), listens=B))
+    vitals.hear(
+        "a", said(PeerTraffic(B, 100, 10, 0.2), PeerTraffic("127.0.0.1:80", 9, 9, 0.1), listens=A)
+    )
+    vitals.hear("b", said(PeerTraffic(A, 1000, 1, 0.1), listens=B))
     vitals.joined(D)
     doing = Doing("step", 3, -1, 0.1)
     vitals.hear_driver(9, doing, [[A, 5, 6, 0.3], ["", 70, 80, 0.0]], {A: 0.04}, [])
@@ -124,7 +126,7 @@ def test_rates_are_of_the_time_between_two_counts_whenever_they_are_heard(clock:
         (14.5, 14.5, 1300, 400.0),
     ):
         clock.now = heard
-        change = said(Way(B, count, 2 * count, 0.1))
+        change = said(PeerTraffic(B, count, 2 * count, 0.1))
         change.vitals.counted_s_ago = heard - counted
         vitals.hear("a", change)
         found = links(vitals)
@@ -137,7 +139,7 @@ def test_a_process_that_was_lost_is_so_until_the_next_one_is_there() -> None:
     vitals = Vitals()
     vitals.begin()
     for label in ("a", "b"):
-        vitals.hear(label, said(Way(B, 1, 1, 0.1), listens=A if label == "a" else B))
+        vitals.hear(label, said(PeerTraffic(B, 1, 1, 0.1), listens=A if label == "a" else B))
     vitals.lose("a")
     lost, other = (told(vitals)["workers"][label] for label in ("a", "b"))
     assert (lost["state"], lost["pid"], lost["memory"], lost["in_flight"]) == ("lost", 0, 0, 0)
@@ -189,7 +191,7 @@ def test_tensors_that_take_another_way_count_where_they_are_more(clock: Clock) -
     vitals.hear("a:1", said(listens=A))
     for now, tensors in ((1.0, 1000), (2.0, 3000)):
         clock.now = now
-        change = said(Way(A, 50, 5000, 0.1), listens=B)
+        change = said(PeerTraffic(A, 50, 5000, 0.1), listens=B)
         change.vitals.tensors.add(peer="a:1", sent=tensors, received=tensors)
         vitals.hear("b", change)
     vitals.joined(D)

@@ -11,15 +11,15 @@ import pytest
 
 from rpcmp.errors import RelayError
 from rpcmp.net import link_test
-from rpcmp.net.link_test import MAX_BYTES, Way
-from rpcmp.net.tls import End
+from rpcmp.net.link_test import MAX_BYTES, LinkSpeed
+from rpcmp.net.tls import Connection
 
 
-def talk(client: Callable[[End], Awaitable[Any]]) -> tuple[Any, BaseException | None]:
+def talk(client: Callable[[Connection], Awaitable[Any]]) -> tuple[Any, BaseException | None]:
     """What the client gets, and what the server's side ends with."""
 
     async def both() -> tuple[Any, BaseException | None]:
-        ours, theirs = (End(one) for one in socket.socketpair())
+        ours, theirs = (Connection(one) for one in socket.socketpair())
         serving = asyncio.ensure_future(serve(theirs))
         try:
             result = await client(ours)
@@ -32,7 +32,7 @@ def talk(client: Callable[[End], Awaitable[Any]]) -> tuple[Any, BaseException | 
     return asyncio.run(both())
 
 
-async def serve(end: End) -> None:
+async def serve(end: Connection) -> None:
     assert (await end.read_message())["op"] == "measure"
     await link_test.answer(end)
 
@@ -47,7 +47,7 @@ def test_both_ways_are_measured() -> None:
 
 def test_without_seconds_only_there_and_back() -> None:
     way, _ = talk(lambda end: link_test.measure(end, 0))
-    assert way == Way(way.latency_s, way.clock_ahead_s)
+    assert way == LinkSpeed(way.latency_s, way.clock_ahead_s)
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def test_without_seconds_only_there_and_back() -> None:
     ],
 )
 def test_who_asks_for_anything_else_is_let_go(question: dict[str, Any]) -> None:
-    async def ask(end: End) -> None:
+    async def ask(end: Connection) -> None:
         await end.write_message({"op": "measure"})
         await end.write_message(question)
 

@@ -19,7 +19,7 @@ from rpcmp.net import local_peer
 from rpcmp.net.dialer import Dialer
 from rpcmp.net.identity import RELAY
 from rpcmp.net.local_peer import is_trusted, owner
-from rpcmp.net.port import Front, Inner, Visitor
+from rpcmp.net.port import IncomingConnection, Inner, PortMultiplexer
 from rpcmp.net.security import Security
 from rpcmp.process.tcp_stats import LISTEN
 
@@ -76,7 +76,7 @@ def test_another_users_port_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) 
     """As if the kernel said so of the listener."""
     ask, other = local_peer._ask, os.geteuid() + 1
 
-    def others(local: local_peer.Place, remote: local_peer.Place) -> local_peer.Found | None:
+    def others(local: local_peer.Place, remote: local_peer.Place) -> local_peer.LocalSocket | None:
         found = ask(local, remote)
         return found and found._replace(uid=other)
 
@@ -109,7 +109,7 @@ def test_a_port_that_no_process_has_is_refused(monkeypatch: pytest.MonkeyPatch) 
     """As where it leads into a container: our own end is known, and lasts."""
     ask = local_peer._ask
 
-    def hidden(local: local_peer.Place, remote: local_peer.Place) -> local_peer.Found | None:
+    def hidden(local: local_peer.Place, remote: local_peer.Place) -> local_peer.LocalSocket | None:
         found = ask(local, remote)
         return None if found is not None and found.state == LISTEN else found
 
@@ -147,11 +147,11 @@ def test_a_port_that_no_process_here_serves_is_refused(monkeypatch: pytest.Monke
 def test_a_kernel_that_does_not_say_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local_peer, "_SOCK_DIAG", 31)  # there is no such service
 
-    async def refuse(visitor: Visitor) -> None:
+    async def refuse(visitor: IncomingConnection) -> None:
         raise AssertionError("it has come in")
 
     async def start() -> None:
-        front = Front(Security(), Inner(Path()), Path(), Path(), refuse)
+        front = PortMultiplexer(Security(), Inner(Path()), Path(), Path(), refuse)
         try:
             await front.start(HERE, 0)
         finally:

@@ -10,9 +10,9 @@ import pytest
 
 from rpcmp.errors import JobError, SecurityError, WorkerDiedError
 from rpcmp.net.dialer import Dialer
-from rpcmp.net.relay import Peer, Relay
+from rpcmp.net.relay import Relay, RelayPeer
 from rpcmp.net.security import Security
-from rpcmp.net.tls import End
+from rpcmp.net.tls import Connection
 from rpcmp.process.fork_client import Forks, NetworkOf
 
 
@@ -26,7 +26,7 @@ class OnTheHostsLoopback:
         raise JobError("the system refuses it: Address already in use")
 
 
-def opened(peer: Peer) -> None:
+def opened(peer: RelayPeer) -> None:
     """Have a relay carry what goes to a peer."""
     relay = Relay("job", 1, "a:0", cast("Forks", OnTheHostsLoopback()), Dialer(Security()), print)
     asyncio.run(relay.open("127.0.0.1:40000", [peer]))
@@ -35,18 +35,18 @@ def opened(peer: Peer) -> None:
 @pytest.mark.parametrize("listens", ["10.0.0.1:40001", "0.0.0.0:40001", "[::]:40001"])
 def test_a_peer_that_others_could_reach_is_refused(listens: str) -> None:
     with pytest.raises(SecurityError, match="for all to see"):
-        opened(Peer("b:0", listens, "host-b:50052", 1))
+        opened(RelayPeer("b:0", listens, "host-b:50052", 1))
 
 
 def test_a_port_that_is_taken_is_no_end_but_a_reason_for_fresh_processes() -> None:
     with pytest.raises(WorkerDiedError, match=r"127\.0\.0\.1:40001.* fresh processes"):
-        opened(Peer("b:0", "127.0.0.1:40001", "host-b:50052", 1))
+        opened(RelayPeer("b:0", "127.0.0.1:40001", "host-b:50052", 1))
 
 
 def test_the_round_trip_is_that_to_the_other_host() -> None:
     relay = Relay("job", 1, "a:0", cast("Forks", OnTheHostsLoopback()), Dialer(Security()), print)
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        there = End(socket.create_connection(listener.getsockname()))
+        there = Connection(socket.create_connection(listener.getsockname()))
         assert relay.round_trips == {}
         relay._carried[there] = "127.77.0.2:40001"
         (found,) = relay.round_trips.items()

@@ -18,7 +18,7 @@ from rpcmp.net import authority, certificates, identity, name_constraints
 from rpcmp.net.certificates import Certificate
 from rpcmp.net.identity import CA, CRL, GRPC, KEY, Credentials
 from rpcmp.net.security import Security, expiry_warning
-from rpcmp.net.tls import Session
+from rpcmp.net.tls import TlsState
 from tests.support.lan import cli, issue
 
 HERE = "127.0.0.1"
@@ -62,7 +62,7 @@ def old_authority(folder: Path) -> None:
 
 def meet(client: ssl.SSLContext, server: ssl.SSLContext, host: str) -> str:
     """How a handshake ends: "ok", or why it is refused."""
-    one, other = Session(client, host), Session(server)
+    one, other = TlsState(client, host), TlsState(server)
     try:
         done = False
         while not done:

@@ -18,7 +18,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rpcmp.data.batch_server import Source
+from rpcmp.data.batch_server import BatchServer
 from rpcmp.errors import SecurityError
 from rpcmp.net import rpc_format, rpc_pickle
 from rpcmp.net.rpc_format import FormatError
@@ -313,7 +313,7 @@ def test_stages_call_what_stages_call() -> None:
     for function in (Stage.forward, Stage.note_missing, Stage.part, Stage.posted, Stage.total):
         for peer in ("stage1:0", "driver"):
             rpc_pickle.require(called(function, 1, "a", [None]), peer, is_call=True)
-    rpc_pickle.require(called(Source.slices), "stage1:0", is_call=True)
+    rpc_pickle.require(called(BatchServer.slices), "stage1:0", is_call=True)
     for other in (Stage.train, Stage.its_optimizer, StageOptimizer.load_state_dict):
         rpc_pickle.require(called(other), "driver", is_call=True)
         with pytest.raises(FormatError, match="which only the driver may make"):
@@ -335,7 +335,7 @@ def test_stages_call_what_stages_call() -> None:
         b"\x80\x04\x8c\x12rpcmp.worker.stage\x8c\rStage.forward\x93)\x81.",
         b"\x80\x04\x8c\x12rpcmp.rpc.messages\x8c\x04Work\x93}\x8c\x01a\x8c\x01bsb.",
         b"\x80\x04P0\n.",
-        b"\x80\x04crpcmp.rpc.messages\nWork\n.",
+        b"\x80\x04crpcmp.rpc.messages\nMicrobatchMeta\n.",
         b"\x80\x04NQ.",
         b"\x80\x04Nr\xff\xff\xff\x7f.",
         b"\x80\x04Nq\x01.",

@@ -16,7 +16,7 @@ import pytest
 from rpcmp.errors import RelayError
 from rpcmp.net.identity import RELAY, Credentials
 from rpcmp.net.splice import splice
-from rpcmp.net.tls import HEADER, End, Session
+from rpcmp.net.tls import HEADER, Connection, TlsState
 from tests.support.lan import issue
 
 HERE = "127.0.0.1"
@@ -27,16 +27,16 @@ Sockets = tuple[socket.socket, socket.socket]
 @pytest.fixture(scope="module", params=[True, False], ids=["tls", "plain"])
 def sessions(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Callable[[], tuple[Session | None, Session | None]]:
+) -> Callable[[], tuple[TlsState | None, TlsState | None]]:
     """The TLS of both sides of a connection, where it has TLS."""
     certs: Path = issue(tmp_path_factory.mktemp("certs"), HERE)
     client, server = Credentials(certs / "driver"), Credentials(certs / "stage0")
     if not request.param:
         return lambda: (None, None)
-    return lambda: (Session(client.client(RELAY), HERE), Session(server.server()))
+    return lambda: (TlsState(client.client(RELAY), HERE), TlsState(server.server()))
 
 
-Make = Callable[[], tuple[Session | None, Session | None]]
+Make = Callable[[], tuple[TlsState | None, TlsState | None]]
 
 
 def pair() -> Sockets:
@@ -57,13 +57,13 @@ def through(make: Make, use: Callable[[socket.socket, socket.socket], Awaitable[
 
     async def run() -> None:
         (near, here), (there, far), between = pair(), pair(), pair()
-        ends = [End(between[0], make_pair[0]), End(between[1], make_pair[1])]
+        ends = [Connection(between[0], make_pair[0]), Connection(between[1], make_pair[1])]
         await asyncio.gather(*(end.shake_hands() for end in ends))
         for end in ends:
             end.has_frames = True
         carrying = [
-            asyncio.create_task(splice(End(here), ends[0])),
-            asyncio.create_task(splice(End(there), ends[1])),
+            asyncio.create_task(splice(Connection(here), ends[0])),
+            asyncio.create_task(splice(Connection(there), ends[1])),
         ]
         try:
             async with asyncio.timeout(60):
@@ -180,10 +180,10 @@ def test_a_connection_that_breaks_is_not_an_end(sessions: Make) -> None:
     async def run() -> None:
         (near, here), between = pair(), pair()
         sides = sessions()
-        ends = [End(between[0], sides[0]), End(between[1], sides[1])]
+        ends = [Connection(between[0], sides[0]), Connection(between[1], sides[1])]
         await asyncio.gather(*(end.shake_hands() for end in ends))
         ends[0].has_frames = True
-        carrying = asyncio.create_task(splice(End(here), ends[0]))
+        carrying = asyncio.create_task(splice(Connection(here), ends[0]))
         await ends[1].write(HEADER.pack(100) + b"only this much")
         assert await asyncio.get_running_loop().sock_recv(near, 100) == b"only this much"
         ends[1].close()
@@ -204,7 +204,7 @@ def test_a_first_frame_that_is_none_is_refused(bad: bytes) -> None:
         one, other = pair()
         one.send(bad)
         with pytest.raises(RelayError, match="first frame"):
-            await End(other).read_message()
+            await Connection(other).read_message()
         one.close()
         other.close()
 
@@ -218,8 +218,8 @@ def test_bytes_that_somebody_has_changed_break_the_connection(
         certs = issue(tmp_path_factory.mktemp("certs"), HERE)
         one, other = pair()
         ends = [
-            End(one, Session(Credentials(certs / "driver").client(RELAY), HERE)),
-            End(other, Session(Credentials(certs / "stage0").server())),
+            Connection(one, TlsState(Credentials(certs / "driver").client(RELAY), HERE)),
+            Connection(other, TlsState(Credentials(certs / "stage0").server())),
         ]
         await asyncio.gather(*(end.shake_hands() for end in ends))
         session = ends[0].session

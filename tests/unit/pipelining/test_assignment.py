@@ -13,7 +13,7 @@ from rpcmp.config.topology import DRIVER, member_name, member_names
 from rpcmp.errors import ConfigError
 from rpcmp.pipelining import inflight
 from rpcmp.pipelining.assignment import Assignment, assign
-from rpcmp.pipelining.schedule import Limits
+from rpcmp.pipelining.schedule import InFlightLimits
 from tests.support.graphs import workers
 from tests.support.settings import setting
 
@@ -59,25 +59,25 @@ def test_named_stages_are_a_layer_each_in_the_configs_order() -> None:
 @pytest.mark.parametrize(
     ("overrides", "of_a", "of_b", "of_c"),
     [
-        ({}, Limits(3, 3), Limits(2, 2), Limits(1, 1)),
-        ({"max_in_flight": 1}, Limits(1, 1), Limits(1, 1), Limits(1, 1)),
-        ({"schedule": "gpipe"}, Limits(8, 8), Limits(8, 8), Limits(8, 8)),
+        ({}, InFlightLimits(3, 3), InFlightLimits(2, 2), InFlightLimits(1, 1)),
+        ({"max_in_flight": 1}, InFlightLimits(1, 1), InFlightLimits(1, 1), InFlightLimits(1, 1)),
+        ({"schedule": "gpipe"}, InFlightLimits(8, 8), InFlightLimits(8, 8), InFlightLimits(8, 8)),
         (
             {"schedule": "zero-bubble"},
-            Limits(3, 3),
-            Limits(2, 4, splits=True, deferred=1),
-            Limits(1, 4, splits=True, deferred=2),
+            InFlightLimits(3, 3),
+            InFlightLimits(2, 4, splits=True, deferred=1),
+            InFlightLimits(1, 4, splits=True, deferred=2),
         ),
         (
             {"schedule": "zero-bubble", "max_in_flight": 6},
-            Limits(5, 5),
-            Limits(3, 6, splits=True, deferred=2),
-            Limits(1, 6, splits=True, deferred=4),
+            InFlightLimits(5, 5),
+            InFlightLimits(3, 6, splits=True, deferred=2),
+            InFlightLimits(1, 6, splits=True, deferred=4),
         ),
     ],
 )
 def test_limits_follow_the_schedule_the_graph_and_max_in_flight(
-    overrides: dict[str, Any], of_a: Limits, of_b: Limits, of_c: Limits
+    overrides: dict[str, Any], of_a: InFlightLimits, of_b: InFlightLimits, of_c: InFlightLimits
 ) -> None:
     config = parse_config({**BRANCHES, **overrides})
     assert inflight.limits(config) == {"a": of_a, "b": of_b, "c": of_c}
@@ -87,20 +87,25 @@ def test_limits_follow_the_schedule_the_graph_and_max_in_flight(
 @pytest.mark.parametrize(
     ("overrides", "of_c", "held", "in_flight"),
     [
-        ({}, Limits(1, 1), {"a": 8, "b": 6, "c": 3}, 5),
-        ({"max_in_flight": 7}, Limits(1, 1), {"a": 6, "b": 6, "c": 3}, 4),
-        ({"schedule": "gpipe", "max_in_flight": 8}, Limits(3, 3), {"a": 8, "b": 8, "c": 8}, 5),
+        ({}, InFlightLimits(1, 1), {"a": 8, "b": 6, "c": 3}, 5),
+        ({"max_in_flight": 7}, InFlightLimits(1, 1), {"a": 6, "b": 6, "c": 3}, 4),
+        (
+            {"schedule": "gpipe", "max_in_flight": 8},
+            InFlightLimits(3, 3),
+            {"a": 8, "b": 8, "c": 8},
+            5,
+        ),
         (
             {"schedule": "zero-bubble", "max_in_flight": 3},
-            Limits(1, 1, splits=True),
+            InFlightLimits(1, 1, splits=True),
             {"a": 3, "b": 3, "c": 3},
             3,
         ),
-        ({"microbatches_per_message": 100}, Limits(1, 1), {"a": 8, "b": 8, "c": 8}, 2),
+        ({"microbatches_per_message": 100}, InFlightLimits(1, 1), {"a": 8, "b": 8, "c": 8}, 2),
     ],
 )
 def test_schedules_count_bundles_where_micro_batches_share_a_message(
-    overrides: dict[str, Any], of_c: Limits, held: dict[str, int], in_flight: int
+    overrides: dict[str, Any], of_c: InFlightLimits, held: dict[str, int], in_flight: int
 ) -> None:
     config = parse_config({**BRANCHES, "microbatches_per_message": 3, **overrides})
     assert inflight.limits(config)["c"] == of_c

@@ -12,18 +12,18 @@ from rpcmp.config import topology
 from rpcmp.config.topology import Graph
 from rpcmp.errors import ConfigError
 from rpcmp.pipelining import schedule, simulation
-from rpcmp.pipelining.schedule import Action, Limits, Place
-from rpcmp.pipelining.simulation import Duration, Simulation, Times, fixed
+from rpcmp.pipelining.schedule import Action, InFlightLimits, StagePosition
+from rpcmp.pipelining.simulation import ActionTimes, Duration, Simulation, fixed
 from tests.support.graphs import graphs
 
 F, B, W = Action
 
-HALVES = Times(1.0, 0.5, 0.5)  # a whole backward takes as long as a forward
-EQUAL = Times(1.0, 1.0, 1.0)  # each part of a split one does
+HALVES = ActionTimes(1.0, 0.5, 0.5)  # a whole backward takes as long as a forward
+EQUAL = ActionTimes(1.0, 1.0, 1.0)  # each part of a split one does
 
 
 def chain(
-    name: str, num_stages: int, num_microbatches: int, times: Times, most: int | None = None
+    name: str, num_stages: int, num_microbatches: int, times: ActionTimes, most: int | None = None
 ) -> Simulation:
     """A chain of equal stages under the schedule called `name`."""
     stages = topology.chain_graph([f"stage{index}" for index in range(num_stages)])
@@ -117,10 +117,10 @@ def test_with_equal_times_zero_bubble_pays_for_filling_alone(num_stages: int) ->
 @given(
     st.integers(1, 8),
     st.integers(1, 16),
-    st.builds(Times, *3 * [st.integers(1, 9).map(float)]),
+    st.builds(ActionTimes, *3 * [st.integers(1, 9).map(float)]),
 )
 def test_on_equal_stages_zero_bubble_never_takes_longer_than_1f1b(
-    num_stages: int, num_microbatches: int, times: Times
+    num_stages: int, num_microbatches: int, times: ActionTimes
 ) -> None:
     split, whole = (
         chain(name, num_stages, num_microbatches, times) for name in ("zero-bubble", "1f1b")
@@ -147,7 +147,7 @@ def test_a_stage_keeps_what_its_schedule_needs_and_no_more(
 def test_gpipe_waits_for_the_last_forward_even_where_it_could_go_on() -> None:
     stages, policy = topology.chain_graph(["slow", "fast"]), schedule.policy("gpipe")
     limits = simulation.limits(stages, policy, 3)
-    durations = fixed({"slow": Times(5, 5, 0), "fast": Times(1, 1, 0)}, limits)
+    durations = fixed({"slow": ActionTimes(5, 5, 0), "fast": ActionTimes(1, 1, 0)}, limits)
     run = Simulation(stages, policy, 3, durations, limits)
     assert [done.action for done in run.runs["fast"]] == [F, F, F, B, B, B]
 
@@ -155,24 +155,40 @@ def test_gpipe_waits_for_the_last_forward_even_where_it_could_go_on() -> None:
 # Limits.
 
 
-FIRST, MIDDLE, LAST = Place(3, 3, False), Place(2, 3, True), Place(1, 3, True)
+FIRST, MIDDLE, LAST = (
+    StagePosition(3, 3, False),
+    StagePosition(2, 3, True),
+    StagePosition(1, 3, True),
+)
 
 
 @pytest.mark.parametrize(
     ("name", "most", "limits"),
     [
-        ("gpipe", None, [Limits(8, 8), Limits(8, 8), Limits(8, 8)]),
-        ("1f1b", None, [Limits(3, 3), Limits(2, 2), Limits(1, 1)]),
-        ("1f1b", 1, [Limits(1, 1), Limits(1, 1), Limits(1, 1)]),
-        ("1f1b", 2, [Limits(2, 2), Limits(2, 2), Limits(1, 1)]),
-        ("1f1b", 5, [Limits(5, 5), Limits(4, 4), Limits(3, 3)]),
-        ("zero-bubble", None, [Limits(3, 3), Limits(2, 4, True, 1), Limits(1, 4, True, 2)]),
-        ("zero-bubble", 1, [Limits(1, 1), Limits(1, 1, True, 0), Limits(1, 1, True, 0)]),
-        ("zero-bubble", 6, [Limits(5, 5), Limits(3, 6, True, 2), Limits(1, 6, True, 4)]),
+        ("gpipe", None, [InFlightLimits(8, 8), InFlightLimits(8, 8), InFlightLimits(8, 8)]),
+        ("1f1b", None, [InFlightLimits(3, 3), InFlightLimits(2, 2), InFlightLimits(1, 1)]),
+        ("1f1b", 1, [InFlightLimits(1, 1), InFlightLimits(1, 1), InFlightLimits(1, 1)]),
+        ("1f1b", 2, [InFlightLimits(2, 2), InFlightLimits(2, 2), InFlightLimits(1, 1)]),
+        ("1f1b", 5, [InFlightLimits(5, 5), InFlightLimits(4, 4), InFlightLimits(3, 3)]),
+        (
+            "zero-bubble",
+            None,
+            [InFlightLimits(3, 3), InFlightLimits(2, 4, True, 1), InFlightLimits(1, 4, True, 2)],
+        ),
+        (
+            "zero-bubble",
+            1,
+            [InFlightLimits(1, 1), InFlightLimits(1, 1, True, 0), InFlightLimits(1, 1, True, 0)],
+        ),
+        (
+            "zero-bubble",
+            6,
+            [InFlightLimits(5, 5), InFlightLimits(3, 6, True, 2), InFlightLimits(1, 6, True, 4)],
+        ),
     ],
 )
 def test_limits_follow_the_place_and_max_in_flight(
-    name: str, most: int | None, limits: list[Limits]
+    name: str, most: int | None, limits: list[InFlightLimits]
 ) -> None:
     policy = schedule.policy(name)
     assert [policy.limits(place, 8, most) for place in (FIRST, MIDDLE, LAST)] == limits
@@ -180,7 +196,7 @@ def test_limits_follow_the_place_and_max_in_flight(
 
 @pytest.mark.parametrize("name", schedule.POLICIES)
 def test_nobody_opens_more_micro_batches_than_there_are(name: str) -> None:
-    assert schedule.policy(name).limits(Place(5, 5, True), 2, None).open == 2
+    assert schedule.policy(name).limits(StagePosition(5, 5, True), 2, None).open == 2
 
 
 def test_more_than_twice_the_longest_way_changes_nothing_under_zero_bubble() -> None:

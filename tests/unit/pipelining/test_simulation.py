@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from rpcmp.config import topology
 from rpcmp.config.topology import Graph
 from rpcmp.pipelining import schedule, simulation
-from rpcmp.pipelining.schedule import Action, Limits
-from rpcmp.pipelining.simulation import Simulation, Times, fixed
+from rpcmp.pipelining.schedule import Action, InFlightLimits
+from rpcmp.pipelining.simulation import ActionTimes, Simulation, fixed
 from tests.support.graphs import graphs
 
 F, B, W = Action
@@ -22,7 +22,9 @@ PAIR = topology.chain_graph(["a", "b"])
 ONE_F_ONE_B = schedule.policy("1f1b")
 
 
-def simulate(stages: Graph, times: Times, name: str = "1f1b", latency: float = 0.0) -> Simulation:
+def simulate(
+    stages: Graph, times: ActionTimes, name: str = "1f1b", latency: float = 0.0
+) -> Simulation:
     """Two micro-batches on equal stages."""
     policy = schedule.policy(name)
     limits = simulation.limits(stages, policy, 2)
@@ -31,14 +33,14 @@ def simulate(stages: Graph, times: Times, name: str = "1f1b", latency: float = 0
 
 
 def test_a_whole_backward_takes_the_time_of_both_its_parts() -> None:
-    limits = {"whole": Limits(1, 1), "split": Limits(1, 1, splits=True)}
-    duration = fixed(dict.fromkeys(limits, Times(1.0, 20.0, 300.0)), limits)
+    limits = {"whole": InFlightLimits(1, 1), "split": InFlightLimits(1, 1, splits=True)}
+    duration = fixed(dict.fromkeys(limits, ActionTimes(1.0, 20.0, 300.0)), limits)
     assert [duration("whole", action, 0) for action in (F, B)] == [1.0, 320.0]
     assert [duration("split", action, 0) for action in Action] == [1.0, 20.0, 300.0]
 
 
 def test_a_message_takes_its_time_each_way() -> None:
-    run = simulate(PAIR, Times(1.0, 1.0, 0.0), latency=0.25)
+    run = simulate(PAIR, ActionTimes(1.0, 1.0, 0.0), latency=0.25)
     assert [tuple(done) for done in run.runs["b"]] == [
         (F, 0, 1.25, 2.25),
         (B, 0, 2.25, 3.25),
@@ -50,17 +52,17 @@ def test_a_message_takes_its_time_each_way() -> None:
 
 
 def test_a_stage_is_idle_when_it_does_nothing() -> None:
-    run = simulate(PAIR, Times(1.0, 1.0, 0.0))
+    run = simulate(PAIR, ActionTimes(1.0, 1.0, 0.0))
     assert run.makespan == 6.0
     assert [run.idle(stage) for stage in PAIR.stages] == pytest.approx([1 / 3, 1 / 3])
-    assert simulate(PAIR, Times(0.0, 0.0, 0.0)).idle("a") == 0.0
+    assert simulate(PAIR, ActionTimes(0.0, 0.0, 0.0)).idle("a") == 0.0
 
 
 def test_a_micro_batch_is_held_until_its_weight_gradient_or_its_whole_backward() -> None:
-    run = simulate(PAIR, Times(1.0, 1.0, 1.0), "zero-bubble")
+    run = simulate(PAIR, ActionTimes(1.0, 1.0, 1.0), "zero-bubble")
     assert [run.most("b", until) for until in (B, W)] == [1, 2]
     assert [run.most("a", until) for until in (B, W)] == [2, 2]
-    whole = simulate(topology.chain_graph(["a"]), Times(1.0, 1.0, 1.0))
+    whole = simulate(topology.chain_graph(["a"]), ActionTimes(1.0, 1.0, 1.0))
     assert [whole.most("a", until) for until in (B, W)] == [1, 1]
 
 
@@ -81,7 +83,7 @@ def test_depths_are_counted_along_the_longest_way_to_the_loss() -> None:
 
 
 def test_a_schedule_that_cannot_go_on_is_found_out() -> None:
-    none = dict.fromkeys(PAIR.stages, Limits(0, 0))
+    none = dict.fromkeys(PAIR.stages, InFlightLimits(0, 0))
     with pytest.raises(RuntimeError, match="the schedule deadlocks"):
         Simulation(PAIR, ONE_F_ONE_B, 1, lambda *action: 1.0, none)
 

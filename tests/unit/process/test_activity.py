@@ -16,7 +16,7 @@ from rpcmp.process import descriptors
 from rpcmp.process import liveness as pulse_module
 from rpcmp.process import tcp_stats as links_module
 from rpcmp.process.activity import NO_MICROBATCH, Activity, Doing
-from rpcmp.process.liveness import Pulse
+from rpcmp.process.liveness import HeartbeatMonitor
 from rpcmp.process.tcp_stats import SILENT_SECONDS, Links
 
 
@@ -34,7 +34,7 @@ class Clock:
         self.now = 1000.0
         self.beats: list[float] = []
         self.slept: list[float] = []
-        self.pulse: Pulse | None = None
+        self.pulse: HeartbeatMonitor | None = None
         self.limit = float("inf")
 
     def monotonic(self) -> float:
@@ -137,31 +137,33 @@ def test_a_clock_that_was_turned_back_is_no_negative_time(clock: Clock) -> None:
 # Pulse
 
 
-def lost(pulse: Pulse, clock: Clock, beats: list[float], limit: float = float("inf")) -> float:
+def lost(
+    pulse: HeartbeatMonitor, clock: Clock, beats: list[float], limit: float = float("inf")
+) -> float:
     """What `lost` returns where these are the signs of life."""
     clock.pulse, clock.beats, clock.limit = pulse, beats, limit
     return asyncio.run(pulse.lost())
 
 
 def test_silence_is_noticed_when_it_has_lasted_and_not_before(clock: Clock) -> None:
-    seconds = lost(Pulse(6.0), clock, [])
+    seconds = lost(HeartbeatMonitor(6.0), clock, [])
     assert 6.0 <= seconds < 7.0
     assert clock.now == 1000.0 + seconds
 
 
 def test_signs_of_life_put_it_off(clock: Clock) -> None:
     beats = [1000.0 + 0.5 * number for number in range(1, 101)]
-    assert 6.0 <= lost(Pulse(6.0), clock, beats) < 7.0
+    assert 6.0 <= lost(HeartbeatMonitor(6.0), clock, beats) < 7.0
     assert 1056.0 <= clock.now < 1057.0
 
 
 def test_a_sign_that_comes_just_in_time_counts(clock: Clock) -> None:
-    assert 6.0 <= lost(Pulse(6.0), clock, [1005.9, 1011.8]) < 7.0
+    assert 6.0 <= lost(HeartbeatMonitor(6.0), clock, [1005.9, 1011.8]) < 7.0
     assert clock.now >= 1017.8
 
 
 def test_what_has_come_while_the_supervisor_was_held_up_is_heard_first(clock: Clock) -> None:
-    pulse = Pulse(6.0)
+    pulse = HeartbeatMonitor(6.0)
     clock.now += 3600.0  # the machine was suspended; the sign lies in the socket
     seconds = lost(pulse, clock, [clock.now + 0.05])
     assert 6.0 <= seconds < 7.0
@@ -169,26 +171,26 @@ def test_what_has_come_while_the_supervisor_was_held_up_is_heard_first(clock: Cl
 
 
 def test_a_supervisor_that_was_held_up_hears_of_a_loss_at_once(clock: Clock) -> None:
-    pulse = Pulse(6.0)
+    pulse = HeartbeatMonitor(6.0)
     clock.now += 3600.0
     assert 3600.0 <= lost(pulse, clock, []) < 3601.0
 
 
 def test_without_a_timeout_nobody_is_ever_lost(clock: Clock) -> None:
     with pytest.raises(TimeoutError):
-        lost(Pulse(0), clock, [], limit=1000.0 + 10 * 365 * 86400)
+        lost(HeartbeatMonitor(0), clock, [], limit=1000.0 + 10 * 365 * 86400)
     assert clock.now > 1000.0 + 9 * 365 * 86400
     assert min(clock.slept) > 60
 
 
 def test_waiting_for_silence_never_turns_in_circles(clock: Clock) -> None:
-    lost(Pulse(6.0), clock, [1000.0 + 0.5 * number for number in range(1, 101)])
+    lost(HeartbeatMonitor(6.0), clock, [1000.0 + 0.5 * number for number in range(1, 101)])
     assert len(clock.slept) < 40
     assert min(clock.slept) > 0
 
 
 def test_a_pulse_is_waited_for_on_a_real_loop() -> None:
-    assert asyncio.run(Pulse(1e-9).lost()) >= 1e-9
+    assert asyncio.run(HeartbeatMonitor(1e-9).lost()) >= 1e-9
 
 
 # Links

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from rpcmp.process import liveness, tcp_stats
-from rpcmp.process.tcp_stats import INCOMING, Links, Traffic, Way
+from rpcmp.process.tcp_stats import INCOMING, Links, PeerTraffic, Traffic
 from tests.support.processes import poll_for
 
 
@@ -58,7 +58,7 @@ def ends() -> Iterator[Ends]:
     made.close()
 
 
-def read(traffic: Traffic) -> dict[str, Way]:
+def read(traffic: Traffic) -> dict[str, PeerTraffic]:
     return {way.peer: way for way in traffic.read(Links().watch())}
 
 
@@ -117,7 +117,7 @@ def test_what_closed_connections_have_carried_still_counts(ends: Ends) -> None:
     before = read(traffic)[ends.address].sent
     ends.client.close()
     ends.accepted.close()
-    assert read(traffic)[ends.address] == Way(ends.address, before, 0, 0.0)
+    assert read(traffic)[ends.address] == PeerTraffic(ends.address, before, 0, 0.0)
     again = socket.create_connection(ends.listener.getsockname())
     accepted, _ = ends.listener.accept()
     with again, accepted:

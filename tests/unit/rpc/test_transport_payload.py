@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import torch
 
-from rpcmp.process.tcp_stats import Way
-from rpcmp.rpc.messages import Outputs
+from rpcmp.process.tcp_stats import PeerTraffic
+from rpcmp.rpc.messages import StageOutputs
 from rpcmp.rpc.transport import Payload
 
 
 def test_answers_add_up_by_member_and_gradients_go_back_for_what_requires_them() -> None:
     payload = Payload()
     trained = torch.zeros(10, requires_grad=True)
-    payload.note("a:0", [Outputs((trained, torch.zeros(3, dtype=torch.int64)))])
+    payload.note("a:0", [StageOutputs((trained, torch.zeros(3, dtype=torch.int64)))])
     payload.note("a:0", {"weight": torch.zeros(2, 2, dtype=torch.float16)})
     payload.note("b:0", torch.zeros(1))
     payload.note("c:0", {"loss": 0.5})  # no tensors: not worth a mention
-    assert payload.read() == [Way("a:0", 40, 40 + 24 + 8, 0.0), Way("b:0", 0, 4, 0.0)]
+    assert payload.read() == [
+        PeerTraffic("a:0", 40, 40 + 24 + 8, 0.0),
+        PeerTraffic("b:0", 0, 4, 0.0),
+    ]

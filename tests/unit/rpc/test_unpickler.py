@@ -18,7 +18,7 @@ import torch
 from rpcmp.driver import rounds
 from rpcmp.errors import SecurityError
 from rpcmp.rpc import transport, unpickler
-from rpcmp.rpc.messages import End, Mode, Work
+from rpcmp.rpc.messages import AfterRound, MicrobatchMeta, Mode
 from rpcmp.worker.optimizer import StageOptimizer
 from rpcmp.worker.stage import Stage
 
@@ -48,7 +48,7 @@ def naming(module: str, name: str) -> bytes:
 @pytest.mark.parametrize(
     "value",
     [
-        Work(1, 1, 0, 4, 0, 8, 32, Mode.TRAIN, End.STEP),
+        MicrobatchMeta(1, 1, 0, 4, 0, 8, 32, Mode.TRAIN, AfterRound.STEP),
         transport.Raised("x"),
         {"a": [1, 2.5, (None, "text")], "b": OrderedDict(c=1)},
         torch.float32,
@@ -159,10 +159,10 @@ def test_a_pickle_that_makes_a_tool_of_our_own_classes_is_refused(tmp_path: Path
     raised = found("rpcmp.rpc.transport", "Raised")
     evil = changed(raised, "callable", text("pathlib:Path.touch"))
     evil += changed(
-        found("rpcmp.data.batch_server", "Source"), "named_parameters", text(str(marker))
+        found("rpcmp.data.batch_server", "BatchServer"), "named_parameters", text(str(marker))
     )
     evil += found("rpcmp.worker.optimizer", "StageOptimizer") + pickle.EMPTY_TUPLE + pickle.REDUCE
-    with pytest.raises(SecurityError, match=r"rpcmp\.data\.batch_server\.Source"):
+    with pytest.raises(SecurityError, match=r"rpcmp\.data\.batch_server\.BatchServer"):
         unpickler.Unpickler(io.BytesIO(evil + pickle.STOP)).load()
     assert not marker.exists()
     del transport.Raised.callable  # type: ignore[attr-defined]

@@ -9,10 +9,10 @@ import pytest
 from rpcmp.errors import ConfigError, SecurityError
 from rpcmp.net import identity
 from rpcmp.net.identity import Role
-from rpcmp.server.access import Group
+from rpcmp.server.access import GroupMembers
 from rpcmp.v1 import control_pb2 as pb
 
-GROUP = Group("j", ["a", "b"], [1, 2])
+GROUP = GroupMembers("j", ["a", "b"], [1, 2])
 
 
 @pytest.mark.parametrize("index", [0, 1, 2, None])
@@ -47,7 +47,7 @@ def test_a_server_is_not_claimed_for_a_group_that_it_is_not_in(stage: int, repli
     group = [pb.GroupStage(name="a", replicas=1), pb.GroupStage(name="b", replicas=2)]
     request = pb.PrepareRequest(job="j", stage_index=stage, replica=replica, group=group)
     with pytest.raises(ConfigError, match=f"no stage {stage} replica {replica} in its group of 2"):
-        Group.of(request)
+        GroupMembers.of(request)
 
 
 def test_members_join_under_their_own_names() -> None:

@@ -10,8 +10,8 @@ from typing import Any
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from rpcmp.net.identity import DRIVER, GRPC, Role, stage
-from rpcmp.net.port import Inner, Visitor
-from rpcmp.net.tls import End
+from rpcmp.net.port import IncomingConnection, Inner
+from rpcmp.net.tls import Connection
 from rpcmp.server import hardened_grpc
 from tests.support.fuzz import http2
 
@@ -34,7 +34,7 @@ def test_a_call_comes_from_the_path_that_its_socket_is_bound_to(tmp_path: Path) 
         made.add_insecure_port(f"unix:{path}")
         await made.start()
         for role in (stage(7), None, DRIVER):
-            visitor = Visitor(End(socket.socket()), role, GRPC)
+            visitor = IncomingConnection(Connection(socket.socket()), role, GRPC)
             with inner.carrying(visitor) as end:
                 assert await answered(end, path)
             visitor.end.close()

@@ -13,13 +13,13 @@ from rpcmp.server.kv_store import (
     MAX_KEY,
     MAX_KEYS,
     MAX_VALUE,
-    Values,
+    KeyValueStore,
     require_askable,
 )
 
 
 def test_a_rendezvous_takes_small_things_and_not_many() -> None:
-    values = Values()
+    values = KeyValueStore()
     values.set("k" * MAX_KEY, bytes(MAX_VALUE))
     for key, value in [("k" * (MAX_KEY + 1), b""), ("k", bytes(MAX_VALUE + 1))]:
         with pytest.raises(JobError, match="takes no"):
@@ -33,7 +33,7 @@ def test_a_rendezvous_takes_small_things_and_not_many() -> None:
 
 
 def test_its_values_have_no_more_room_than_they_may_have_together() -> None:
-    values = Values()
+    values = KeyValueStore()
     count = MAX_BYTES // MAX_VALUE - 1  # keys take room as well
     for number in range(count):
         values.set(str(number), bytes(MAX_VALUE))
@@ -45,7 +45,7 @@ def test_its_values_have_no_more_room_than_they_may_have_together() -> None:
 
 @pytest.mark.parametrize("held", [b"abc", b"", b"1.5", b"9" * 100, b"--1"])
 def test_what_does_not_count_cannot_be_added_to(held: bytes) -> None:
-    values = Values()
+    values = KeyValueStore()
     values.set("k", held)
     with pytest.raises(RpcmpError):
         values.add("k", 1)
@@ -53,7 +53,7 @@ def test_what_does_not_count_cannot_be_added_to(held: bytes) -> None:
 
 
 def test_what_counts_does_so_within_64_bits() -> None:
-    values = Values()
+    values = KeyValueStore()
     assert values.add("k", 2**63 - 1) == 2**63 - 1
     with pytest.raises(JobError, match="64 bits"):
         values.add("k", 1)
@@ -65,7 +65,7 @@ def test_who_waits_for_keys_is_woken_by_these_alone(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("rpcmp.server.kv_store.MAX_WAITING", 3)
 
     async def scene() -> None:
-        values = Values()
+        values = KeyValueStore()
         both = asyncio.create_task(values.wait_for(["a", "b"]))
         given_up = asyncio.create_task(values.wait_for(["c"]))
         other = asyncio.create_task(values.wait_for(["c"]))

@@ -12,17 +12,17 @@ import torch
 from torch import Tensor, nn
 
 from rpcmp.errors import StageError, from_wire
-from rpcmp.pipelining.schedule import Action, Limits, policy
-from rpcmp.rpc.messages import Bundle, Mode, Outputs, Work
-from rpcmp.worker.backward import Backwards, Failures, Kept, Memory, Missing
+from rpcmp.pipelining.schedule import Action, InFlightLimits, policy
+from rpcmp.rpc.messages import Bundle, MicrobatchMeta, Mode, StageOutputs
+from rpcmp.worker.backward import Backwards, Failures, NoneGradients, SavedBundle, SavedForward
 from rpcmp.worker.boundary import LocalTape
-from rpcmp.worker.executor import ComputeThread, Round, Task
+from rpcmp.worker.executor import ComputeThread, RoundState, Task
 from rpcmp.worker.weight_grad import WeightGradients, splittable
 from tests.support.gradients import lists
 
 SECONDS = 30.0  # after which a test that hangs fails
 CPU = torch.device("cpu")
-WORK = Work(1, 7, 0, 1, 0, 1, 1, Mode.TRAIN)
+WORK = MicrobatchMeta(1, 7, 0, 1, 0, 1, 1, Mode.TRAIN)
 
 product = splittable(torch.mul)
 
@@ -43,9 +43,9 @@ class Stage:
         self.told: list[tuple[int, list[int]]] = []
         self.ended = threading.Event()
         self.compute = ComputeThread(policy("zero-bubble" if splits else "1f1b"))
-        limits = Limits(1, 1, splits)
-        self.compute.begin(1, lambda: Round(7, range(1), limits, True, finish=self.ended.set))
-        known = Missing(lambda _bundle, _work, index, which: self.told.append((index, which)))
+        limits = InFlightLimits(1, 1, splits)
+        self.compute.begin(1, lambda: RoundState(7, range(1), limits, True, finish=self.ended.set))
+        known = NoneGradients(lambda _bundle, _work, index, which: self.told.append((index, which)))
         for port, which in (missing or {}).items():
             known.note(WORK, port, which)
         self.backwards = Backwards("s", self.compute, splits, known, self.failures)
@@ -53,9 +53,9 @@ class Stage:
 
     def forward(
         self, weights: WeightGradients, function: Callable[..., Any], *received: Tensor
-    ) -> Memory:
+    ) -> SavedBundle:
         """Run `function`, whose outputs one reader reads, one each."""
-        tape = LocalTape([Outputs(value) for value in received], CPU)
+        tape = LocalTape([StageOutputs(value) for value in received], CPU)
         with weights.watch():
             produced = tape.leave(function(*tape.inputs))
         read = [[position] for position in range(len(produced))]
@@ -64,17 +64,17 @@ class Stage:
         assert done.wait(SECONDS)
         return memory_of(tape, weights, read, produced)
 
-    def run(self, memory: Memory, *gradients: Tensor | None) -> Future[list[Tensor | None]]:
+    def run(self, memory: SavedBundle, *gradients: Tensor | None) -> Future[list[Tensor | None]]:
         """As a thread of the distributed autograd engine does it."""
         return self._pool.submit(self.backwards.run, memory, gradients)
 
 
 def memory_of(
     tape: LocalTape, weights: WeightGradients, read: list[list[int]], produced: list[Tensor]
-) -> Memory:
+) -> SavedBundle:
     dtypes = [tensor.dtype for tensor in produced]
-    kept = Kept(WORK, tape, weights, dtypes, read, [False] * len(read))
-    return Memory(Bundle(0, 1, (WORK,)), [kept])
+    kept = SavedForward(WORK, tape, weights, dtypes, read, [False] * len(read))
+    return SavedBundle(Bundle(0, 1, (WORK,)), [kept])
 
 
 def plain() -> WeightGradients:
@@ -115,16 +115,16 @@ def test_what_several_read_gets_the_sum_of_their_gradients() -> None:
     assert lists(stage.run(memory, *gradients).result(SECONDS)) == [[2 * 101 + 30]]
 
 
-def bundle(*functions: Callable[[Tensor], Any]) -> Memory:
+def bundle(*functions: Callable[[Tensor], Any]) -> SavedBundle:
     """Micro-batches whose outputs two readers read: the first one of them all, the other one."""
     kept = []
     for microbatch, function in enumerate(functions):
-        tape = LocalTape([Outputs(torch.ones(1, requires_grad=True))], CPU)
+        tape = LocalTape([StageOutputs(torch.ones(1, requires_grad=True))], CPU)
         dtypes = [tensor.dtype for tensor in tape.leave(function(*tape.inputs))]
         read = [list(range(len(dtypes))), [0]]
         work = WORK._replace(microbatch=microbatch)
-        kept.append(Kept(work, tape, plain(), dtypes, read, [False, False]))
-    return Memory(Bundle(0, 1, tuple(one.work for one in kept)), kept)
+        kept.append(SavedForward(work, tape, plain(), dtypes, read, [False, False]))
+    return SavedBundle(Bundle(0, 1, tuple(one.work for one in kept)), kept)
 
 
 def test_gradients_come_reader_by_reader_and_go_micro_batch_by_micro_batch() -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from rpcmp.pipelining import pytree
-from rpcmp.rpc.messages import Outputs
+from rpcmp.rpc.messages import StageOutputs
 from rpcmp.worker.boundary import LocalTape, connect, sum_gradients, tensors_of
 from tests.support.gradients import lists
 
@@ -24,7 +24,7 @@ def token() -> Tensor:
     return torch.empty(0, requires_grad=True)
 
 
-def run_stage(function: Callable[..., Any], received: Sequence[Outputs]) -> tuple[Tensor, ...]:
+def run_stage(function: Callable[..., Any], received: Sequence[StageOutputs]) -> tuple[Tensor, ...]:
     """A whole stage: its outputs as its readers see them."""
     tape = LocalTape(received, CPU)
     outputs = tape.leave(function(*tape.inputs))
@@ -51,7 +51,7 @@ def test_a_stage_gives_the_gradients_of_plain_autograd() -> None:
 
     plain = torch.autograd.grad(module(received), [received, *module.parameters()], gradient)
 
-    tape = LocalTape([Outputs(received)], CPU)
+    tape = LocalTape([StageOutputs(received)], CPU)
     tape.leave(module(*tape.inputs))
     found, missing = tape.backward([gradient])
     assert missing == {}
@@ -65,7 +65,7 @@ def test_a_stage_gives_the_gradients_of_plain_autograd() -> None:
 def test_gradients_of_micro_batches_accumulate_in_the_parameters() -> None:
     weight = nn.Parameter(torch.tensor([1.0]))
     for scale in (1.0, 10.0):
-        tape = LocalTape([Outputs(torch.tensor([scale]))], CPU)
+        tape = LocalTape([StageOutputs(torch.tensor([scale]))], CPU)
         tape.leave(weight * tape.inputs[0])
         tape.backward([torch.ones(1)])
     assert weight.grad is not None
@@ -75,10 +75,10 @@ def test_gradients_of_micro_batches_accumulate_in_the_parameters() -> None:
 def test_every_input_gets_its_gradients_in_order_and_its_token_none() -> None:
     x, y, z = (torch.ones(1, requires_grad=True) for _ in range(3))
     received = [
-        Outputs((x, y)),
-        Outputs(torch.ones(1)),
-        Outputs(torch.ones(1), token()),
-        Outputs(z),
+        StageOutputs((x, y)),
+        StageOutputs(torch.ones(1)),
+        StageOutputs(torch.ones(1), token()),
+        StageOutputs(z),
     ]
     tape = LocalTape(received, CPU)
     (x_in, y_in), _, _, z_in = tape.inputs
@@ -92,7 +92,10 @@ def test_what_no_gradient_reached_stays_none_and_is_said_to_be_missing_by_input(
     used, unused, other = (torch.ones(1, requires_grad=True) for _ in range(3))
     index = torch.ones(1, dtype=torch.int64)  # needs no gradient, and so misses none
     idle = nn.Parameter(torch.ones(1))
-    tape = LocalTape([Outputs((used, index, unused)), Outputs(index, token()), Outputs(other)], CPU)
+    tape = LocalTape(
+        [StageOutputs((used, index, unused)), StageOutputs(index, token()), StageOutputs(other)],
+        CPU,
+    )
     (used_in, _, unused_in), _, _ = tape.inputs
     tape.leave([used_in * 2, unused_in * idle])
     found, missing = tape.backward([torch.ones(1), None])
@@ -102,7 +105,7 @@ def test_what_no_gradient_reached_stays_none_and_is_said_to_be_missing_by_input(
 
 
 def test_a_gradient_of_zeros_is_not_missing() -> None:
-    tape = LocalTape([Outputs(torch.ones(2, requires_grad=True))], CPU)
+    tape = LocalTape([StageOutputs(torch.ones(2, requires_grad=True))], CPU)
     tape.leave(tape.inputs[0] * 0)
     found, missing = tape.backward([torch.ones(2)])
     assert lists(found) == [[0, 0]]
@@ -112,7 +115,7 @@ def test_a_gradient_of_zeros_is_not_missing() -> None:
 def test_without_any_gradient_all_that_was_received_misses_its_own() -> None:
     idle = nn.Parameter(torch.ones(1))
     received = torch.ones(1, requires_grad=True)
-    tape = LocalTape([Outputs(received), Outputs(torch.ones(1))], CPU)
+    tape = LocalTape([StageOutputs(received), StageOutputs(torch.ones(1))], CPU)
     tape.leave(tape.inputs[0] * idle)
     found, missing = tape.backward([None])
     assert (found, missing) == ([None, None], {0: [0]})
@@ -121,7 +124,7 @@ def test_without_any_gradient_all_that_was_received_misses_its_own() -> None:
 
 def test_integers_and_plain_values_pass_and_get_no_gradient() -> None:
     index, value = torch.tensor([1]), torch.ones(3, requires_grad=True)
-    tape = LocalTape([Outputs({"index": index, "scale": 2, "value": value})], CPU)
+    tape = LocalTape([StageOutputs({"index": index, "scale": 2, "value": value})], CPU)
     (received,) = tape.inputs
     assert received["scale"] == 2
     outputs = tape.leave([received["value"][received["index"]], received["index"]])
@@ -132,7 +135,7 @@ def test_integers_and_plain_values_pass_and_get_no_gradient() -> None:
 
 def test_what_is_received_is_not_copied() -> None:
     received, constant = torch.ones(2, requires_grad=True), torch.ones(2)
-    tape = LocalTape([Outputs((received, constant))], CPU)
+    tape = LocalTape([StageOutputs((received, constant))], CPU)
     ((received_in, constant_in),) = tape.inputs
     assert received_in.data_ptr() == received.data_ptr()
     assert constant_in.data_ptr() == constant.data_ptr()
@@ -143,7 +146,7 @@ def test_what_is_received_is_not_copied() -> None:
 def test_the_first_layer_may_work_in_place(others: int) -> None:
     received = torch.tensor([-1.0, 2.0], requires_grad=True)
     more = [torch.ones(1, requires_grad=True) for _ in range(others)]
-    tape = LocalTape([Outputs((received, *more))], CPU)
+    tape = LocalTape([StageOutputs((received, *more))], CPU)
     tape.leave(torch.relu_(tape.inputs[0][0]))
     found, _ = tape.backward([torch.ones(2)])
     assert lists(found) == [[0, 1], *[None] * others]
@@ -151,7 +154,7 @@ def test_the_first_layer_may_work_in_place(others: int) -> None:
 
 def test_the_gradients_that_leave_a_stage_are_contiguous() -> None:
     received = random(2, 3).T.requires_grad_()
-    tape = LocalTape([Outputs(received)], CPU)
+    tape = LocalTape([StageOutputs(received)], CPU)
     tape.leave(tape.inputs[0] * 2)
     ((grad,), _) = tape.backward([random(3, 2)])
     assert grad is not None
@@ -169,7 +172,7 @@ def test_nothing_of_a_micro_batch_lives_on_after_its_end(end: Callable[[LocalTap
         kept.append(weakref.ref(saved))
         return saved
 
-    tape = LocalTape([Outputs(torch.ones(2, requires_grad=True), None)], CPU)
+    tape = LocalTape([StageOutputs(torch.ones(2, requires_grad=True), None)], CPU)
     with torch.autograd.graph.saved_tensors_hooks(save, lambda saved: saved[0]):
         tape.leave(tape.inputs[0] * tape.inputs[0])
     assert all(saved() is not None for saved in kept)
@@ -196,8 +199,8 @@ def test_two_stages_give_the_bits_of_one_model() -> None:
     first.zero_grad()
     second.zero_grad()
 
-    (hidden,) = run_stage(lambda x: torch.tanh(first(x)), [Outputs(batch)])
-    (loss,) = run_stage(lambda x: second(x).sum(), [Outputs(hidden)])
+    (hidden,) = run_stage(lambda x: torch.tanh(first(x)), [StageOutputs(batch)])
+    (loss,) = run_stage(lambda x: second(x).sum(), [StageOutputs(hidden)])
     loss.backward()
     for parameter, grad in zip((*first.parameters(), *second.parameters()), plain, strict=True):
         assert parameter.grad is not None
@@ -210,7 +213,7 @@ def test_outputs_of_several_kinds_are_connected_in_order() -> None:
         return {"half": (x / 2, x.argmax()), "mask": x > 0, "double": x * 2}
 
     received = torch.tensor([1.0, -3.0], requires_grad=True)
-    outputs = run_stage(split, [Outputs(received)])
+    outputs = run_stage(split, [StageOutputs(received)])
     assert [pytree.describe(output) for output in outputs] == [
         "float32[2]",
         "int64[]",
@@ -243,7 +246,7 @@ def test_an_output_that_nobody_used_has_no_gradient_instead_of_zeros() -> None:
 
 def test_a_stage_that_reads_only_the_batch_is_differentiated_too() -> None:
     weight = nn.Parameter(torch.ones(2))
-    (output,) = run_stage(lambda x: weight * x, [Outputs(torch.tensor([3.0, 4.0]))])
+    (output,) = run_stage(lambda x: weight * x, [StageOutputs(torch.tensor([3.0, 4.0]))])
     assert output.requires_grad
     output.sum().backward()
     assert weight.grad is not None
@@ -261,7 +264,7 @@ def test_a_token_leads_to_a_stage_whose_answer_has_no_gradient() -> None:
     mask = torch.tensor([True])
     value, link = connect(run_backward, [mask, torch.empty(0)], [], constants=[mask])
     assert (value.requires_grad, link.requires_grad) == (False, True)
-    (output,) = run_stage(lambda mask: mask * weight, [Outputs(value, link)])
+    (output,) = run_stage(lambda mask: mask * weight, [StageOutputs(value, link)])
     output.backward()
     assert weight.grad is not None
     assert lists(seen[0]) == [None, None]  # nothing to differentiate, but the stage has been told
@@ -323,7 +326,7 @@ def test_a_backward_is_that_of_torch_without_what_torch_imports_for_it(
             patch.setitem(sys.modules, name, None)  # who imports it fails
         with pytest.raises(ImportError):
             torch.autograd.backward(outputs(*leaves()), gradients)
-        tape = LocalTape([Outputs(0)], torch.device("cpu"))
+        tape = LocalTape([StageOutputs(0)], torch.device("cpu"))
         tape.leave(outputs(*ours))
         tape.backward(gradients)
     for mine, its in zip(ours, theirs, strict=True):

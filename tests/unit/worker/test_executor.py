@@ -17,15 +17,15 @@ import pytest
 import torch
 
 from rpcmp.errors import BusyError, JobError, from_wire
-from rpcmp.pipelining.schedule import Action, Limits, policy
+from rpcmp.pipelining.schedule import Action, InFlightLimits, policy
 from rpcmp.rpc.transport import Raised
-from rpcmp.worker.executor import ComputeThread, Round, Task
+from rpcmp.worker.executor import ComputeThread, RoundState, Task
 
 F, B, W = Action
 SECONDS = 30.0  # after which a test that hangs fails
 
-WHOLE = Limits(4, 4)
-SPLIT = Limits(4, 8, splits=True, deferred=8)
+WHOLE = InFlightLimits(4, 4)
+SPLIT = InFlightLimits(4, 8, splits=True, deferred=8)
 
 
 class Stage:
@@ -35,7 +35,7 @@ class Stage:
     Of rounds after the first, "F0@2". A round's `finish` is "end", or "end@2".
     """
 
-    def __init__(self, schedule: str = "zero-bubble", limits: Limits = WHOLE) -> None:
+    def __init__(self, schedule: str = "zero-bubble", limits: InFlightLimits = WHOLE) -> None:
         self.compute = ComputeThread(policy(schedule))
         self.limits = limits
         self.log: list[str] = []
@@ -47,7 +47,7 @@ class Stage:
         end = "end" if number == 1 else f"end@{number}"
         self.compute.begin(
             number,
-            lambda: Round(
+            lambda: RoundState(
                 number,
                 range(num_microbatches),
                 self.limits,
@@ -146,12 +146,12 @@ def test_an_action_waits_for_the_one_before() -> None:
         ("gpipe", WHOLE, "F0 F1 F2 B0 B1 B2"),
         ("1f1b", WHOLE, "F0 B0 F1 B1 F2 B2"),
         ("zero-bubble", WHOLE, "F0 F1 F2 B0 B1 B2"),
-        ("zero-bubble", Limits(1, 2, True, 0), "F0 B0 F1 W0 B1 F2 W1 B2 W2"),
-        ("zero-bubble", Limits(1, 3, True, 1), "F0 B0 F1 B1 F2 W0 B2 W1 W2"),
+        ("zero-bubble", InFlightLimits(1, 2, True, 0), "F0 B0 F1 W0 B1 F2 W1 B2 W2"),
+        ("zero-bubble", InFlightLimits(1, 3, True, 1), "F0 B0 F1 B1 F2 W0 B2 W1 W2"),
     ],
 )
 def test_the_schedule_chooses_among_what_is_ready(
-    schedule: str, limits: Limits, order: str
+    schedule: str, limits: InFlightLimits, order: str
 ) -> None:
     stage = Stage(schedule, limits)
     stage.begin(1, 3)
@@ -170,7 +170,7 @@ def test_the_schedule_chooses_among_what_is_ready(
 
 
 def test_no_more_micro_batches_are_open_than_the_limit() -> None:
-    stage = Stage(limits=Limits(2, 2))
+    stage = Stage(limits=InFlightLimits(2, 2))
     stage.begin(1, 4)
     stage.submit("F0", "F1", "F2", "F3")
     stage.expect("F0 F1")
@@ -205,7 +205,7 @@ def test_micro_batches_are_in_flight_until_their_backward_is_done() -> None:
 
 
 def test_where_backwards_are_split_they_are_in_flight_until_the_weight_gradient() -> None:
-    stage = Stage("zero-bubble", Limits(1, 2, True, 0))
+    stage = Stage("zero-bubble", InFlightLimits(1, 2, True, 0))
     seen: dict[str, int] = {}
 
     def weight() -> None:
@@ -249,7 +249,7 @@ def test_an_evaluation_keeps_nothing_and_an_abort_forgets() -> None:
 
 @pytest.mark.parametrize(("limits", "weight"), [(SPLIT, "W0 "), (WHOLE, "")])
 def test_a_round_ends_after_its_last_weight_gradient_and_before_the_next_begins(
-    limits: Limits, weight: str
+    limits: InFlightLimits, weight: str
 ) -> None:
     stage = Stage(limits=limits)
     stage.begin(1, 1)

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from rpcmp.pipelining.schedule import Action, Limits
-from rpcmp.worker.executor import Round, Rounds, Task
+from rpcmp.pipelining.schedule import Action, InFlightLimits
+from rpcmp.worker.executor import RoundQueue, RoundState, Task
 
 F, B, W = Action
 
 
-def a_round(num_bundles: int = 1, training: bool = True) -> Round:
-    return Round(1, range(num_bundles), Limits(4, 4, splits=True), training)
+def a_round(num_bundles: int = 1, training: bool = True) -> RoundState:
+    return RoundState(1, range(num_bundles), InFlightLimits(4, 4, splits=True), training)
 
 
-def begun(*numbers: int) -> Rounds:
+def begun(*numbers: int) -> RoundQueue:
     """Rounds of which these have begun, in this order."""
-    rounds = Rounds()
+    rounds = RoundQueue()
     for number in numbers:
         rounds.begin(number, a_round)
     return rounds
@@ -26,7 +26,7 @@ def task() -> Task:
     return Task([], 0)
 
 
-def finish(found: Round, actions: Iterable[Action]) -> None:
+def finish(found: RoundState, actions: Iterable[Action]) -> None:
     """Do all of a round's actions of these kinds."""
     for action in actions:
         for microbatch in range(len(found.bundles)):

@@ -18,9 +18,9 @@ from rpcmp.config.loader import parse_config
 from rpcmp.config.topology import DRIVER, Port
 from rpcmp.pipelining.assignment import assign
 from rpcmp.pipelining.schedule import Action, policy
-from rpcmp.rpc.messages import Bundle, Mode, Outputs, Work
-from rpcmp.worker.backward import Backwards, Failures, Missing
-from rpcmp.worker.executor import ComputeThread, Round, Task
+from rpcmp.rpc.messages import Bundle, MicrobatchMeta, Mode, StageOutputs
+from rpcmp.worker.backward import Backwards, Failures, NoneGradients
+from rpcmp.worker.executor import ComputeThread, RoundState, Task
 from rpcmp.worker.forward import Execution
 from rpcmp.worker.model import StageModel
 from tests.support import splitlayers
@@ -97,23 +97,23 @@ class Stage:
             *(name, self.model, graph.inputs[name]),
             graph.ports(name) or (Port(DRIVER, 0, ()),),
             Backwards(
-                *(name, self._compute, limits.splits, Missing(lambda *_: None)),
+                *(name, self._compute, limits.splits, NoneGradients(lambda *_: None)),
                 self.failures,
             ),
             recompute=assignment.stage.recompute,
             wire_dtype={None: None, "bfloat16": torch.bfloat16}[config.wire_dtype],
         )
         self._compute.begin(
-            1, lambda: Round(1, range(num_microbatches), limits, True, finish=self.ended.set)
+            1, lambda: RoundState(1, range(num_microbatches), limits, True, finish=self.ended.set)
         )
 
-    def forward(self, microbatch: int, *received: Any) -> Future[list[Outputs]]:
+    def forward(self, microbatch: int, *received: Any) -> Future[list[StageOutputs]]:
         """The answer to the only reader."""
-        work = Work(
+        work = MicrobatchMeta(
             *(1, 1, microbatch, self._num_microbatches, 0, 1, self._num_microbatches, Mode.TRAIN)
         )
         bundle = Bundle(microbatch, self._num_microbatches, (work,))
-        answer: Future[list[Outputs]] = Future()
+        answer: Future[list[StageOutputs]] = Future()
 
         def run(received: list[Any]) -> None:
             computed = self._execution.forward(work, received)
@@ -124,7 +124,7 @@ class Stage:
         self._compute.submit(1, Action.FORWARD, microbatch, task)
         return answer
 
-    def differentiate(self, answer: Future[list[Outputs]]) -> Future[None]:
+    def differentiate(self, answer: Future[list[StageOutputs]]) -> Future[None]:
         """The gradient of the answer's "x" comes back, on a thread of the engine."""
 
         def run() -> None:
@@ -138,7 +138,7 @@ class Stage:
 def test_float32_is_bfloat16_on_the_wire_and_nowhere_else() -> None:
     stage = Stage(1, wire_dtype="bfloat16")
     received = torch.randn(2, FEATURES).bfloat16().requires_grad_()
-    answer = stage.forward(0, Outputs(received, narrowed=(0,)))
+    answer = stage.forward(0, StageOutputs(received, narrowed=(0,)))
     stage.differentiate(answer).result(SECONDS)
     (outputs,) = answer.result(SECONDS)
     assert {name: value.dtype for name, value in outputs.value.items()} == {
@@ -156,7 +156,7 @@ def test_float32_is_bfloat16_on_the_wire_and_nowhere_else() -> None:
 def test_the_driver_gets_the_loss_in_full() -> None:
     stage = Stage(2, wire_dtype="bfloat16")
     value = {"x": torch.randn(2, FEATURES).bfloat16().requires_grad_(), "order": torch.arange(2)}
-    answer = stage.forward(0, Outputs(value, narrowed=(0,)), Outputs(torch.zeros(2, 1)))
+    answer = stage.forward(0, StageOutputs(value, narrowed=(0,)), StageOutputs(torch.zeros(2, 1)))
     (outputs,) = answer.result(SECONDS)
     assert (outputs.value.dtype, outputs.narrowed) == (torch.float32, ())
 
@@ -208,7 +208,7 @@ def test_activations_do_not_grow_with_the_number_of_micro_batches(
 ) -> None:
     stage = Stage(index, num_microbatches, **keys)
     answers = [
-        stage.forward(number, Outputs(torch.randn(2, FEATURES).requires_grad_()))
+        stage.forward(number, StageOutputs(torch.randn(2, FEATURES).requires_grad_()))
         for number in range(num_microbatches)
     ]
     wait([stage.differentiate(answer) for answer in answers], SECONDS)

@@ -13,7 +13,7 @@ from rpcmp.config.loader import parse_config
 from rpcmp.errors import ConfigError
 from rpcmp.pipelining.assignment import assign
 from rpcmp.pipelining.schedule import policy
-from rpcmp.rpc.messages import Mode, Work
+from rpcmp.rpc.messages import MicrobatchMeta, Mode
 from rpcmp.worker import precision
 from rpcmp.worker.executor import ComputeThread
 from rpcmp.worker.model import StageModel
@@ -123,7 +123,7 @@ def casts(output: Tensor) -> int:
 def test_a_weight_is_cast_once_a_layer_and_autocast_ends_with_it() -> None:
     job = {"loss": "torch.nn:MSELoss", "model": {"layers": f"{__name__}:weighed_layers"}}
     model = StageModel(assign(parse_config({**job, "autocast": "bfloat16"}))[0])
-    work = Work(1, 1, 0, 1, 0, 2, 2, Mode.TRAIN)
+    work = MicrobatchMeta(1, 1, 0, 1, 0, 2, 2, Mode.TRAIN)
     output = model.forward([torch.randn(2, 4)], work)
     assert output.dtype is torch.bfloat16
     assert all(value.dtype is torch.float32 for _, value in model.named_parameters())

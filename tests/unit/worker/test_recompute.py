@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from rpcmp.pipelining import layers
-from rpcmp.rpc.messages import Outputs
+from rpcmp.rpc.messages import StageOutputs
 from rpcmp.worker.boundary import LocalTape
 from rpcmp.worker.recompute import Buffers, Replay
 from rpcmp.worker.weight_grad import Splitter, WeightGradients
@@ -84,7 +84,7 @@ def begun(
     """A micro-batch after its first forward, where its weight gradients wait, and its outputs."""
     splitter = splitter or Splitter()
     weights = splitter.begin()
-    made = Replay(compute, [Outputs(received)], CPU, buffers or Buffers([]), splitter, weights)
+    made = Replay(compute, [StageOutputs(received)], CPU, buffers or Buffers([]), splitter, weights)
     return made, weights, made.forward()
 
 
@@ -100,7 +100,7 @@ def state(module: nn.Module, received: list[Tensor]) -> dict[str, Tensor]:
 def kept(module: nn.Module) -> dict[str, Tensor]:
     """What a plain stage comes to, all forwards before the first backward."""
     received = micro_batches()
-    tapes = [LocalTape([Outputs(tensor)], CPU) for tensor in received]
+    tapes = [LocalTape([StageOutputs(tensor)], CPU) for tensor in received]
     for number, tape in enumerate(tapes):
         tape.leave(seeded(module, number)([tape.inputs[0].clone()]))
     for tensor, tape in zip(received, tapes, strict=True):
@@ -154,7 +154,7 @@ def test_between_forward_and_backward_no_activation_is_kept(recomputes: bool) ->
         held = begun(compute, tensor)
         assert held[2].requires_grad
     else:
-        tape = LocalTape([Outputs(tensor)], CPU)
+        tape = LocalTape([StageOutputs(tensor)], CPU)
         tape.leave(compute(tape.inputs))
     assert (seen[0]() is None) == recomputes
 

@@ -9,10 +9,10 @@ import pytest
 
 from rpcmp.config.topology import ReplicaAssignment, ReplicaShare
 from rpcmp.errors import JobError, from_wire
-from rpcmp.rpc.messages import Bundle, Mode, Outputs, Work
+from rpcmp.rpc.messages import Bundle, MicrobatchMeta, Mode, StageOutputs
 from rpcmp.rpc.transport import Raised
 from rpcmp.worker.backward import Failures
-from rpcmp.worker.requests import Exchange
+from rpcmp.worker.requests import ForwardRequests
 
 NUM_READERS = 2
 
@@ -23,9 +23,9 @@ class _Around:
     def __init__(self) -> None:
         self.asked: list[Callable[[list[Any]], None]] = []
         self.begun: list[Bundle] = []
-        self.computed: list[Work] = []
+        self.computed: list[MicrobatchMeta] = []
         self.tasks: list[Any] = []
-        self.exchange = Exchange(
+        self.exchange = ForwardRequests(
             "stage1",
             cast(Any, self),
             NUM_READERS,
@@ -52,19 +52,19 @@ class _Around:
 
     # Of its execution
 
-    def forward(self, work: Work, received: list[Outputs]) -> Work:
+    def forward(self, work: MicrobatchMeta, received: list[StageOutputs]) -> MicrobatchMeta:
         self.computed.append(work)
         return work
 
-    def answer(self, _: Bundle, computed: list[Work]) -> list[list[Outputs]]:
+    def answer(self, _: Bundle, computed: list[MicrobatchMeta]) -> list[list[StageOutputs]]:
         values = [work.microbatch for work in computed]
-        return [[Outputs((port, value)) for value in values] for port in range(NUM_READERS)]
+        return [[StageOutputs((port, value)) for value in values] for port in range(NUM_READERS)]
 
     # In one go
 
     def arrive(self) -> None:
         """Let what was asked for come, and have it computed."""
-        self.asked.pop(0)([[Outputs("input")] * 2])
+        self.asked.pop(0)([[StageOutputs("input")] * 2])
         for part in self.tasks.pop(0).parts:
             part()
 
@@ -76,12 +76,15 @@ def around() -> _Around:
 
 def bundle(round_number: int = 1) -> Bundle:
     """Two micro-batches of two."""
-    works = [Work(round_number, 1, microbatch, 2, 0, 1, 2, Mode.TRAIN) for microbatch in range(2)]
+    works = [
+        MicrobatchMeta(round_number, 1, microbatch, 2, 0, 1, 2, Mode.TRAIN)
+        for microbatch in range(2)
+    ]
     return Bundle(0, 1, tuple(works))
 
 
-def answer_to(port: int) -> list[Outputs]:
-    return [Outputs((port, microbatch)) for microbatch in range(2)]
+def answer_to(port: int) -> list[StageOutputs]:
+    return [StageOutputs((port, microbatch)) for microbatch in range(2)]
 
 
 @pytest.mark.parametrize("arrives_after", [1, 2])
@@ -122,7 +125,7 @@ def test_a_round_that_was_aborted_is_answered_whether_it_was_asked_before_or_aft
     around: _Around,
 ) -> None:
     before = around.exchange.ask(bundle(), 0)
-    around.asked.pop()([[Outputs("input")] * 2])
+    around.asked.pop()([[StageOutputs("input")] * 2])
     around.exchange.refuse(1)
     around.tasks.pop().cancel()
     for answer in (before, around.exchange.ask(bundle(), 1)):

@@ -21,7 +21,7 @@ from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 from rpcmp.worker import weight_grad
-from rpcmp.worker.weight_grad import Additions, Splitter, WeightGradients, splittable
+from rpcmp.worker.weight_grad import AccumulateGradHook, Splitter, WeightGradients, splittable
 
 NUM_MICROBATCHES = 4
 
@@ -457,7 +457,7 @@ def test_who_only_hears_of_additions_hears_of_late_ones_too(layer: nn.Module) ->
     heard: list[float] = []
     for name in BOTH:
         parameter = layer.get_parameter(name)
-        Additions(parameter, functools.partial(hear, heard, parameter))
+        AccumulateGradHook(parameter, functools.partial(hear, heard, parameter))
     inputs = [random(2, 6, 6)(number).requires_grad_() for number in range(NUM_MICROBATCHES)]
     late = Late(layer)
     found = train(layer, inputs, squares, late)

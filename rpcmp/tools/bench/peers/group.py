@@ -8,15 +8,15 @@ import tempfile
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 
-from rpcmp.errors import UnfitError, WorkerDiedError, from_wire
-from rpcmp.pipelining.simulation import Times
+from rpcmp.errors import UnsupportedJobError, WorkerDiedError, from_wire
+from rpcmp.pipelining.simulation import ActionTimes
 from rpcmp.process import interpreter
 from rpcmp.process.channel import Message
 from rpcmp.process.child import Child
 from rpcmp.process.interpreter import compute_environment
 from rpcmp.tools.bench.cases import Case
-from rpcmp.tools.bench.contestant import Segment
-from rpcmp.tools.bench.peers.trainers import Kind, Order
+from rpcmp.tools.bench.contestant import TimedSegment
+from rpcmp.tools.bench.peers.trainers import Kind, TrainerConfig
 
 SETTLE_STEPS = 2
 """Of a trial, before its clock counts: torch infers shapes and connects in the first one."""
@@ -73,11 +73,11 @@ class Processes:
         """Have them build the model anew.
 
         Raises:
-            UnfitError: it cannot be trained in this way.
+            UnsupportedJobError: it cannot be trained in this way.
         """
         for answer in await self.ask(op="build", way=way):
             if answer["event"] == "refused":
-                raise UnfitError(answer["reason"])
+                raise UnsupportedJobError(answer["reason"])
 
     async def close(self) -> None:
         """End them at once."""
@@ -93,8 +93,8 @@ class Processes:
         how = interpreter.told(self._children[rank].exit_code)
         raise WorkerDiedError(f"{self._kind}: the process of rank {rank} {how}")
 
-    def _order(self, rank: int, store: Path) -> Order:
-        return Order(
+    def _order(self, rank: int, store: Path) -> TrainerConfig:
+        return TrainerConfig(
             kind=self._kind,
             config=self._case.config,
             halves=self._case.halves,
@@ -137,12 +137,12 @@ class PeerGroup:
         self.settings[self._setting] = best
         await self._processes.build(best)
 
-    async def run(self, steps: int) -> Segment:
+    async def run(self, steps: int) -> TimedSegment:
         """See Contestant."""
         answers = await self._processes.ask(op="run", steps=steps)
         begin, end = min(a["begin"] for a in answers), max(a["end"] for a in answers)
         losses = next(a["losses"] for a in answers if a["losses"])
-        return Segment((end - begin) / 1e9 / steps, losses)
+        return TimedSegment((end - begin) / 1e9 / steps, losses)
 
     async def close(self) -> None:
         """See Contestant."""
@@ -156,10 +156,10 @@ class PeerGroup:
         for way in self._ways * TRIALS:
             try:
                 seconds[way] = min(await self._try_out(way), seconds.get(way, math.inf))
-            except UnfitError as error:
+            except UnsupportedJobError as error:
                 refused[way] = str(error)
         if not seconds:
-            raise UnfitError("; ".join(f"{way}: {why}" for way, why in refused.items()))
+            raise UnsupportedJobError("; ".join(f"{way}: {why}" for way, why in refused.items()))
         return min(seconds, key=seconds.__getitem__)
 
     async def _try_out(self, way: str) -> float:
@@ -169,11 +169,11 @@ class PeerGroup:
         return (await self.run(steps)).seconds_per_step
 
 
-async def stage_times(case: Case) -> list[Times]:
+async def stage_times(case: Case) -> list[ActionTimes]:
     """Every stage's times: the case's nominal ones, else measured while nothing else runs.
 
     Raises:
-        UnfitError: the stages are no chain.
+        UnsupportedJobError: the stages are no chain.
     """
     if case.nominal is not None:
         return [case.nominal] * case.num_stages
@@ -185,4 +185,4 @@ async def stage_times(case: Case) -> list[Times]:
         (answer,) = await processes.ask(op="run", steps=MEASUREMENTS)
     finally:
         await processes.close()
-    return [Times(*times) for times in answer["stages"]]
+    return [ActionTimes(*times) for times in answer["stages"]]

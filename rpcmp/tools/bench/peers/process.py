@@ -12,19 +12,19 @@ import sys
 from typing import Protocol
 
 from rpcmp.config.importing import explain_error
-from rpcmp.errors import JobError, RpcmpError, UnfitError, to_wire
+from rpcmp.errors import JobError, RpcmpError, UnsupportedJobError, to_wire
 from rpcmp.process.channel import Channel, Message
-from rpcmp.tools.bench.peers.trainers import OneProcess, Order, StageClock
+from rpcmp.tools.bench.peers.trainers import OneProcess, StageClock, TrainerConfig
 
 
-class Peer(Protocol):
+class PeerTrainer(Protocol):
     """What one process of a peer can do."""
 
     def build(self, way: str) -> None:
         """Make the model anew, as it was before the first step, to be trained in this way.
 
         Raises:
-            UnfitError: the job cannot be trained like that.
+            UnsupportedJobError: the job cannot be trained like that.
         """
 
     def run(self, steps: int) -> Message:
@@ -36,7 +36,7 @@ def run(channel: Channel) -> None:
     message = channel.receive()
     if message is None:
         return
-    order = Order.model_validate(message)
+    order = TrainerConfig.model_validate(message)
     try:
         peer = _create(order)
         while message := channel.receive():
@@ -48,7 +48,7 @@ def run(channel: Channel) -> None:
     os._exit(0)  # without what else waits for other processes: they may be gone
 
 
-def _create(order: Order) -> Peer:
+def _create(order: TrainerConfig) -> PeerTrainer:
     if order.folder:
         sys.path.insert(0, order.folder)
     if order.kind == "one-process":
@@ -61,12 +61,12 @@ def _create(order: Order) -> Peer:
     return TorchRank(order)
 
 
-def _answer(peer: Peer, message: Message) -> Message:
+def _answer(peer: PeerTrainer, message: Message) -> Message:
     if message["op"] == "run":
         return {"event": "ran", **peer.run(message["steps"])}
     try:
         gc.collect()  # torch's schedules are cycles: the way before is still in memory
         peer.build(message["way"])
-    except UnfitError as error:
+    except UnsupportedJobError as error:
         return {"event": "refused", "reason": str(error)}
     return {"event": "built"}

@@ -39,10 +39,10 @@ from rpcmp.config import importing, topology
 from rpcmp.config.schema import Config
 from rpcmp.config.types import Strict
 from rpcmp.data.batches import load_batches
-from rpcmp.errors import UnfitError
+from rpcmp.errors import UnsupportedJobError
 from rpcmp.pipelining import devices, layers, optimizers
 from rpcmp.pipelining.assignment import assign
-from rpcmp.pipelining.simulation import Times
+from rpcmp.pipelining.simulation import ActionTimes
 from rpcmp.process.channel import Message
 
 WHOLE_BATCH = "whole batch"
@@ -53,7 +53,7 @@ ONE_PROCESS_WAYS = [WHOLE_BATCH, "micro-batches"]
 Kind = Literal["one-process", "torch-pipelining", "stage-times"]
 
 
-class Order(Strict):
+class TrainerConfig(Strict):
     """One process of a peer.
 
     Attributes:
@@ -74,7 +74,7 @@ class Order(Strict):
 
 
 @dataclass(frozen=True)
-class Part:
+class ModelPart:
     """A run of layers and its optimizer; None where nothing in it is trained."""
 
     module: nn.Sequential
@@ -94,26 +94,26 @@ def layer_names(config: Config, parts_a_stage: int = 1) -> list[list[str]]:
         parts_a_stage: 1, or 2 to cut every stage in the middle.
 
     Raises:
-        UnfitError: the job is no chain on the CPU, or a stage has too few layers.
+        UnsupportedJobError: the job is no chain on the CPU, or a stage has too few layers.
         ConfigError: there are more stages than layers.
     """
     if config.graph() != topology.chain_graph(config.stage_names):
-        raise UnfitError("the stages are no chain")
+        raise UnsupportedJobError("the stages are no chain")
     places = [
         devices.resolve_device(config.stage(index).device) for index in range(config.num_stages)
     ]
     if any(place.type != "cpu" for place in places):
-        raise UnfitError("Gloo sends only what lies on the CPU")
+        raise UnsupportedJobError("Gloo sends only what lies on the CPU")
     stages = [assignment.layers for assignment in assign(config)]
     if parts_a_stage == 1:
         return stages
     if min(map(len, stages)) < 2:
-        raise UnfitError("a stage of one layer cannot be cut in two")
+        raise UnsupportedJobError("a stage of one layer cannot be cut in two")
     halves = [(names[: len(names) // 2], names[len(names) // 2 :]) for names in stages]
     return list(itertools.chain.from_iterable(halves))
 
 
-def build(config: Config, stage_index: int, names: list[str]) -> Part:
+def build(config: Config, stage_index: int, names: list[str]) -> ModelPart:
     """A part with the parameters that the pipelined job starts with.
 
     Args:
@@ -132,8 +132,8 @@ def build(config: Config, stage_index: int, names: list[str]) -> Part:
         if parameter.requires_grad
     }
     if not trained:
-        return Part(module, None)
-    return Part(module, optimizers.create(config.optimizer_of(stage_index), trained))
+        return ModelPart(module, None)
+    return ModelPart(module, optimizers.create(config.optimizer_of(stage_index), trained))
 
 
 def slice_loss(config: Config, num_slices: int) -> Callable[[Tensor, Tensor], Tensor]:
@@ -153,14 +153,14 @@ def endless_batches(config: Config) -> Iterator[tuple[Tensor, Tensor]]:
 
     Raises:
         ConfigError: there is no `[data]`.
-        UnfitError: they are not one tensor in and one out.
+        UnsupportedJobError: they are not one tensor in and one out.
     """
     section = config.require_data("a benchmark")
     batches = load_batches(section.train, "data.train", section, config.seed, training=True)
     for epoch in itertools.count(1):
         for inputs, targets in batches.epoch(epoch):
             if not isinstance(inputs, Tensor) or not isinstance(targets, Tensor):
-                raise UnfitError("inputs and targets are not one tensor each")
+                raise UnsupportedJobError("inputs and targets are not one tensor each")
             yield inputs, targets
 
 
@@ -168,10 +168,10 @@ def require_equal_microbatches(inputs: Tensor, num_microbatches: int) -> None:
     """Means over micro-batches are means over samples only if they are equally large.
 
     Raises:
-        UnfitError: they are not.
+        UnsupportedJobError: they are not.
     """
     if inputs.shape[0] % num_microbatches:
-        raise UnfitError(
+        raise UnsupportedJobError(
             f"{inputs.shape[0]} samples do not make {num_microbatches} equal micro-batches"
         )
 
@@ -179,7 +179,7 @@ def require_equal_microbatches(inputs: Tensor, num_microbatches: int) -> None:
 class OneProcess:
     """The peer "one process"; the number of threads is set by its environment."""
 
-    def __init__(self, order: Order) -> None:
+    def __init__(self, order: TrainerConfig) -> None:
         self._config = order.config
 
     def build(self, way: str) -> None:
@@ -222,7 +222,7 @@ Result = TypeVar("Result")
 class StageClock:
     """Measures the stages one after the other; the loss belongs to the last one."""
 
-    def __init__(self, order: Order) -> None:
+    def __init__(self, order: TrainerConfig) -> None:
         self._config = order.config
 
     def build(self, way: str) -> None:
@@ -246,9 +246,9 @@ class StageClock:
         return {"stages": times}
 
 
-def _measure(stage: Stage, x: Tensor, repeats: int) -> Times:
+def _measure(stage: Stage, x: Tensor, repeats: int) -> ActionTimes:
     found = [_measure_once(stage, x) for _ in range(repeats + 1)][1:]  # the first one warms up
-    return Times(*(statistics.median(column) for column in zip(*found, strict=True)))
+    return ActionTimes(*(statistics.median(column) for column in zip(*found, strict=True)))
 
 
 def _measure_once(stage: Stage, x: Tensor) -> tuple[float, float, float]:
@@ -283,7 +283,7 @@ same work as with one stage, in twice as many actions."""
 class TorchRank:
     """The peer "torch.distributed.pipelining"; the ways are the schedules' names."""
 
-    def __init__(self, order: Order) -> None:
+    def __init__(self, order: TrainerConfig) -> None:
         self._order = order
         dist.init_process_group(
             "gloo",
@@ -345,4 +345,4 @@ class TorchRank:
                 return SINGLE[way](stages[0], count, loss, scale_grads=False)
             return DOUBLE[way](stages, count, loss, scale_grads=False)
         except ValueError as error:  # how torch refuses a number of micro-batches
-            raise UnfitError(str(error)) from error
+            raise UnsupportedJobError(str(error)) from error

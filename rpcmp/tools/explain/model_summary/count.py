@@ -59,7 +59,7 @@ class StageFacts(Strict):
     optimizer_bytes: int | None
 
 
-class Inventory(Strict):
+class ModelSummary(Strict):
     """A job.
 
     Attributes:

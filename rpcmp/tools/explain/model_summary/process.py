@@ -15,7 +15,7 @@ from rpcmp.errors import RpcmpError, one_line
 from rpcmp.pipelining import devices, inflight
 from rpcmp.process import task
 from rpcmp.process.channel import Channel, Message
-from rpcmp.tools.explain.model_summary.count import Inventory, count
+from rpcmp.tools.explain.model_summary.count import ModelSummary, count
 
 
 def run(channel: Channel) -> None:
@@ -30,7 +30,7 @@ def _count(message: Message) -> Message:
     return {"event": "counted", "inventory": take(config, message["is_here"]).model_dump()}
 
 
-def take(config: Config, is_here: bool = True) -> Inventory:
+def take(config: Config, is_here: bool = True) -> ModelSummary:
     """What the job is made of.
 
     Args:
@@ -51,7 +51,7 @@ def take(config: Config, is_here: bool = True) -> Inventory:
         batches = {name: len(one) for name, one in both.items() if one is not None}
         datasets.close()
     stages = [count(part) for part in firsts]
-    return Inventory(
+    return ModelSummary(
         stages=stages,
         parameters=sum(stage.parameters - stage.foreign_parameters for stage in stages),
         tied=[list(dict.fromkeys(place.stage for place in p)) for p in firsts[0].tied],

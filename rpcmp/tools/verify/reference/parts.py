@@ -40,7 +40,7 @@ def autocast(config: Config, stage_index: int) -> AbstractContextManager[object]
     return torch.autocast("cpu", getattr(torch, dtype))
 
 
-class Steps:
+class ReferenceSteps:
     """How a mini-batch ends: unscale, clip, step, all as the config says.
 
     Args:
@@ -173,7 +173,7 @@ class Replicas:
         return [buffer for module in self._modules for buffer in module.buffers()]
 
 
-class Ties:
+class ReferenceTies:
     """The tied parameters of a model.
 
     Args:

@@ -35,7 +35,7 @@ from rpcmp.config.schema import Config
 from rpcmp.config.topology import Reference
 from rpcmp.data.batches import Batches
 from rpcmp.pipelining import exact_sum, layers, microbatch, optimizers
-from rpcmp.tools.verify.reference.parts import Replicas, Steps, Ties, autocast
+from rpcmp.tools.verify.reference.parts import ReferenceSteps, ReferenceTies, Replicas, autocast
 
 
 class UnsplitModel:
@@ -60,8 +60,8 @@ class UnsplitModel:
         self._autocast = {
             stage: autocast(config, index) for index, stage in enumerate(config.stage_names)
         }
-        self._steps = Steps(config, self._optimizers)
-        self._ties = Ties(config.tied, self._named_parameters())
+        self._steps = ReferenceSteps(config, self._optimizers)
+        self._ties = ReferenceTies(config.tied, self._named_parameters())
         self._replicas = [
             Replicas(self._modules[worker.stage].values(), config.turns_of(worker.stage))
             for worker in config.workers

@@ -17,7 +17,7 @@ import pytest
 from rpcmp.errors import ConfigError, SecurityError
 from rpcmp.net import authority, identity
 from rpcmp.observability.dashboard import app as places
-from rpcmp.observability.dashboard.app import Place
+from rpcmp.observability.dashboard.app import Endpoint
 from rpcmp.observability.dashboard.server import Page
 from tests.support import pageevents
 from tests.support.pageevents import Event
@@ -26,7 +26,7 @@ BEGUN: list[Event] = [event for event in pageevents.run(40) if event["event"] !=
 
 
 @contextlib.contextmanager
-def serving(place: Place) -> Iterator[Page]:
+def serving(place: Endpoint) -> Iterator[Page]:
     page = Page(place)
     try:
         for event in BEGUN:
@@ -37,9 +37,9 @@ def serving(place: Place) -> Iterator[Page]:
 
 
 @pytest.fixture
-def here() -> Iterator[Place]:
+def here() -> Iterator[Endpoint]:
     """A run's page on loopback."""
-    place = Place.open("127.0.0.1:0", None)
+    place = Endpoint.open("127.0.0.1:0", None)
     with serving(place):
         yield place
 
@@ -52,7 +52,7 @@ def certs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def get(
-    place: Place, path: str, headers: Mapping[str, str] | None = None, method: str = "GET"
+    place: Endpoint, path: str, headers: Mapping[str, str] | None = None, method: str = "GET"
 ) -> tuple[int, http.client.HTTPMessage, str]:
     """Status, headers and text of an answer; a stream's up to its first message."""
     with contextlib.closing(connection(place)) as line:
@@ -63,7 +63,7 @@ def get(
         return answer.status, answer.headers, answer.read().decode()
 
 
-def connection(place: Place) -> http.client.HTTPConnection:
+def connection(place: Endpoint) -> http.client.HTTPConnection:
     if place.certs is None:
         return http.client.HTTPConnection("127.0.0.1", place.port, timeout=30)
     trusting = ssl.create_default_context(cafile=place.certs / "ca.crt")
@@ -84,7 +84,9 @@ def message(stream: http.client.HTTPResponse) -> tuple[str, Any]:
     raise AssertionError("the stream has ended")
 
 
-def test_the_page_and_its_files_come_with_a_policy_that_lets_nothing_else_in(here: Place) -> None:
+def test_the_page_and_its_files_come_with_a_policy_that_lets_nothing_else_in(
+    here: Endpoint,
+) -> None:
     for path, kind in (
         ("/", "text/html"),
         ("/main.js", "text/javascript"),
@@ -104,11 +106,11 @@ def test_the_page_and_its_files_come_with_a_policy_that_lets_nothing_else_in(her
 @pytest.mark.parametrize(
     "path", ["/nothing.js", "/../server.py", "/..%2fserver.py", "//etc/passwd", "/vendor/"]
 )
-def test_other_files_are_not_there(here: Place, path: str) -> None:
+def test_other_files_are_not_there(here: Endpoint, path: str) -> None:
     assert get(here, path)[0] == 404
 
 
-def test_on_loopback_only_its_own_names_are_answered(here: Place) -> None:
+def test_on_loopback_only_its_own_names_are_answered(here: Endpoint) -> None:
     for name in ("127.0.0.1", "localhost", "[::1]"):
         assert get(here, "/", {"Host": f"{name}:{here.port}"})[0] == 200
     for forwarded in ("127.0.0.1", "localhost:1"):
@@ -118,12 +120,12 @@ def test_on_loopback_only_its_own_names_are_answered(here: Place) -> None:
             assert get(here, path, {"Host": host})[0] == 403
 
 
-def test_nothing_can_be_sent(here: Place) -> None:
+def test_nothing_can_be_sent(here: Endpoint) -> None:
     assert get(here, "/", method="POST")[0] == 405
     assert get(here, "/events", method="DELETE")[0] == 405
 
 
-def test_who_comes_back_is_told_what_it_missed(here: Place) -> None:
+def test_who_comes_back_is_told_what_it_missed(here: Endpoint) -> None:
     with contextlib.closing(connection(here)) as line:
         line.request("GET", "/events")
         stream = line.getresponse()
@@ -148,7 +150,7 @@ def test_who_comes_back_is_told_what_it_missed(here: Place) -> None:
 
 
 def test_the_last_message_is_that_the_run_has_ended() -> None:
-    place = Place.open("127.0.0.1:0", None)
+    place = Endpoint.open("127.0.0.1:0", None)
     with contextlib.closing(connection(place)) as line:
         with serving(place) as page:
             line.request("GET", "/events")
@@ -163,7 +165,7 @@ def test_the_last_message_is_that_the_run_has_ended() -> None:
 
 
 def test_a_browser_that_takes_nothing_holds_nobody_up() -> None:
-    place = Place.open("127.0.0.1:0", None)
+    place = Endpoint.open("127.0.0.1:0", None)
     with socket.socket() as idle, serving(place) as page:
         idle.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
         idle.connect(("127.0.0.1", place.port))
@@ -178,10 +180,10 @@ def test_a_browser_that_takes_nothing_holds_nobody_up() -> None:
 
 
 def test_elsewhere_only_who_has_the_token_is_answered(certs: Path) -> None:
-    place = Place.open("0.0.0.0:0", certs)
+    place = Endpoint.open("0.0.0.0:0", certs)
     assert place.token is not None
     assert place.url == f"https://driver.example:{place.port}/?token={place.token}"
-    other = Place.open("0.0.0.0:0", certs)
+    other = Endpoint.open("0.0.0.0:0", certs)
     assert other.token != place.token
     other.listener.close()
     with serving(place):
@@ -214,7 +216,7 @@ def test_elsewhere_only_who_has_the_token_is_answered(certs: Path) -> None:
 def test_elsewhere_needs_a_certificate() -> None:
     for address in ("0.0.0.0:0", "192.0.2.1:80", "[::]:0", "host-a:8080"):
         with pytest.raises(ConfigError, match="certs issue DIR --driver"):
-            Place.open(address, None)
+            Endpoint.open(address, None)
 
 
 def test_a_certificate_that_cannot_be_used_is_refused(certs: Path, tmp_path: Path) -> None:
@@ -222,7 +224,7 @@ def test_a_certificate_that_cannot_be_used_is_refused(certs: Path, tmp_path: Pat
     shutil.copytree(certs, folder)
     (folder / "tls.key").chmod(0o644)
     with pytest.raises(SecurityError, match="can be read by others"):
-        Place.open("0.0.0.0:0", folder)
+        Endpoint.open("0.0.0.0:0", folder)
 
 
 def test_a_certificate_that_was_renewed_is_shown(certs: Path, tmp_path: Path) -> None:
@@ -230,13 +232,13 @@ def test_a_certificate_that_was_renewed_is_shown(certs: Path, tmp_path: Path) ->
     shutil.copytree(certs, folder)
     renewed = authority.issue(certs.parent, "renewed", identity.DRIVER, ["driver.example"], 2)
 
-    def shown(place: Place) -> bytes | None:
+    def shown(place: Endpoint) -> bytes | None:
         with contextlib.closing(connection(place)) as line:
             line.connect()
             assert isinstance(line.sock, ssl.SSLSocket)
             return line.sock.getpeercert(binary_form=True)
 
-    place = Place.open("0.0.0.0:0", folder)
+    place = Endpoint.open("0.0.0.0:0", folder)
     with serving(place):
         before = shown(place)
         shutil.copy(renewed / "tls.crt", folder / "tls.crt")
@@ -249,12 +251,12 @@ def test_a_certificate_that_was_renewed_is_shown(certs: Path, tmp_path: Path) ->
 @pytest.mark.parametrize("address", ["config.toml", "127.0.0.1", "127.0.0.1:x", "1:2:3:x", "", " "])
 def test_what_is_no_address_is_refused(address: str) -> None:
     with pytest.raises(ConfigError, match=r"not \[HOST:\]PORT.*a bare --ui comes after CONFIG"):
-        Place.open(address, None)
+        Endpoint.open(address, None)
 
 
-def test_a_port_that_is_taken_is_refused_if_it_was_asked_for(here: Place) -> None:
+def test_a_port_that_is_taken_is_refused_if_it_was_asked_for(here: Endpoint) -> None:
     with pytest.raises(ConfigError, match="cannot listen there: Address already in use"):
-        Place.open(str(here.port), None)
+        Endpoint.open(str(here.port), None)
 
 
 def test_the_default_port_is_any_other_where_it_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -262,10 +264,10 @@ def test_the_default_port_is_any_other_where_it_is_taken(monkeypatch: pytest.Mon
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         monkeypatch.setattr(places, "PORT", taken.getsockname()[1])
-        place = Place.open(None, None)
+        place = Endpoint.open(None, None)
         assert place.port != taken.getsockname()[1]
         assert place.url == f"http://127.0.0.1:{place.port}/"
         place.listener.close()
-    free = Place.open(None, None)
+    free = Endpoint.open(None, None)
     assert free.port == places.PORT
     free.listener.close()

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from rpcmp.cli import output
 from rpcmp.observability.dashboard import entries
-from rpcmp.observability.dashboard.curves import LIMIT, Row, Series
+from rpcmp.observability.dashboard.curves import LIMIT, Curve, Row
 from rpcmp.observability.dashboard.html import html
 from rpcmp.observability.dashboard.state import EVALUATIONS, State
 from tests.support import pageevents
@@ -90,7 +90,7 @@ def test_10000_steps_stay_light_and_a_step_costs_a_few_hundred_bytes() -> None:
 def test_a_curve_keeps_its_ends_its_extremes_and_its_mean(
     losses: list[float | None], limit: int
 ) -> None:
-    series = Series(limit)
+    series = Curve(limit)
     for step, loss in enumerate(losses, 1):
         series.add(Row(1, step, step / 4, loss, loss, loss, 10.0), version=step)
     assert len(series) <= limit

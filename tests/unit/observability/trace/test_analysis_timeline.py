@@ -10,8 +10,8 @@ from typing import Any, cast
 import pytest
 
 from rpcmp.config.topology import Member
-from rpcmp.driver.stage_group import Group
-from rpcmp.driver.tracing import Follower
+from rpcmp.driver.stage_group import StageGroup
+from rpcmp.driver.tracing import StepSampler
 from rpcmp.errors import JobError
 from rpcmp.observability.trace import chrome
 from rpcmp.observability.trace.analysis import timeline
@@ -155,7 +155,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> type[Clock]:
 
 def test_a_step_is_shown_every_other_second_on_the_drivers_clock(clock: type[Clock]) -> None:
     stages, events = Stages(), list[dict[str, Any]]()
-    follower = Follower(job(), cast(Group, stages), events.append, 2.0)
+    follower = StepSampler(job(), cast(StageGroup, stages), events.append, 2.0)
     for step in range(1, 11):  # half a second each
         follower.after_step(step)
         clock.now += 0.5
@@ -174,7 +174,7 @@ def test_steps_that_take_long_to_show_are_shown_less_often(
     spent = iter(range(0, 1000, 3))  # hundredths of a second of a processor
     monkeypatch.setattr("rpcmp.driver.tracing.time.thread_time", lambda: next(spent) / 100)
     stages = Stages()
-    follower = Follower(job(), cast(Group, stages), lambda event: None, 2.0)
+    follower = StepSampler(job(), cast(StageGroup, stages), lambda event: None, 2.0)
     for step in range(1, 11):
         follower.after_step(step)
         while follower._showing is not None and not follower._showing.done():
@@ -187,7 +187,7 @@ def test_steps_that_take_long_to_show_are_shown_less_often(
 def test_an_answer_that_takes_its_time_holds_nobody_up(clock: type[Clock]) -> None:
     stages, events = Stages(), list[dict[str, Any]]()
     stages.may_answer.clear()
-    follower = Follower(job(), cast(Group, stages), events.append, 2.0)
+    follower = StepSampler(job(), cast(StageGroup, stages), events.append, 2.0)
     for step in range(1, 30):
         follower.after_step(step)
         clock.now += 10
@@ -200,7 +200,7 @@ def test_an_answer_that_takes_its_time_holds_nobody_up(clock: type[Clock]) -> No
 def test_a_stage_that_is_lost_is_the_training_s_business(clock: type[Clock]) -> None:
     stages, events = Stages(), list[dict[str, Any]]()
     stages.error = JobError("the worker is gone")
-    follower = Follower(job(), cast(Group, stages), events.append, 2.0)
+    follower = StepSampler(job(), cast(StageGroup, stages), events.append, 2.0)
     follower.after_step(1)
     follower.after_step(2)
     follower.close()
@@ -212,7 +212,7 @@ def test_a_stage_that_is_lost_is_the_training_s_business(clock: type[Clock]) -> 
 
 def test_the_last_steps_are_written_as_a_trace(tmp_path: Path) -> None:
     events = list[dict[str, Any]]()
-    follower = Follower(job(), cast(Group, Stages()), events.append, 2.0)
+    follower = StepSampler(job(), cast(StageGroup, Stages()), events.append, 2.0)
     follower.write(tmp_path / "trace.json.gz")
     assert list(tmp_path.iterdir()) == []  # there has been no step
     for step in range(1, 5):

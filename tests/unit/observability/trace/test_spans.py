@@ -6,7 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rpcmp.observability.trace.spans import DRIVER_CLOCK, Clock, Estimate, Ping, between, estimate
+from rpcmp.observability.trace.spans import (
+    DRIVER_CLOCK,
+    Clock,
+    ClockEstimate,
+    Ping,
+    between,
+    estimate,
+)
 
 offsets = st.integers(-(10**15), 10**15)
 delays = st.integers(0, 10**9)
@@ -56,12 +63,12 @@ def test_between_two_estimates_a_drifting_clock_is_as_exact_as_they_are(
     assert error_ns <= max(first_error_ns, last_error_ns) + 2  # each rounds to a nanosecond
 
 
-def _estimate(truth: Clock, at_ns: int, error_ns: int) -> Estimate:
-    return Estimate(at_ns, truth.to_driver(at_ns) - at_ns + error_ns)
+def _estimate(truth: Clock, at_ns: int, error_ns: int) -> ClockEstimate:
+    return ClockEstimate(at_ns, truth.to_driver(at_ns) - at_ns + error_ns)
 
 
 def test_one_estimate_twice_gives_its_offset() -> None:
-    once = Estimate(remote_ns=100, offset_ns=7)
+    once = ClockEstimate(remote_ns=100, offset_ns=7)
     assert between(once, once).to_driver(1_000) == 1_007
 
 

@@ -21,8 +21,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rpcmp.process.logging import capture
-from rpcmp.process.logging.display import Display, Place, unreported
-from rpcmp.process.logging.rate_limit import BURST, FIRST, KINDS, LONGEST, SECONDS, Fold
+from rpcmp.process.logging.display import Display, RecordSource, unreported
+from rpcmp.process.logging.rate_limit import BURST, FIRST, KINDS, LONGEST, SECONDS, LogRateLimiter
 from rpcmp.process.logging.receiver import Receiver
 from rpcmp.process.logging.records import (
     MAX_BYTES,
@@ -38,7 +38,7 @@ from rpcmp.process.logging.records import (
     unpack,
 )
 from rpcmp.process.logging.sender import Sender
-from rpcmp.server.claim_log import AT_ONCE, KEPT, LogLines
+from rpcmp.server.claim_log import AT_ONCE, KEPT, LogBuffer
 
 
 def info(text: str) -> Line:
@@ -78,7 +78,7 @@ def test_what_is_no_line_is_refused(data: bytes) -> None:
 
 
 def test_the_first_lines_of_a_kind_pass_and_the_rest_is_counted() -> None:
-    fold = Fold()
+    fold = LogRateLimiter()
     passed = [line for n in range(100) for line in fold.take(info(f"loss {n / 7} at {n}"), 0.0)]
     assert [line.text for line in passed] == [f"loss {n / 7} at {n}" for n in range(FIRST)]
     assert fold.due(SECONDS - 0.1) == []
@@ -88,7 +88,7 @@ def test_the_first_lines_of_a_kind_pass_and_the_rest_is_counted() -> None:
 
 
 def test_lines_that_differ_in_words_or_level_are_of_different_kinds() -> None:
-    fold = Fold()
+    fold = LogRateLimiter()
     for n in range(2 * FIRST):
         fold.take(info(f"step {n}"), 0.0)
     assert fold.take(info("step 9 is the last"), 0.0)
@@ -97,7 +97,7 @@ def test_lines_that_differ_in_words_or_level_are_of_different_kinds() -> None:
 
 
 def test_a_kind_that_goes_on_is_told_of_ever_more_rarely() -> None:
-    fold, told = Fold(), []
+    fold, told = LogRateLimiter(), []
     for tenth in range(6000):
         now = tenth / 10
         told += [now for line in fold.take(info(f"n {tenth}"), now) if line.count > 1]
@@ -108,7 +108,7 @@ def test_a_kind_that_goes_on_is_told_of_ever_more_rarely() -> None:
 
 
 def test_a_kind_that_was_quiet_is_news_again() -> None:
-    fold = Fold()
+    fold = LogRateLimiter()
     for n in range(2 * FIRST):
         fold.take(info(f"n {n}"), 0.0)
     fold.due(SECONDS)
@@ -118,7 +118,7 @@ def test_a_kind_that_was_quiet_is_news_again() -> None:
 
 @given(st.lists(st.tuples(st.text("ab 1", max_size=6), st.floats(0, 3)), max_size=400))
 def test_no_line_is_lost_or_told_twice(said: list[tuple[str, float]]) -> None:
-    fold, now, told = Fold(), 0.0, []
+    fold, now, told = LogRateLimiter(), 0.0, []
     for text, pause in said:
         now += pause
         told += fold.take(info(text), now)
@@ -133,7 +133,7 @@ def words(number: int) -> str:
 
 
 def test_memory_and_rate_are_bounded_whatever_is_said() -> None:
-    fold = Fold()
+    fold = LogRateLimiter()
     number = 20 * KINDS
     told = [line for n in range(number) for line in fold.take(info(words(n)), 0.0)]
     assert len(told) <= BURST
@@ -148,13 +148,13 @@ def test_half_a_character_is_written_out() -> None:
     """As in the name of a file that is not UTF-8: no file, and no message, takes it as it is."""
     text = cut("found a\udc80.txt")
     assert text == "found a\\udc80.txt"
-    lines = LogLines()
+    lines = LogBuffer()
     lines.add(Line("INFO", "stdout", text))
     assert [line.text for line in lines.after(0)] == [text]
 
 
 def test_long_lines_use_up_more_of_the_budget() -> None:
-    fold = Fold()
+    fold = LogRateLimiter()
     told = [line for n in range(50) for line in fold.take(info(words(n) + " " * MAX_TEXT), 0.0)]
     assert 0 < len(told) < 10
 
@@ -348,7 +348,7 @@ def test_nonsense_in_the_socket_is_passed_over() -> None:
 
 
 def test_a_watcher_is_told_each_line_once() -> None:
-    lines = LogLines()
+    lines = LogBuffer()
     told = 0
     heard: list[str] = []
     for n in range(600):
@@ -363,14 +363,14 @@ def test_a_watcher_is_told_each_line_once() -> None:
 
 
 def test_a_watcher_that_is_behind_sees_the_gap() -> None:
-    lines = LogLines()
+    lines = LogBuffer()
     for n in range(KEPT + 10):
         lines.add(info(f"{n}"))
     assert lines.after(0)[0].number == 11
 
 
 def test_a_message_to_a_watcher_is_bounded() -> None:
-    lines = LogLines()
+    lines = LogBuffer()
     for _ in range(100):
         lines.add(info("x" * MAX_TEXT))
     found = lines.after(0)
@@ -423,7 +423,7 @@ class Reader(io.StringIO):
 def test_own_records_and_entries_are_shown_in_one_format() -> None:
     stream = Reader()
     display = Display(stream)
-    display.place = lambda: Place("stage 1", 3, 4)
+    display.place = lambda: RecordSource("stage 1", 3, 4)
     display.emit(logging.makeLogRecord({"levelname": "WARNING", "levelno": 30, "msg": "careful"}))
     display.show(entry_of(Line("DEBUG", "mine", "details"), "stage1", 3))
     display.show(entry_of(info("printed"), "stage1", 3))

@@ -12,9 +12,9 @@ import torch
 from rpcmp.config import loader
 from rpcmp.config.schema import Config
 from rpcmp.config.sections import StageConfig
-from rpcmp.errors import ConfigError, UnfitError
+from rpcmp.errors import ConfigError, UnsupportedJobError
 from rpcmp.pipelining import assignment
-from rpcmp.pipelining.simulation import Times
+from rpcmp.pipelining.simulation import ActionTimes
 from rpcmp.tools.bench import benchmark, cases, models
 from rpcmp.tools.bench.peers import trainers
 from tests.support.nearness import assert_near
@@ -55,8 +55,8 @@ def test_the_frozen_cases_are_those_of_the_issue() -> None:
         for case in [cases.load(name)]
     }
     assert found == {
-        "sleep": (4, 16, Times(0.010, 0.010, 0.010)),
-        "overhead": (2, 32, Times(0.0005, 0.0005, 0.0005)),
+        "sleep": (4, 16, ActionTimes(0.010, 0.010, 0.010)),
+        "overhead": (2, 32, ActionTimes(0.0005, 0.0005, 0.0005)),
         "transformer": (2, 8, None),
         "activations": (2, 8, None),
     }
@@ -80,7 +80,7 @@ def test_a_sleeping_layer_is_a_sum_whose_three_actions_sleep_one_by_one(
     slept: list[float] = []
     monkeypatch.setattr(models, "sleep", slept.append)
     x, weight = torch.randn(3, 2, requires_grad=True), torch.randn(2, 2, requires_grad=True)
-    y = models.apply_sleep(x, weight, models.Times(1.0, 2.0, 3.0))
+    y = models.apply_sleep(x, weight, models.LayerSleeps(1.0, 2.0, 3.0))
     assert_near(y, x + weight.sum(0))
     assert slept == [1.0]
     (to_input,) = torch.autograd.grad(y, x, torch.ones_like(y), retain_graph=True)
@@ -96,7 +96,7 @@ def test_the_first_sleeping_layer_has_an_input_gradient_too(
 ) -> None:
     slept: list[float] = []
     monkeypatch.setattr(models, "sleep", slept.append)
-    layer = models.Sleep(models.Times(1.0, 2.0, 3.0), num_rows=1, features=2)
+    layer = models.Sleep(models.LayerSleeps(1.0, 2.0, 3.0), num_rows=1, features=2)
     layer(torch.randn(3, 2)).sum().backward()
     assert sorted(slept) == [1.0, 2.0, 3.0]
 
@@ -137,7 +137,7 @@ def test_a_case_grows_with_stages_and_micro_batches(
 def test_the_bound_knows_of_times_that_were_overridden() -> None:
     times = "{ forward = 1.0, input_gradient = 2.0, weight_gradient = 3.0 }"
     case = cases.load("sleep", overrides=[f"model.kwargs.times_ms={times}"])
-    assert case.nominal == Times(0.001, 0.002, 0.003)
+    assert case.nominal == ActionTimes(0.001, 0.002, 0.003)
 
 
 def test_a_part_of_a_cut_stage_keeps_the_order_of_its_layers() -> None:
@@ -165,15 +165,15 @@ def test_ones_own_config_is_measured_without_what_no_peer_does(job: JobFolder) -
 
 def test_what_is_no_chain_of_equal_micro_batches_on_the_cpu_is_unfit(job: JobFolder) -> None:
     chain = cases.load("transformer").config
-    with pytest.raises(UnfitError, match="CPU"):
+    with pytest.raises(UnsupportedJobError, match="CPU"):
         trainers.layer_names(
             chain.model_copy(update={"stages": [StageConfig(device="cuda:0"), StageConfig()]})
         )
-    with pytest.raises(UnfitError, match="no chain"):
+    with pytest.raises(UnsupportedJobError, match="no chain"):
         trainers.layer_names(cases.load(str(job.config(GRAPH))).config)
-    with pytest.raises(UnfitError, match="one layer cannot be cut"):
+    with pytest.raises(UnsupportedJobError, match="one layer cannot be cut"):
         trainers.layer_names(cases.load("transformer", num_stages=8).config, parts_a_stage=2)
-    with pytest.raises(UnfitError, match="do not make 5 equal"):
+    with pytest.raises(UnsupportedJobError, match="do not make 5 equal"):
         trainers.require_equal_microbatches(torch.zeros(32, 1), 5)
 
 

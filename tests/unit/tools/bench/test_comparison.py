@@ -16,13 +16,13 @@ from click.testing import CliRunner
 from rich.console import Console
 
 from rpcmp.cli import cli
-from rpcmp.errors import ConfigError, JobError, MismatchError, UnfitError
-from rpcmp.pipelining.simulation import Times
+from rpcmp.errors import ConfigError, JobError, MismatchError, UnsupportedJobError
+from rpcmp.pipelining.simulation import ActionTimes
 from rpcmp.tools.bench import benchmark as benchmark_module
 from rpcmp.tools.bench import cases, comparison, report
-from rpcmp.tools.bench.benchmark import Result, benchmark
+from rpcmp.tools.bench.benchmark import BenchmarkResult, benchmark
 from rpcmp.tools.bench.cases import Case
-from rpcmp.tools.bench.contestant import Contestant, Limits, Segment
+from rpcmp.tools.bench.contestant import Contestant, TimedSegment, TimeLimits
 from rpcmp.tools.bench.statistics import fill_then_no_bubble
 from tests.support.contestants import Pretender, compare
 
@@ -30,11 +30,11 @@ from tests.support.contestants import Pretender, compare
 class Broken(Pretender):
     """Fails when it runs."""
 
-    async def run(self, steps: int) -> Segment:
+    async def run(self, steps: int) -> TimedSegment:
         raise JobError("broken")
 
 
-def measure(case: Case, *contestants: Contestant) -> Result:
+def measure(case: Case, *contestants: Contestant) -> BenchmarkResult:
     run = benchmark(case, contestants, 5, 2, fill_then_no_bubble, lambda what, left: None)
     return asyncio.run(run)
 
@@ -79,15 +79,15 @@ def test_losses_that_differ_name_who_and_where() -> None:
 
 
 def test_ours_must_be_fit() -> None:
-    with pytest.raises(UnfitError, match="rpcmp: no chain"):
+    with pytest.raises(UnsupportedJobError, match="rpcmp: no chain"):
         measure(cases.load("sleep"), Pretender("rpcmp", [], why="no chain"), Pretender("b", []))
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have the command compare pretenders, whose stages nobody measures alone."""
 
-    async def told(case: Case) -> list[Times]:
-        return [case.nominal or Times(1.0, 1.0, 1.0)] * case.num_stages
+    async def told(case: Case) -> list[ActionTimes]:
+        return [case.nominal or ActionTimes(1.0, 1.0, 1.0)] * case.num_stages
 
     monkeypatch.setattr(benchmark_module, "stage_times", told)
 
@@ -190,18 +190,18 @@ def test_a_round_is_as_long_as_the_budget_allows(
 def test_rounds_that_are_stopped_show_what_there_is() -> None:
     log: list[str] = []
 
-    async def run() -> comparison.Rounds:
+    async def run() -> comparison.ComparisonRounds:
         stop = asyncio.Event()
 
         class Stopping(Pretender):
-            async def run(self, steps: int) -> Segment:
+            async def run(self, steps: int) -> TimedSegment:
                 if log.count("run b") == 5:
                     stop.set()
                     await asyncio.Event().wait()
                 return await super().run(steps)
 
         both = [Pretender("a", log), Stopping("b", log)]
-        limits = Limits(stop=stop)
+        limits = TimeLimits(stop=stop)
         return await comparison.compare(both, 9, 2, lambda what, left: None, limits)
 
     done = asyncio.run(run())

@@ -9,8 +9,8 @@ import pytest
 
 from rpcmp.cli import measuring
 from rpcmp.tools.bench import cases, comparison
-from rpcmp.tools.bench.benchmark import Result, benchmark
-from rpcmp.tools.bench.contestant import Limits, OverBudgetError, Segment, StoppedError
+from rpcmp.tools.bench.benchmark import BenchmarkResult, benchmark
+from rpcmp.tools.bench.contestant import OverBudgetError, StoppedError, TimedSegment, TimeLimits
 from rpcmp.tools.bench.statistics import fill_then_no_bubble
 from tests.support.contestants import Pretender
 from tests.support.pretendedtime import in_pretended_time
@@ -25,7 +25,7 @@ class Working(Pretender):
         await asyncio.sleep(self.starting)
         await super().start()
 
-    async def run(self, steps: int) -> Segment:
+    async def run(self, steps: int) -> TimedSegment:
         segment = await super().run(steps)
         await asyncio.sleep(segment.seconds_per_step * steps)
         return segment
@@ -34,34 +34,34 @@ class Working(Pretender):
 class Steady(Working):
     """Always as fast."""
 
-    async def run(self, steps: int) -> Segment:
+    async def run(self, steps: int) -> TimedSegment:
         self._segments = 0
         return await super().run(steps)
 
 
 def compare(
     *contestants: Pretender, budget: float, pairs: int = 9, steps: int | None = None
-) -> tuple[comparison.Rounds, float, list[tuple[str, float, float]]]:
+) -> tuple[comparison.ComparisonRounds, float, list[tuple[str, float, float]]]:
     """The rounds, how long they took, and what was told: what, when, how long it would go on."""
     told: list[tuple[str, float, float]] = []
 
-    async def run() -> comparison.Rounds:
+    async def run() -> comparison.ComparisonRounds:
         def tell(what: str, left: float) -> None:
             told.append((what, asyncio.get_running_loop().time(), left))
 
-        return await comparison.compare(contestants, pairs, steps, tell, Limits(budget))
+        return await comparison.compare(contestants, pairs, steps, tell, TimeLimits(budget))
 
     return *in_pretended_time(run()), told
 
 
-def measure(*contestants: Pretender, budget: float = math.inf, pairs: int = 9) -> Result:
+def measure(*contestants: Pretender, budget: float = math.inf, pairs: int = 9) -> BenchmarkResult:
     """The first case as compared by them."""
 
-    async def run() -> Result:
+    async def run() -> BenchmarkResult:
         return await benchmark(
             *(cases.load("sleep"), contestants, pairs, 2, fill_then_no_bubble),
             progress=lambda what, left: None,
-            limits=Limits(budget),
+            limits=TimeLimits(budget),
         )
 
     return in_pretended_time(run())[0]
@@ -122,13 +122,13 @@ def test_limits_end_what_is_under_way_but_for_what_is_needed() -> None:
         return "done"
 
     async def run() -> None:
-        limits = Limits(budget=3)
+        limits = TimeLimits(budget=3)
         assert await limits.run(work(), is_needed=True) == "done"
         assert (limits.left, limits.at_most) == (-2.0, math.inf)
         with pytest.raises(OverBudgetError):
             await limits.run(work())
         stop = asyncio.Event()
-        stopped = Limits(math.inf, stop)
+        stopped = TimeLimits(math.inf, stop)
         asyncio.get_running_loop().call_later(1, stop.set)
         with pytest.raises(StoppedError):
             await stopped.run(work(), is_needed=True)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rpcmp.pipelining.simulation import Times
+from rpcmp.pipelining.simulation import ActionTimes
 from rpcmp.tools.bench.statistics import (
     CONFIDENCE,
     estimate,
@@ -82,11 +82,11 @@ def test_quartiles_are_interpolated_and_one_value_is_its_own() -> None:
 def test_the_bound_of_equal_stages_is_fill_and_then_no_bubble(
     num_stages: int, num_microbatches: int, ms: float
 ) -> None:
-    stages = [Times(0.010, 0.010, 0.010)] * num_stages
+    stages = [ActionTimes(0.010, 0.010, 0.010)] * num_stages
     assert fill_then_no_bubble(stages, num_microbatches) * 1e3 == pytest.approx(ms)
 
 
 def test_the_slowest_stage_decides_wherever_it_stands() -> None:
-    fast, slow = Times(1, 1, 1), Times(2, 2, 2)
+    fast, slow = ActionTimes(1, 1, 1), ActionTimes(2, 2, 2)
     assert fill_then_no_bubble([slow, fast, fast], 4) == 24
     assert fill_then_no_bubble([fast, fast, slow], 4) == 26

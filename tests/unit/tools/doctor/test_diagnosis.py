@@ -13,24 +13,39 @@ from rpcmp.config.schema import Config
 from rpcmp.config.sections import StageConfig
 from rpcmp.config.user_code import sha256_of
 from rpcmp.errors import BusyError, RpcmpError, SecurityError, UnreachableError, VersionError
-from rpcmp.net.link_test import Way
-from rpcmp.server.host_facts.facts import Device, Folder, HostFacts, Paper, marked, try_out
+from rpcmp.net.link_test import LinkSpeed
+from rpcmp.server.host_facts.facts import (
+    CertificateInfo,
+    Device,
+    Folder,
+    HostFacts,
+    marked,
+    try_out,
+)
 from rpcmp.tools.doctor import checkup
 from rpcmp.tools.doctor.diagnosis import diagnose
-from rpcmp.tools.doctor.findings import Finding, Link, Seen, SeenLink, Status, exit_code, links
+from rpcmp.tools.doctor.findings import (
+    Finding,
+    HostReport,
+    Link,
+    SeenLink,
+    Status,
+    exit_code,
+    links,
+)
 from tests.support.graphs import workers
 
 NOW = 1_800_000_000.0
 DAY = 86400.0
 
-NEAR = Way(0.001, 0.0)
+NEAR = LinkSpeed(0.001, 0.0)
 
 FACTS = HostFacts(
     host="host-a",
     machine="a",
     versions={"rpcmp": "0.1.0", "torch": "2.13.0+cpu", "protobuf": "7.36.2"},
     processors=4,
-    certificate=Paper(role="stage 0", hosts=["host-a"], not_after=NOW + 100 * DAY),
+    certificate=CertificateInfo(role="stage 0", hosts=["host-a"], not_after=NOW + 100 * DAY),
     listens=["10.0.0.1:50051"],
     network="a:1",
     exposed="",
@@ -55,30 +70,30 @@ def config(**more: Any) -> Config:
 
 def seen(
     facts: HostFacts | None = FACTS,
-    way: Way | None = NEAR,
+    way: LinkSpeed | None = NEAR,
     error: RpcmpError | None = None,
     **settings: Any,
-) -> Seen:
-    return Seen("stage0", StageConfig(**settings), "host-a:50051", facts, way, error)
+) -> HostReport:
+    return HostReport("stage0", StageConfig(**settings), "host-a:50051", facts, way, error)
 
 
-def driver() -> Seen:
+def driver() -> HostReport:
     facts = FACTS.model_copy(update={"listens": [], "folder": Folder(has_marker=True)})
-    return Seen("driver", StageConfig(), facts=facts)
+    return HostReport("driver", StageConfig(), facts=facts)
 
 
-def findings(stage: Seen, check: str, job: Config | None = None) -> list[Finding]:
+def findings(stage: HostReport, check: str, job: Config | None = None) -> list[Finding]:
     """What is said of one stage beside a driver that is in order."""
     found = diagnose(job or config(), driver(), [stage], [], [], NOW)
     return [one for one in found if one.where == "stage0" and one.check == check]
 
 
-def judged(stage: Seen, check: str, job: Config | None = None) -> tuple[Status, str]:
+def judged(stage: HostReport, check: str, job: Config | None = None) -> tuple[Status, str]:
     (found,) = findings(stage, check, job)
     return found.status, found.text
 
 
-def having(**facts: Any) -> Seen:
+def having(**facts: Any) -> HostReport:
     return seen(FACTS.model_copy(update=facts))
 
 
@@ -100,7 +115,7 @@ def test_all_is_well() -> None:
     ],
 )
 def test_certificates_run_out(days: float, status: Status, said: str) -> None:
-    paper = Paper(role="stage 0", hosts=["host-a"], not_after=NOW + days * DAY)
+    paper = CertificateInfo(role="stage 0", hosts=["host-a"], not_after=NOW + days * DAY)
     found, text = judged(having(certificate=paper), "certificate")
     assert found is status
     assert said in text
@@ -123,7 +138,7 @@ def test_no_certificate_is_in_order_only_where_nothing_leaves_the_machine() -> N
     ],
 )
 def test_clocks(ahead: float, latency: float, status: Status) -> None:
-    assert judged(seen(way=Way(latency, ahead)), "clock")[0] is status
+    assert judged(seen(way=LinkSpeed(latency, ahead)), "clock")[0] is status
 
 
 @pytest.mark.parametrize(
@@ -248,7 +263,7 @@ def test_what_is_away_does_not_hide_what_is_wrong() -> None:
 def test_links_say_what_they_carry() -> None:
     link = Link("stage0", "stage1", ("activations",))
     ways = [
-        SeenLink(link, Way(0.0015, 0.0, 125e6, 60e6)),
+        SeenLink(link, LinkSpeed(0.0015, 0.0, 125e6, 60e6)),
         SeenLink(link),
         SeenLink(link, error=UnreachableError("cut")),
     ]

@@ -18,11 +18,11 @@ from rpcmp.pipelining import schedule, simulation
 from rpcmp.pipelining.cost_model import predict
 from rpcmp.pipelining.layer_profile import HostProfile, LayerProfile
 from rpcmp.pipelining.partition import StageHost
-from rpcmp.pipelining.simulation import Run, Simulation, Times
-from rpcmp.tools.explain.model_summary.count import Inventory, LayerFacts, StageFacts
+from rpcmp.pipelining.simulation import ActionTimes, SimulatedRun, Simulation
+from rpcmp.tools.explain.model_summary.count import LayerFacts, ModelSummary, StageFacts
 from rpcmp.tools.explain.picture import (
     Listener,
-    Way,
+    StageLink,
     Whereabouts,
     actions,
     listeners,
@@ -34,7 +34,7 @@ from tests.support.graphs import graphs
 from tests.support.processes import JobFolder
 
 
-def simulated(stages: Graph, name: str, count: int, times: Mapping[str, Times]) -> Simulation:
+def simulated(stages: Graph, name: str, count: int, times: Mapping[str, ActionTimes]) -> Simulation:
     policy = schedule.policy(name)
     limits = simulation.limits(stages, policy, count)
     return Simulation(stages, policy, count, simulation.fixed(times, limits), limits)
@@ -46,7 +46,7 @@ def simulated(stages: Graph, name: str, count: int, times: Mapping[str, Times]) 
 def test_equal_times_are_drawn_as_the_schedules_own_pictures_are() -> None:
     names = ["first", "last"]
     run = simulated(
-        topology.chain_graph(names), "1f1b", 3, dict.fromkeys(names, Times(1.0, 0.5, 0.5))
+        topology.chain_graph(names), "1f1b", 3, dict.fromkeys(names, ActionTimes(1.0, 0.5, 0.5))
     )
     assert picture(run.runs, names, 33) == [
         "0 first  F0 F1    B0 F2 B1    B2",
@@ -60,7 +60,7 @@ def test_equal_times_are_drawn_as_the_schedules_own_pictures_are() -> None:
 
 def test_what_takes_longer_is_drawn_longer() -> None:
     names = ["slow", "fast"]
-    times = {"slow": Times(0.04, 0.01, 0.0), "fast": Times(0.01, 0.01, 0.0)}
+    times = {"slow": ActionTimes(0.04, 0.01, 0.0), "fast": ActionTimes(0.01, 0.01, 0.0)}
     rows = picture(simulated(topology.chain_graph(names), "1f1b", 2, times).runs, names, 60)
     assert rows[0].index("F1") - rows[0].index("F0") > 2 * (len("F0") + 1)
 
@@ -68,7 +68,7 @@ def test_what_takes_longer_is_drawn_longer() -> None:
 def test_a_long_step_goes_on_below() -> None:
     names = ["a", "b"]
     run = simulated(
-        topology.chain_graph(names), "1f1b", 40, dict.fromkeys(names, Times(1.0, 1.0, 0.0))
+        topology.chain_graph(names), "1f1b", 40, dict.fromkeys(names, ActionTimes(1.0, 1.0, 0.0))
     )
     lines = picture(run.runs, names, 80)
     assert all(len(line) <= 80 for line in lines)
@@ -79,7 +79,9 @@ def test_a_long_step_goes_on_below() -> None:
     assert everything == [action[1:] for action in actions(run.runs, names)["a"]]
 
 
-def columns(lines: Sequence[str], runs: Mapping[str, Sequence[Run]]) -> list[tuple[float, int]]:
+def columns(
+    lines: Sequence[str], runs: Mapping[str, Sequence[SimulatedRun]]
+) -> list[tuple[float, int]]:
     """Start and column of every action; rows that go on below are put beside each other."""
     found = []
     for line, done in zip(lines, runs.values(), strict=True):
@@ -96,7 +98,8 @@ def test_columns_are_moments(name: str, shape: Graph, count: int, data: st.DataO
     """What begins later never stands further left, and what begins together in one column."""
     seconds = st.integers(1, 30).map(lambda ms: ms / 1000)
     times = {
-        stage: data.draw(st.builds(Times, seconds, seconds, seconds)) for stage in shape.stages
+        stage: data.draw(st.builds(ActionTimes, seconds, seconds, seconds))
+        for stage in shape.stages
     }
     run = simulated(shape, name, count, times)
     names = list(shape.stages)
@@ -145,8 +148,8 @@ def chain_of(num_stages: int, **more: Any) -> Config:
     return config
 
 
-def inventory(*found: StageFacts, tied: list[list[str]] | None = None) -> Inventory:
-    return Inventory(
+def inventory(*found: StageFacts, tied: list[list[str]] | None = None) -> ModelSummary:
+    return ModelSummary(
         stages=list(found),
         parameters=sum(stage.parameters for stage in found),
         tied=tied or [],
@@ -212,7 +215,7 @@ def here(label: str, address: str = "", machine: str = "m") -> Whereabouts:
 LABELS = ("driver", "stage0", "stage1")
 
 
-def dials(found: Sequence[Way]) -> dict[tuple[str, str], tuple[tuple[str, str], ...]]:
+def dials(found: Sequence[StageLink]) -> dict[tuple[str, str], tuple[tuple[str, str], ...]]:
     return {(way.one, way.other): way.dials for way in found}
 
 

@@ -17,10 +17,10 @@ import pytest
 from rpcmp.config import loader
 from rpcmp.config.schema import Config, ScheduleOptions
 from rpcmp.errors import ConfigError
-from rpcmp.tools.bench.contestant import Limits, StoppedError
+from rpcmp.tools.bench.contestant import StoppedError, TimeLimits
 from rpcmp.tools.tune import report
 from rpcmp.tools.tune.grid import Axes, Grid, grid
-from rpcmp.tools.tune.measuring import SETTLE_STEPS, Measured, Tuned, plain
+from rpcmp.tools.tune.measuring import SETTLE_STEPS, Measurement, Tuned, plain
 from rpcmp.tools.tune.sweep import tune
 from tests.support.pretendedtime import in_pretended_time
 
@@ -150,14 +150,14 @@ class Pretender:
         self.runs: list[tuple[ScheduleOptions, int]] = []
         self.stop = asyncio.Event()
 
-    async def run(self, setting: ScheduleOptions, steps: int) -> Measured:
+    async def run(self, setting: ScheduleOptions, steps: int) -> Measurement:
         self.runs.append((setting, steps))
         if len(self.runs) == self._stops_at:
             self.stop.set()
             await asyncio.Event().wait()  # what is under way is ended
         step = self._seconds(setting, sum(one == setting for one, _ in self.runs))
         await asyncio.sleep(step * (SETTLE_STEPS + steps))
-        return Measured(step, step / 2)
+        return Measurement(step, step / 2)
 
     @property
     def order(self) -> list[str]:
@@ -210,7 +210,7 @@ def sweep(
         def tell(what: str, left: float) -> None:
             told.append((what, asyncio.get_running_loop().time(), left))
 
-        limits = Limits(budget, runner.stop)
+        limits = TimeLimits(budget, runner.stop)
         await asyncio.sleep(starting)
         return await tune(job, swept, runner, rounds, steps, tell, limits)
 

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from torch.futures import Future
 
 from rpcmp.errors import JobError
-from rpcmp.rpc.messages import Part
+from rpcmp.rpc.messages import GradientPart
 from rpcmp.worker import weight_grad
 from rpcmp.worker.grad_sync import bucket_allreduce
-from rpcmp.worker.grad_sync.bucket_allreduce import Summing
-from rpcmp.worker.grad_sync.ready import Readiness
+from rpcmp.worker.grad_sync.bucket_allreduce import BucketAllReduce
+from rpcmp.worker.grad_sync.ready import GradientReadyTracker
 from rpcmp.worker.weight_grad import WeightGradients
 
 SHAPES = [(3, 5), (7,), (40, 30), (), (200, 400)]
@@ -42,9 +42,9 @@ class Members:
             for _ in range(num_members)
         ]
         self._pool = ThreadPoolExecutor(8)
-        self.summing: list[Summing] = []
+        self.summing: list[BucketAllReduce] = []
         for rank, mine in enumerate(self.parameters):
-            self.summing.append(Summing(mine, rank, num_members, _Caller(self, rank)))
+            self.summing.append(BucketAllReduce(mine, rank, num_members, _Caller(self, rank)))
 
     def later(self, future: Future[Any], answer: Future[Any]) -> None:
         def pass_on(done: Future[Any]) -> None:
@@ -103,7 +103,7 @@ def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _sent(value: Any) -> Any:
     """What arrives is never the sender's own memory."""
-    return value._replace(values=value.values.clone()) if isinstance(value, Part) else value
+    return value._replace(values=value.values.clone()) if isinstance(value, GradientPart) else value
 
 
 def same(one: Tensor | None, other: Tensor | None) -> bool:
@@ -209,7 +209,7 @@ class Watched:
         self.layers = nn.ModuleList(nn.Linear(2, 2, bias=False) for _ in range(3))
         self.ready: list[int] = []
         weights = [parameter for layer in self.layers for parameter in layer.parameters()]
-        self.readiness = Readiness(weights, [[2], [1], [0]], self.ready.append)
+        self.readiness = GradientReadyTracker(weights, [[2], [1], [0]], self.ready.append)
 
     def round(self, *used: str) -> list[int]:
         """One micro-batch for each text of layers, such as "02"; what was ready before the end."""
@@ -241,7 +241,7 @@ def test_what_is_split_is_ready_when_it_has_come_and_not_before(
     layers = nn.Sequential(*(nn.Linear(2, 2) for _ in range(2)))
     parameters = list(layers.parameters())
     ready: list[int] = []
-    readiness = Readiness(parameters, [[0, 1], [2, 3]], ready.append)
+    readiness = GradientReadyTracker(parameters, [[0, 1], [2, 3]], ready.append)
 
     def differentiate(fails: bool = False) -> WeightGradients:
         gradients = WeightGradients(frozenset(parameters))

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from rpcmp.config.topology import Member
-from rpcmp.worker.grad_sync.mailbox import Board, Key
-from rpcmp.worker.grad_sync.sync import Following
+from rpcmp.worker.grad_sync.mailbox import Key, TensorMailbox
+from rpcmp.worker.grad_sync.sync import ReplicaBroadcast
 
 
 class _Model:
@@ -35,11 +35,11 @@ class _Replicas:
     """Two of them, which share replica 0's board."""
 
     def __init__(self) -> None:
-        self.board = Board()
+        self.board = TensorMailbox()
         self.sent: list[list[Tensor | None]] = []
         self.models = [_Model(), _Model()]
         self.following = [
-            Following(Member("stage", 0, replica, 2), model, self.board, self._ask)  # type: ignore[arg-type]
+            ReplicaBroadcast(Member("stage", 0, replica, 2), model, self.board, self._ask)  # type: ignore[arg-type]
             for replica, model in enumerate(self.models)
         ]
 

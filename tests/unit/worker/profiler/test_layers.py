@@ -22,7 +22,7 @@ from tests.zoo import zoo
 
 FLOAT = 4
 SAMPLES, FEATURES = 5, 64
-SLEEPS = models.Times(forward=0.25, input_gradient=0.5, weight_gradient=1.0)
+SLEEPS = models.LayerSleeps(forward=0.25, input_gradient=0.5, weight_gradient=1.0)
 
 Chain = list[tuple[str, Callable[[], nn.Module]]]
 

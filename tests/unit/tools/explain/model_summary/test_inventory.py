@@ -14,7 +14,7 @@ from rpcmp.config.loader import parse_config
 from rpcmp.config.schema import Config
 from rpcmp.errors import ConfigError, RpcmpError
 from rpcmp.pipelining import layers, pytree
-from rpcmp.tools.explain.model_summary.count import Inventory, StageFacts
+from rpcmp.tools.explain.model_summary.count import ModelSummary, StageFacts
 from rpcmp.tools.explain.model_summary.process import take
 from rpcmp.worker.profiler.layers import Storages
 from tests.support.places import ZOO
@@ -160,7 +160,7 @@ def test_data_that_only_the_stages_have_leaves_the_steps_open() -> None:
     values = BLOCKS | {"data": {"train": "zoo:nowhere", "at": "stage"}}
     with pytest.raises(RpcmpError, match="zoo:nowhere"):
         take(config(values))
-    found: Inventory = take(config(values), is_here=False)
+    found: ModelSummary = take(config(values), is_here=False)
     assert (found.steps, found.batches) == (None, {})
     assert "zoo:nowhere" in found.unknown
     assert take(config(values | {"epochs": None, "steps": 5}), is_here=False).steps == 5

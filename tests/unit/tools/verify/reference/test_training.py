@@ -16,7 +16,7 @@ from rpcmp.config.loader import parse_config
 from rpcmp.config.schema import Config
 from rpcmp.data.batches import Batches, load_batches
 from rpcmp.pipelining import assignment, layers
-from rpcmp.tools.verify.compare import Run, first_difference
+from rpcmp.tools.verify.compare import ComparedRun, first_difference
 from rpcmp.tools.verify.reference.training import UnsplitModel
 from tests.support.nearness import assert_near
 
@@ -50,14 +50,16 @@ def batches(config: Config) -> Batches:
     return load_batches(config.data.train, "data.train", config.data, config.seed, training=True)
 
 
-def train(config: Config, kind: type[UnsplitModel] = UnsplitModel, steps: int = STEPS) -> Run:
+def train(
+    config: Config, kind: type[UnsplitModel] = UnsplitModel, steps: int = STEPS
+) -> ComparedRun:
     """A whole run in this process."""
     model = kind(config, {part.stage_name: part.layers for part in assignment.assign(config)})
-    return Run(list(model.train(batches(config), steps)), model.state_dict())
+    return ComparedRun(list(model.train(batches(config), steps)), model.state_dict())
 
 
 @pytest.fixture(scope="module")
-def right() -> Run:
+def right() -> ComparedRun:
     """A run without errors."""
     return train(job())
 
@@ -71,13 +73,13 @@ def test_the_same_run_twice_is_identical(changed: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("balance", [[3], [1, 2], [2, 1], [1, 1, 1]])
-def test_the_cuts_do_not_matter(right: Run, balance: list[int]) -> None:
+def test_the_cuts_do_not_matter(right: ComparedRun, balance: list[int]) -> None:
     model = {"layers": "tests.zoo.models:layers", "balance": balance}
     assert first_difference(train(job(model=model)), right) is None
 
 
 def test_not_a_number_equals_itself() -> None:
-    run = Run([float("nan")], {"w": torch.tensor([float("nan"), 1.0])})
+    run = ComparedRun([float("nan")], {"w": torch.tensor([float("nan"), 1.0])})
     assert first_difference(run, run) is None
 
 
@@ -130,25 +132,25 @@ def require_near(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
         assert_near(found[name], value)
 
 
-def test_a_dropped_micro_batch_is_found_in_the_loss(right: Run) -> None:
+def test_a_dropped_micro_batch_is_found_in_the_loss(right: ComparedRun) -> None:
     found = first_difference(train(job(), DropsAMicroBatch), right)
     assert found is not None
     assert found.startswith("step 2: loss ")
 
 
-def test_a_lost_gradient_is_found_in_the_parameters(right: Run) -> None:
+def test_a_lost_gradient_is_found_in_the_parameters(right: ComparedRun) -> None:
     found = first_difference(train(job(), LosesAGradient), right)
     assert found is not None
     assert found.startswith("after the last step: first.0.bias: 6 of 6 numbers differ")
 
 
-def test_another_order_of_sums_is_found_though_it_changes_little(right: Run) -> None:
+def test_another_order_of_sums_is_found_though_it_changes_little(right: ComparedRun) -> None:
     wrong = train(job(), SumsInReverse)
     assert first_difference(wrong, right) is not None
     require_near(wrong.state, right.state)
 
 
-def test_gradients_that_were_not_cleared_are_found(right: Run) -> None:
+def test_gradients_that_were_not_cleared_are_found(right: ComparedRun) -> None:
     found = first_difference(train(job(), ForgetsToClear), right)
     assert found is not None
     assert found.startswith("step 3: loss ")
@@ -163,7 +165,7 @@ def test_gradients_that_were_not_cleared_are_found(right: Run) -> None:
         ({"loss": "torch.nn:L1Loss"}, "step 1: loss "),
     ],
 )
-def test_another_config_is_found(right: Run, changed: dict[str, Any], first: str) -> None:
+def test_another_config_is_found(right: ComparedRun, changed: dict[str, Any], first: str) -> None:
     found = first_difference(train(job(**changed)), right)
     assert found is not None
     assert found.startswith(first)
@@ -180,8 +182,10 @@ def with_bit_flipped(state: dict[str, Tensor], name: str, index: int) -> dict[st
     ("name", "index", "place"),
     [("first.0.weight", 9, "[2, 1]"), ("middle.0.bias", 5, "[5]"), ("last.bias", 0, "[0]")],
 )
-def test_a_flipped_bit_is_found_where_it_is(right: Run, name: str, index: int, place: str) -> None:
-    wrong = Run(right.losses, with_bit_flipped(right.state, name, index))
+def test_a_flipped_bit_is_found_where_it_is(
+    right: ComparedRun, name: str, index: int, place: str
+) -> None:
+    wrong = ComparedRun(right.losses, with_bit_flipped(right.state, name, index))
     numbers = right.state[name].numel()
     found = first_difference(wrong, right)
     assert found is not None
@@ -195,40 +199,58 @@ def test_a_flipped_bit_is_found_where_it_is(right: Run, name: str, index: int, p
 @pytest.mark.parametrize(
     ("ours", "theirs", "message"),
     [
-        (Run([1.0], {}), Run([1.0, 2.0], {}), "1 steps pipelined, 2 in one process"),
-        (Run([0.0], {}), Run([-0.0], {}), "step 1: loss 0.0 pipelined, -0.0 in one process"),
-        (Run([1.0, float("nan")], {}), Run([1.0, 2.0], {}), "step 2: loss nan pipelined, 2.0"),
-        (Run([], {"a": torch.ones(1)}), Run([], {"b": torch.ones(1)}), "only one of .* has a, b"),
         (
-            Run([], {"a": torch.ones(1)}),
-            Run([], {"a": torch.ones(1, 1)}),
+            ComparedRun([1.0], {}),
+            ComparedRun([1.0, 2.0], {}),
+            "1 steps pipelined, 2 in one process",
+        ),
+        (
+            ComparedRun([0.0], {}),
+            ComparedRun([-0.0], {}),
+            "step 1: loss 0.0 pipelined, -0.0 in one process",
+        ),
+        (
+            ComparedRun([1.0, float("nan")], {}),
+            ComparedRun([1.0, 2.0], {}),
+            "step 2: loss nan pipelined, 2.0",
+        ),
+        (
+            ComparedRun([], {"a": torch.ones(1)}),
+            ComparedRun([], {"b": torch.ones(1)}),
+            "only one of .* has a, b",
+        ),
+        (
+            ComparedRun([], {"a": torch.ones(1)}),
+            ComparedRun([], {"a": torch.ones(1, 1)}),
             r"a: torch.float32\[1\] pipelined, torch.float32\[1, 1\]",
         ),
         (
-            Run([], {"a": torch.ones(1)}),
-            Run([], {"a": torch.ones(1, dtype=torch.float64)}),
+            ComparedRun([], {"a": torch.ones(1)}),
+            ComparedRun([], {"a": torch.ones(1, dtype=torch.float64)}),
             r"a: torch.float32\[1\] pipelined, torch.float64\[1\]",
         ),
         (
-            Run([], {"a": torch.tensor([0.0])}),
-            Run([], {"a": torch.tensor([-0.0])}),
+            ComparedRun([], {"a": torch.tensor([0.0])}),
+            ComparedRun([], {"a": torch.tensor([-0.0])}),
             r"a: 1 of 1 numbers differ, the first at \[0\]: 0.0 pipelined, -0.0",
         ),
         (
-            Run([], {"a": torch.tensor(3)}),
-            Run([], {"a": torch.tensor(4)}),
+            ComparedRun([], {"a": torch.tensor(3)}),
+            ComparedRun([], {"a": torch.tensor(4)}),
             r"a: 1 of 1 numbers differ, the first at \[\]: 3 pipelined, 4",
         ),
     ],
 )
-def test_other_differences_are_named(ours: Run, theirs: Run, message: str) -> None:
+def test_other_differences_are_named(ours: ComparedRun, theirs: ComparedRun, message: str) -> None:
     found = first_difference(ours, theirs)
     assert found is not None
     assert re.search(message, found)
 
 
 def test_empty_tensors_are_compared_by_their_shape() -> None:
-    ours, same, other = (Run([], {"a": torch.empty(shape)}) for shape in ((0, 2), (0, 2), (2, 0)))
+    ours, same, other = (
+        ComparedRun([], {"a": torch.empty(shape)}) for shape in ((0, 2), (0, 2), (2, 0))
+    )
     assert first_difference(ours, same) is None
     assert first_difference(ours, other) is not None
 
@@ -323,4 +345,6 @@ def test_a_frozen_layer_stays_as_it_was_built() -> None:
     built = layers.build_layers(config, 0, first.layers)["first"].state_dict()
     trained = train(config).state
     assert all(torch.equal(trained[f"first.{name}"], value) for name, value in built.items())
-    assert first_difference(Run([], trained), Run([], train(job()).state)) is not None
+    assert (
+        first_difference(ComparedRun([], trained), ComparedRun([], train(job()).state)) is not None
+    )
