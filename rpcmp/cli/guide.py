@@ -72,10 +72,10 @@ def pages() -> dict[str, Page]:
 def search(word: str, text: str) -> Iterator[Match]:
     """Find the lines of a page that contain `word`, in any case.
 
-    A space of `word` also matches the end of a line, so that a phrase is found wherever the page
-    wraps it.
+    A space of `word` also matches a hyphen and the end of a line: "learning rate" finds
+    "learning-rate", and a phrase wherever the page wraps it.
     """
-    pattern = re.compile(r"\s+".join(map(re.escape, word.split())), re.IGNORECASE)
+    pattern = re.compile(r"[\s-]+".join(map(re.escape, word.split())), re.IGNORECASE)
     matching = {
         line
         for match in pattern.finditer(text)
