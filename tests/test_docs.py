@@ -185,7 +185,7 @@ CHECKED_BY = {
         "git config blame.ignoreRevsFile .git-blame-ignore-revs",
     ],
     "test_docs.py::test_the_tiers_are_the_markers_of_pytest": ["pytest -m long"],
-    "test_docs.py::test_paths_and_modules_in_commands_exist": [
+    "test_docs.py::test_paths_and_modules_that_pages_name_exist": [
         "pytest -n0 -q tests/unit/worker",
         "pytest -n0 -q tests/test_architecture.py tests/test_layout.py tests/test_docs.py",
         "python -m tests.benchmarks.health",
@@ -230,11 +230,12 @@ def test_the_tiers_are_the_markers_of_pytest() -> None:
     assert markers == set(tiers)
 
 
-def test_paths_and_modules_in_commands_exist() -> None:
+def test_paths_and_modules_that_pages_name_exist() -> None:
     spans = [*ALL, *(s for text in CURRENT.values() for s in re.findall(r"`([^`\n]+)`", text))]
-    paths = {path for span in spans for path in re.findall(r"\btests/[\w/]+(?:\.py)?", span)}
-    assert "tests/unit/worker/test_backward.py" in paths
-    assert [path for path in paths if not (ROOT / path).exists() and "NAME" not in path] == []
+    place = re.compile(r"(?<![\w/-])(?:rpcmp|tests|deploy|protos|\.github)/[\w./-]*\w/?")
+    paths = {path for span in spans for path in place.findall(span) if "NAME" not in path}
+    assert {"rpcmp/worker/backward.py", "tests/unit/worker/test_backward.py"} <= paths
+    assert [path for path in paths if not (ROOT / path).exists()] == []
     modules = {name for span in spans for name in re.findall(r"python -m ([\w.]+)", span)}
     assert {"tests.benchmarks.recovery", "rpcmp.config.reference"} <= modules
     for module in modules:
