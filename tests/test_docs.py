@@ -30,6 +30,7 @@ from tests.support.docs import (
     in_sentences,
     links,
     section,
+    without_blocks,
 )
 from tests.support.lan import cli as certs
 from tests.support.places import ROOT, TESTS
@@ -280,6 +281,28 @@ def test_commands_in_sentences_that_need_no_server_run_as_they_stand(
         result = CliRunner().invoke(cli, shlex.split(command)[1:], catch_exceptions=False)
         assert result.exit_code == 0, result.output
         assert result.output.strip()
+
+
+def options(group: click.Group) -> Iterator[str]:
+    """Return every option of a group's commands."""
+    context = click.Context(group)
+    for name in group.list_commands(context):
+        command = group.get_command(context, name)
+        assert command is not None
+        if isinstance(command, click.Group):
+            yield from options(command)
+        for param in command.get_params(context):
+            yield from (*param.opts, *param.secondary_opts)
+
+
+OTHERS = {"--build-arg"}
+"""Options of other programs, here docker's."""
+
+
+@pytest.mark.parametrize("path", CURRENT)
+def test_every_option_that_a_page_names_is_one(path: str) -> None:
+    named = re.findall(r"`(--?[a-z][\w-]*)[^`]*`", without_blocks(CURRENT[path]))
+    assert set(named) - set(options(cli)) - OTHERS == set()
 
 
 def test_the_table_of_commands_has_each_with_its_one_line() -> None:

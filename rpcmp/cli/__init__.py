@@ -74,6 +74,7 @@ def cli() -> None:
     Example:
       rpcmp serve --stage 1        on each host
       rpcmp drive config.toml      on the driver
+      rpcmp guide                  what there is to read
     """
 
 
