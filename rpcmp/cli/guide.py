@@ -26,6 +26,7 @@ WIDTH = 100
 
 _HEADING = re.compile(r"#+ (.*)")
 _LINK = re.compile(r"\[([^\]]+)\]\(([^)\s]+)\)")
+_TABLE = re.compile(r"^\|.*\n\|[ :|-]+\n(?:\|.*\n?)+", re.MULTILINE)
 _ROW = re.compile(r"- \[([\w-]+)\]\(([\w./-]+\.md)\): (.+)")
 
 
@@ -183,15 +184,32 @@ def rendered(text: str, columns: int) -> str:
 
     output = io.StringIO()
     console = Console(file=output, force_terminal=True, width=columns)
-    console.print(Markdown(_LINK.sub(_as_command, text)))
+    linked = _LINK.sub(_as_command, text)
+    console.print(Markdown(_TABLE.sub(lambda table: _fitting(table[0], columns), linked)))
     return output.getvalue()
+
+
+def _fitting(table: str, columns: int) -> str:
+    """Return a table that is too wide for the terminal as a list: rich would cut its words."""
+    header, _, *rows = (
+        [cell.strip() for cell in row[1:-1].split("|")] for row in table.split("\n") if row
+    )
+    widths = (max(map(len, column)) for column in zip(header, *rows, strict=True))
+    if sum(width + 3 for width in widths) <= columns:
+        return table
+    labels = [f"*{name}*: " if name and len(header) > 2 else "" for name in header]
+    items = []
+    for first, *others in rows:
+        cells = (label + cell for label, cell in zip(labels[1:], others, strict=True) if cell)
+        items.append(f"- {first}: {'; '.join(cells)}\n")
+    return "".join(items)
 
 
 def _as_command(link: re.Match[str]) -> str:
     text, target = link.groups()
     if "://" in target:
         return link[0]
-    path = target.partition("#")[0]
+    name = Path(target.partition("#")[0]).name
     known = {page.path.name: page.topic for page in pages().values() if page.path.parent == FOLDER}
-    topic = known.get(path, "")
+    topic = known.get(name, "")
     return text if not topic or "rpcmp guide" in text else f"{text} (`rpcmp guide {topic}`)"

@@ -62,12 +62,24 @@ def test_every_page_can_be_rendered_for_a_narrow_terminal(topic: str) -> None:
     plain = re.sub(r"\x1b\[[\d;]*m|\x1b\]8;.*?\x1b\\", "", text)
     assert max(map(len, plain.splitlines())) <= 60
     assert "](" not in plain
+    assert "…" not in plain  # how rich cuts words off
     assert "<!--" not in plain
 
 
 def test_links_to_pages_become_commands_and_links_to_files_text() -> None:
     plain = re.sub(r"\x1b\[[\d;]*m|\x1b\]8;.*?\x1b\\", "", rendered(PAGE, 100))
     assert "see the other (rpcmp guide replicas), a file and a site" in plain
+
+
+def plain(text: str) -> str:
+    """Return rendered text without colours, its lines joined."""
+    return " ".join(re.sub(r"\x1b\[[\d;]*m", "", text).split())
+
+
+def test_a_table_that_is_too_wide_becomes_a_list() -> None:
+    table = "| key | type | meaning |\n| --- | --- | --- |\n| `a_key` | | a number |\n"
+    assert plain(rendered(table, 20)) == "• a_key: meaning: a number"
+    assert plain(rendered(table, 60)).startswith("key type meaning ─")
 
 
 def test_a_search_finds_phrases_over_the_end_of_a_line_in_any_case() -> None:
