@@ -10,7 +10,7 @@ from tests.support.processes import JobFolder, rpcmp
 from tests.support.runevents import typed
 
 
-def test_a_run_tells_which_device_auto_was(job: JobFolder) -> None:
+def test_a_run_reports_the_device_that_auto_chose(job: JobFolder) -> None:
     config = job.config("""
         [model]
         layers = "zoo:mlp"

@@ -15,7 +15,8 @@ from rpcmp.observability.events.definitions import (
     parse,
 )
 from rpcmp.observability.events.event import Event, own_fields
-from tests.support.places import PACKAGE, ROOT
+from tests.support.docs import guide
+from tests.support.places import PACKAGE
 
 
 @pytest.mark.parametrize("kind", EVENTS.values(), ids=list(EVENTS))
@@ -29,10 +30,10 @@ def test_every_event_survives_json(kind: type[Event]) -> None:
     assert json.dumps(again.to_json()) == text
 
 
-def test_the_documentation_has_the_table_of_events() -> None:
-    pages = (ROOT / "README.md", ROOT / "rpcmp" / "guide" / "events.md")
-    texts = [page.read_text(encoding="utf-8") for page in pages if page.exists()]
-    assert any(table() in text for text in texts), "python -m rpcmp.observability.events prints it"
+def test_the_guide_has_the_table_of_events() -> None:
+    _, _, after = guide("events").partition("<!-- events: begin -->\n")
+    shown, _, _ = after.partition("\n<!-- events: end -->")
+    assert shown == table(), "run `python -m rpcmp.observability.events` and paste its table"
 
 
 MESSAGES = {
