@@ -74,7 +74,7 @@ def drive(
     from rpcmp.cli.observing import observers, path_of, saying_where, seconds_between_timelines
     from rpcmp.cli.output import logged, printer
     from rpcmp.job.drive import drive as run
-    from rpcmp.observability.events.definitions import LogEvent
+    from rpcmp.observability.events import LogEvent
     from rpcmp.observability.observers import aside, watching
     from rpcmp.observability.run_folder.writer import TRACE
     from rpcmp.process.descriptors import raise_limit
@@ -97,7 +97,7 @@ def drive(
         page_of(job, ui, found, shown),
         watching(found := [*found, *observers(job)], shown) as told,
         saying_where(found, told) as report,
-        display.reporting(lambda entry: report(LogEvent.from_json(entry, complete=True))),
+        display.reporting(lambda entry: report(LogEvent.from_entry(entry))),
     ):
         folder = path_of(found)
         training = run(
@@ -118,7 +118,7 @@ def metrics_of(job: Config, address: str | None, observers: list[Observer]) -> I
         return
     from rpcmp.net.security import Security
     from rpcmp.observability.prometheus.endpoint import serving
-    from rpcmp.observability.prometheus.run import RunMetrics
+    from rpcmp.observability.prometheus.run_metrics import RunMetrics
 
     found = RunMetrics()
     security = Security(job.certs_folder, job.security.insecure)

@@ -10,8 +10,7 @@ from pathlib import Path
 from rpcmp.cli.output import plain, with_log
 from rpcmp.config.schema import Config
 from rpcmp.errors import ConfigError
-from rpcmp.observability.events.definitions import KeptEvent
-from rpcmp.observability.events.event import Event
+from rpcmp.observability.events import Event, KeptEvent
 from rpcmp.observability.observers import Observer, Report, loggers
 from rpcmp.observability.run_folder.writer import BEGINNINGS, RunFolder
 from rpcmp.observability.tensorboard import TensorBoard

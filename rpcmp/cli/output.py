@@ -11,8 +11,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rpcmp.cli.console import Console
 from rpcmp.cli.terminal import echo
 from rpcmp.observability import json_lines
-from rpcmp.observability.events.definitions import (
+from rpcmp.observability.events import (
     EndEvent,
+    Event,
     GenerationEvent,
     LogEvent,
     StartEvent,
@@ -20,7 +21,6 @@ from rpcmp.observability.events.definitions import (
     SummaryEvent,
     UiEvent,
 )
-from rpcmp.observability.events.event import Event
 from rpcmp.observability.events.wording import (
     RunContext,
     describe,

@@ -12,8 +12,7 @@ from rpcmp.cli.console import Console
 from rpcmp.cli.table import WIDTH
 from rpcmp.observability.trace.analysis import Bottleneck, Shares
 from rpcmp.observability.trace.critical_path import Loss
-from rpcmp.observability.trace.spans import Kind
-from rpcmp.observability.trace.window import Window
+from rpcmp.observability.trace.spans import Kind, Window
 
 HEADS = {kind: f"{kind} %" for kind in Kind} | {Kind.OPTIMIZER: "optimizer %"}
 

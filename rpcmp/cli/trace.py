@@ -15,7 +15,7 @@ from rpcmp.errors import ConfigError
 
 if TYPE_CHECKING:
     from rpcmp.observability.trace.analysis import Bottleneck, Shares
-    from rpcmp.observability.trace.window import Window
+    from rpcmp.observability.trace.spans import Window
 
 
 @click.command()
@@ -45,7 +45,7 @@ def trace(file: Path, png: Path | None, steps: str | None, as_json: bool) -> Non
     Example:
       rpcmp trace run.json.gz --steps 10:12 --png pipeline.png
     """
-    from rpcmp.observability.trace import chrome, plot, window
+    from rpcmp.observability.trace import chrome, plot, spans
     from rpcmp.observability.trace.analysis import bottleneck, measure
 
     first, last = _parse(steps)
@@ -53,11 +53,11 @@ def trace(file: Path, png: Path | None, steps: str | None, as_json: bool) -> Non
         plot.require_matplotlib()
         require_writable(png)
     found = chrome.read(file, first, last)
-    seen = window.choose_window(found, first, last)
+    seen = spans.choose_window(found, first, last)
     shares = measure(found, seen)
     _show(seen, shares, bottleneck(found, seen, shares), as_json)
     if png is not None:
-        plot.write_png(found, seen if steps else window.last_complete(found), png)
+        plot.write_png(found, seen if steps else spans.last_complete(found), png)
 
 
 def _parse(steps: str | None) -> tuple[int | None, int | None]:

@@ -54,8 +54,8 @@ def page_of(job: Config, ui: str | None, observers: list[Observer], show: Report
     from rpcmp.observability.dashboard.app import (
         Endpoint,  # its libraries are needed by who has a page alone
     )
-    from rpcmp.observability.dashboard.server import Page
-    from rpcmp.observability.events.definitions import UiEvent
+    from rpcmp.observability.dashboard.page_server import Page
+    from rpcmp.observability.events import UiEvent
 
     place = Endpoint.open(None if ui == ANY else ui, job.certs_folder)
     page = Page(place)

@@ -30,14 +30,13 @@ from rpcmp.config.schema import Config, ScheduleOptions
 from rpcmp.data.batch_server import BatchServer
 from rpcmp.driver import calls
 from rpcmp.driver.datasets import Datasets
-from rpcmp.driver.metrics import Metrics
+from rpcmp.driver.evaluation import Metrics
 from rpcmp.driver.progress import TrainingProgress
 from rpcmp.driver.stage_group import StageGroup
 from rpcmp.driver.tracing import StepSampler, Tracer
 from rpcmp.driver.training import Training
 from rpcmp.errors import JobError, RpcmpError, one_line, to_wire
-from rpcmp.observability.events.definitions import StartEvent, SummaryEvent
-from rpcmp.observability.events.event import Event
+from rpcmp.observability.events import Event, StartEvent, SummaryEvent
 from rpcmp.pipelining import assignment, inflight
 from rpcmp.pipelining.assignment import Assignment
 from rpcmp.process import liveness

@@ -11,31 +11,32 @@ import itertools
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 from rpcmp.config import importing
 from rpcmp.config.schema import Config
+from rpcmp.config.topology import Member
 from rpcmp.data.batches import Loaded
 from rpcmp.driver.checkpoint_schedule import CheckpointCadence
-from rpcmp.driver.datasets import Datasets, fewest_samples
+from rpcmp.driver.datasets import Datasets, Step, StepStream, fewest_samples
+from rpcmp.driver.evaluation import Metrics
 from rpcmp.driver.evaluator import Evaluator
-from rpcmp.driver.metrics import Metrics
+from rpcmp.driver.loss_scaler import ScalerState
 from rpcmp.driver.progress import Best, EarlyStopping, TrainingProgress
 from rpcmp.driver.rounds import RoundHandle
 from rpcmp.driver.stage_group import StageGroup
-from rpcmp.driver.steps import Step, StepStream, event_of_driver, with_stage_reports
 from rpcmp.driver.tracing import StepSampler, Tracer
 from rpcmp.errors import FactoryError
-from rpcmp.observability.events.definitions import (
+from rpcmp.observability.events import (
     EarlyStopEvent,
     EvalEvent,
+    Event,
     ReportEvent,
     StepEvent,
     WarningEvent,
 )
-from rpcmp.observability.events.event import Event
 from rpcmp.pipelining.inflight import STEPS_AHEAD
 from rpcmp.process.activity import Activity
 from rpcmp.rpc.messages import AfterRound, StepReport
@@ -333,3 +334,65 @@ class Training:
         except Exception as error:
             raise FactoryError(f"report failed: {importing.explain_error(error)}") from error
         self._report(ReportEvent(text=text))
+
+
+def event_of_driver(
+    step: Step, loss: float, seconds: float, scaling: tuple[ScalerState, ScalerState] | None
+) -> StepEvent:
+    """Return the event of a step, without what only the stages know.
+
+    Args:
+        step: the step.
+        loss: mean loss of the mini-batch.
+        seconds: since the end of the step before.
+        scaling: the loss scaler's state before and after the step, with loss scaling.
+    """
+    event = StepEvent(
+        step=step.number,
+        epoch=step.epoch,
+        loss=loss,
+        samples_per_s=step.batch.num_samples / seconds,
+        step_s=seconds,
+        data_share=step.data_seconds / seconds,
+        busy={},
+        busy_seconds={},
+        learning_rate=None,
+        learning_rates={},
+    )
+    if scaling is None:
+        return event
+    before, after = scaling
+    return replace(
+        event,
+        loss_scale=before.scale,
+        is_skipped=after.skipped > before.skipped,
+        skipped_steps=after.skipped,
+    )
+
+
+def with_stage_reports(
+    event: StepEvent, workers: Sequence[Member], stages: Mapping[str, StepReport]
+) -> StepEvent:
+    """Return the event with what the stages have reported of the step.
+
+    Args:
+        event: from `event_of_driver`.
+        workers: in the order in which they are named.
+        stages: the reports, by the workers' labels; a lost worker's is missing.
+    """
+    reports = {worker.label: stages[worker.label] for worker in workers if worker.label in stages}
+    rates = {label: report.learning_rate for label, report in reports.items()}
+    groups = {
+        label: report.learning_rates
+        for label, report in reports.items()
+        if len(report.learning_rates) > 1
+    }
+    busy_seconds = {label: dict(report.busy_seconds) for label, report in reports.items()}
+    return replace(
+        event,
+        group_learning_rates=groups or None,
+        busy_seconds=busy_seconds,
+        busy={label: sum(of.values()) / event.step_s for label, of in busy_seconds.items()},
+        learning_rates=rates,
+        learning_rate=next((rate for rate in rates.values() if rate is not None), None),
+    )

@@ -12,8 +12,7 @@ from rpcmp.errors import InterruptedJobError
 from rpcmp.job.restore_planner import Start
 from rpcmp.job.run import TrainingRun
 from rpcmp.job.server_pool import forks_for
-from rpcmp.observability.events.definitions import SummaryEvent
-from rpcmp.observability.events.event import Event
+from rpcmp.observability.events import Event, SummaryEvent
 from rpcmp.process.channel import Message
 from rpcmp.process.fork_client import Forks
 from rpcmp.process.signals import handled_by, wishes
@@ -39,7 +38,7 @@ async def drive(
     Args:
         config: the job.
         report: gets every event from `RunEvent` to `SummaryEvent`, stamped, and about once a second
-            `VitalsEvent`; see rpcmp.observability.events.definitions.
+            `VitalsEvent`; see rpcmp.observability.events.
         connect: addresses of running stage servers; see ServerPool.
         evaluate: evaluate and write the report as well.
         save_state: where to save the final parameters and buffers, as safetensors.

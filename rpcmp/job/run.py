@@ -35,20 +35,23 @@ from rpcmp.job.restore_planner import RestorePlanner, Start
 from rpcmp.job.server_calls import warnings
 from rpcmp.job.server_pool import ServerPool
 from rpcmp.job.telemetry import VITALS_SECONDS, Vitals
-from rpcmp.observability.events.definitions import (
+from rpcmp.observability.events import (
     EvalEvent,
+    Event,
     FaultEvent,
     GenerationEvent,
     LogEvent,
     PlanEvent,
+    PlanOutcome,
     RecoveredEvent,
     RunEvent,
     SharesEvent,
+    StageInfo,
+    StagePlan,
     StepEvent,
     SummaryEvent,
     WarningEvent,
 )
-from rpcmp.observability.events.event import Event, PlanOutcome, StageInfo, StagePlan
 from rpcmp.observability.events.stream import EventStream
 from rpcmp.pipelining.cost_model import Prediction
 from rpcmp.process.channel import Message
@@ -251,7 +254,7 @@ class TrainingRun:
             await asyncio.sleep(VITALS_SECONDS)
 
     def _report_log(self, entry: Entry) -> None:
-        self._report(LogEvent.from_json(entry, complete=True))
+        self._report(LogEvent.from_entry(entry))
 
     def _generation_now(self) -> int:
         return 1 if self._checkpoints is None else self._checkpoints.generation

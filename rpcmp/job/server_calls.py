@@ -14,8 +14,7 @@ from rpcmp.config.schema import Config
 from rpcmp.errors import ConfigError, UnreachableError
 from rpcmp.net.dialer import Dialer
 from rpcmp.net.security import INSECURE, WARN_SECONDS, Security, watch
-from rpcmp.observability.events.definitions import WarningEvent
-from rpcmp.observability.events.event import Event
+from rpcmp.observability.events import Event, WarningEvent
 
 Result = TypeVar("Result")
 

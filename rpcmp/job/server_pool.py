@@ -26,8 +26,7 @@ from rpcmp.config.topology import Member
 from rpcmp.errors import ConfigError, JobError, RecoveryTimeoutError, RpcmpError, UnreachableError
 from rpcmp.job.recovery import HeldSnapshots
 from rpcmp.job.server_calls import dialer_of, require_one_each
-from rpcmp.observability.events.definitions import ReplacedEvent, WaitingEvent
-from rpcmp.observability.events.event import Event
+from rpcmp.observability.events import Event, ReplacedEvent, WaitingEvent
 from rpcmp.process.confinement import Reach, hidden_by
 from rpcmp.process.fork_client import DRIVERS, WORKERS, Forks
 from rpcmp.process.logging import display

@@ -19,6 +19,7 @@ from rpcmp.job.server_calls import dialer_of
 from rpcmp.job.server_pool import LocalServers, answer_of, options_for
 from rpcmp.net.dialer import Dialer
 from rpcmp.net.security import Security
+from rpcmp.observability.events import state_name
 from rpcmp.process.fork_client import Forks
 from rpcmp.server.client import StageClient
 from rpcmp.v1 import control_pb2 as pb
@@ -60,7 +61,7 @@ async def _ask(worker: Member, address: str, dialer: Dialer) -> dict[str, Any]:
         "name": worker.label,
         "address": address,
         "health": health,
-        "state": pb.ServerState.Name(found.state).removeprefix("SERVER_STATE_").lower(),
+        "state": state_name(pb.ServerState.Name(found.state)),
         "job": found.job,
         "generation": found.generation,
         "step": found.step,

@@ -13,8 +13,14 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from rpcmp.config.topology import DRIVER, member_name
-from rpcmp.observability.events.definitions import VitalsEvent
-from rpcmp.observability.events.event import LinkTraffic, ProcessVitals
+from rpcmp.observability.events import (
+    LOST,
+    WORKER_STATES,
+    LinkTraffic,
+    ProcessVitals,
+    VitalsEvent,
+    state_name,
+)
 from rpcmp.process import liveness
 from rpcmp.process.activity import Doing
 from rpcmp.process.tcp_stats import PeerTraffic
@@ -23,15 +29,7 @@ from rpcmp.v1 import control_pb2 as pb
 VITALS_SECONDS = 1.0
 """Between two events."""
 
-LOST = "lost"
-"""The state of a process that a generation has ended with."""
-
-_STATES = {
-    pb.SERVER_STATE_CLAIMED: "claimed",
-    pb.SERVER_STATE_BUILDING: "building",
-    pb.SERVER_STATE_RUNNING: "running",
-    pb.SERVER_STATE_ENDED: "ended",
-}
+_STATES = {number: state_name(name) for name, number in pb.ServerState.items()}
 
 SHORTEST_SECONDS = 0.1
 """Between two counts that a rate can be made of: they come every half second."""
@@ -90,7 +88,8 @@ class Vitals:
     def hear(self, label: str, change: pb.WatchResponse) -> None:
         """Take what a server says of its worker."""
         worker = self._workers.setdefault(label, {})
-        worker["state"] = _STATES.get(change.state, "claimed")
+        state = _STATES.get(change.state, "")
+        worker["state"] = state if state in WORKER_STATES else "claimed"
         worker["restarts"] = self._restarts
         if change.listens:
             self._listens[change.listens] = label

@@ -24,7 +24,7 @@ from rpcmp.job.server_pool import holdings_of
 from rpcmp.job.telemetry import Vitals
 from rpcmp.net.dialer import Dialer
 from rpcmp.net.relay import RelayPeer
-from rpcmp.observability.events.event import WorkerPlace
+from rpcmp.observability.events import WorkerPlace
 from rpcmp.process.channel import Message
 from rpcmp.process.logging.records import Entry, Line, entry_of
 from rpcmp.server.client import StageClient

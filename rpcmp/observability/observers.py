@@ -38,8 +38,7 @@ from rpcmp.errors import (
     one_line,
     with_notes,
 )
-from rpcmp.observability.events.definitions import EndEvent, WarningEvent
-from rpcmp.observability.events.event import Event, Json
+from rpcmp.observability.events import EndEvent, Event, Json, WarningEvent
 from rpcmp.process.logging.display import unreported
 
 

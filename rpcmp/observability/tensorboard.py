@@ -15,18 +15,19 @@ from typing import TYPE_CHECKING, Any
 from rpcmp.config.redaction import flat, redacted
 from rpcmp.config.schema import Config
 from rpcmp.errors import ConfigError
-from rpcmp.observability.events.definitions import (
+from rpcmp.observability.events import (
     CheckpointEvent,
     EndEvent,
     EvalEvent,
+    Event,
     RecoveredEvent,
     RunEvent,
+    StageInfo,
     StartEvent,
     StepEvent,
     TimelineEvent,
     VitalsEvent,
 )
-from rpcmp.observability.events.event import Event, StageInfo
 from rpcmp.observability.run_folder import writer
 
 if TYPE_CHECKING:

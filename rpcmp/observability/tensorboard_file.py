@@ -35,7 +35,7 @@ from tensorboard.plugins.hparams.plugin_data_pb2 import (
 from tensorboard.plugins.text.metadata import create_summary_metadata
 from tensorboard.summary.writer.record_writer import RecordWriter
 
-from rpcmp.observability.events.event import StageInfo
+from rpcmp.observability.events import StageInfo
 
 
 class EventFile:

@@ -15,10 +15,10 @@ from playwright.sync_api import Page as Tab
 
 from rpcmp.net import authority, identity
 from rpcmp.observability.dashboard.app import Endpoint
-from rpcmp.observability.dashboard.curves import LIMIT as ROWS
-from rpcmp.observability.dashboard.entries import LIMIT as LINES
+from rpcmp.observability.dashboard.history import MAX_ENTRIES as LINES
+from rpcmp.observability.dashboard.history import MAX_ROWS as ROWS
 from rpcmp.observability.dashboard.html import html
-from rpcmp.observability.dashboard.server import Page
+from rpcmp.observability.dashboard.page_server import Page
 from tests.support import pageevents
 from tests.support.browsers import chromium, opened
 from tests.support.pageevents import Event

@@ -12,7 +12,7 @@ import pytest
 
 from rpcmp.net.connection_limits import Budget
 from rpcmp.observability.dashboard.app import Endpoint
-from rpcmp.observability.dashboard.server import Page
+from rpcmp.observability.dashboard.page_server import Page
 from tests.support.lan import issue, issue_to_driver
 from tests.support.needs import needs
 from tests.support.processes import (

@@ -5,15 +5,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from rpcmp.observability.events.definitions import (
+from rpcmp.observability.events import (
     EarlyStopEvent,
     EvalEvent,
+    Event,
     ReportEvent,
     StartEvent,
     StepEvent,
     WarningEvent,
 )
-from rpcmp.observability.events.event import Event
 
 LOSSES_KEPT = 64
 """Losses that are remembered, to be compared with those of a replay."""

@@ -7,17 +7,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rpcmp.config.types import format_size
-from rpcmp.observability.events.definitions import (
+from rpcmp.observability.events import (
     BestEvent,
     CheckpointEvent,
     EarlyStopEvent,
     EndEvent,
     EvalEvent,
+    Event,
     FaultEvent,
     GenerationEvent,
     KeptEvent,
     LogEvent,
+    Memory,
     PlanEvent,
+    PlanOutcome,
     RecoveredEvent,
     ReplacedEvent,
     ReportEvent,
@@ -31,7 +34,6 @@ from rpcmp.observability.events.definitions import (
     WaitingEvent,
     WarningEvent,
 )
-from rpcmp.observability.events.event import Event, Memory, PlanOutcome
 
 
 @dataclass

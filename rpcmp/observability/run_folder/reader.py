@@ -14,8 +14,7 @@ from pydantic import ValidationError
 from rpcmp.config.bounded_file import MIB, read_bytes
 from rpcmp.errors import ConfigError
 from rpcmp.observability import json_lines
-from rpcmp.observability.events.definitions import parse
-from rpcmp.observability.events.event import Event
+from rpcmp.observability.events import Event, parse
 from rpcmp.observability.run_folder import writer
 from rpcmp.observability.run_folder.writer import RunInfo
 

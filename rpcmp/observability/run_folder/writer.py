@@ -22,10 +22,12 @@ from pydantic import BaseModel, Field
 from rpcmp.config.redaction import redacted
 from rpcmp.config.schema import Config
 from rpcmp.observability import json_lines
-from rpcmp.observability.events.definitions import (
+from rpcmp.observability.events import (
     EndEvent,
     EvalEvent,
+    Event,
     FaultEvent,
+    Json,
     ResumedEvent,
     RunEvent,
     StartEvent,
@@ -33,7 +35,6 @@ from rpcmp.observability.events.definitions import (
     TimelineEvent,
     VitalsEvent,
 )
-from rpcmp.observability.events.event import Event, Json
 
 SECONDS = 30.0
 """Between two of a kind, at first."""

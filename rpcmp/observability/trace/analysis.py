@@ -23,11 +23,9 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from rpcmp.observability.events.definitions import TimelineEvent
-from rpcmp.observability.events.event import StageTimeline
+from rpcmp.observability.events import StageTimeline, TimelineEvent
 from rpcmp.observability.trace.critical_path import Causes, Loss, Via, critical_path, idle
-from rpcmp.observability.trace.spans import Kind, Trace, Track
-from rpcmp.observability.trace.window import Window
+from rpcmp.observability.trace.spans import Kind, Trace, Track, Window
 
 
 @dataclass(frozen=True)

@@ -39,8 +39,7 @@ from collections.abc import Iterator, Sequence
 from enum import StrEnum
 from typing import NamedTuple
 
-from rpcmp.observability.trace.spans import Kind, Span, Trace, Track
-from rpcmp.observability.trace.window import Window
+from rpcmp.observability.trace.spans import Kind, Span, Trace, Track, Window
 
 _BEFORE = {Kind.BACKWARD: Kind.FORWARD, Kind.WEIGHT: Kind.BACKWARD}
 """What the stage itself has done just before, for the same micro-batch."""

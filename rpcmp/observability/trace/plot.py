@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING
 from rpcmp.errors import ConfigError
 from rpcmp.observability.trace.analysis import mean_lost, measure
 from rpcmp.observability.trace.critical_path import Loss
-from rpcmp.observability.trace.spans import NO_MICROBATCH, Kind, Span, Trace, Track
-from rpcmp.observability.trace.window import Window
+from rpcmp.observability.trace.spans import NO_MICROBATCH, Kind, Span, Trace, Track, Window
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -14,8 +14,7 @@ from rpcmp.config.schema import Config
 from rpcmp.errors import MismatchError, WorkerDiedError, from_wire
 from rpcmp.job.autobalance import balanced, shares_of_before
 from rpcmp.job.drive import drive
-from rpcmp.observability.events.definitions import LogEvent, StepEvent
-from rpcmp.observability.events.event import Event
+from rpcmp.observability.events import Event, LogEvent, StepEvent
 from rpcmp.pipelining import devices, parameter_names
 from rpcmp.process import interpreter
 from rpcmp.process.child import Child

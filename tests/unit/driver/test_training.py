@@ -16,15 +16,14 @@ from rpcmp.config.schema import Config
 from rpcmp.config.topology import Member
 from rpcmp.data.batches import Loaded
 from rpcmp.driver.datasets import Datasets
-from rpcmp.driver.evaluation import Evaluation
-from rpcmp.driver.metrics import Metrics
+from rpcmp.driver.evaluation import Evaluation, Metrics
 from rpcmp.driver.progress import Best, TrainingProgress
 from rpcmp.driver.rounds import Batch, RoundHandle
 from rpcmp.driver.stage_group import StageGroup
 from rpcmp.driver.tracing import Tracer
 from rpcmp.driver.training import Training
 from rpcmp.errors import ConfigError, JobError
-from rpcmp.observability.events.event import Json
+from rpcmp.observability.events import Json
 from rpcmp.observability.trace import chrome
 from rpcmp.observability.trace.spans import Kind, Span
 from rpcmp.rpc.messages import AfterRound, MicrobatchMeta, Mode, StepReport, Trained

@@ -13,7 +13,7 @@ import pytest
 
 from rpcmp.errors import DrainingError, InterruptedJobError, JobError
 from rpcmp.observability import observers
-from rpcmp.observability.events.event import Event as TypedEvent
+from rpcmp.observability.events import Event as TypedEvent
 from rpcmp.observability.observers import LAG, MOST, PATIENCE, watching
 from rpcmp.process.logging.display import Display
 from tests.support.runevents import typed

@@ -6,8 +6,7 @@ import threading
 
 import pytest
 
-from rpcmp.observability.events.definitions import StartEvent
-from rpcmp.observability.events.event import Event
+from rpcmp.observability.events import Event, StartEvent
 from rpcmp.observability.observers import aside
 
 

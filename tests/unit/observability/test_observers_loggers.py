@@ -14,8 +14,7 @@ import pytest
 from rpcmp.cli.observing import observers
 from rpcmp.config.schema import Config
 from rpcmp.errors import FactoryError
-from rpcmp.observability.events.definitions import StartEvent, WarningEvent
-from rpcmp.observability.events.event import Event
+from rpcmp.observability.events import Event, StartEvent, WarningEvent
 from rpcmp.observability.observers import watching
 from tests.support import runs
 from tests.support.docs import block, guide

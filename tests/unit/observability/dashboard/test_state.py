@@ -11,11 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rpcmp.cli import output
-from rpcmp.observability.dashboard import entries
-from rpcmp.observability.dashboard.curves import LIMIT, Curve, Row
+from rpcmp.observability.dashboard.history import MAX_ENTRIES, MAX_ROWS, Curve, Row
 from rpcmp.observability.dashboard.html import html
 from rpcmp.observability.dashboard.state import EVALUATIONS, State
-from rpcmp.observability.events.definitions import KeptEvent
+from rpcmp.observability.events import KeptEvent
 from tests.support import pageevents
 from tests.support.pageevents import Event
 from tests.support.runevents import typed
@@ -59,7 +58,7 @@ def health(state: State) -> dict[str, str]:
 
 def test_changes_one_by_one_are_what_a_page_that_opens_late_is_told() -> None:
     state, always, seldom = State(), Mirror(), Mirror()
-    for number, event in enumerate(pageevents.run(2 * LIMIT + 100, lost_after=300)):
+    for number, event in enumerate(pageevents.run(2 * MAX_ROWS + 100, lost_after=300)):
         state.take(typed(event))
         always.apply(state.since(always.version))
         if number % 97 == 0:
@@ -78,7 +77,7 @@ def test_10000_steps_stay_light_and_a_step_costs_a_few_hundred_bytes() -> None:
     state = state_of(*pageevents.run(10_000, lost_after=300))
     found = state.since(None)
     assert found is not None
-    assert LIMIT / 2 <= len(found["curve"]["rows"]) <= LIMIT
+    assert MAX_ROWS / 2 <= len(found["curve"]["rows"]) <= MAX_ROWS
     assert len(json.dumps(found)) < 300_000
     version = state.version
     state.take(typed(next(e for e in pageevents.run(1) if e["event"] == "step")))
@@ -167,15 +166,15 @@ def test_the_driver_is_a_worker_where_vitals_tell_of_it() -> None:
 
 def test_a_flood_of_one_kind_hides_nothing_of_another() -> None:
     state = state_of(pageevents.fault(1))
-    for number in range(5 * entries.LIMIT):
+    for number in range(5 * MAX_ENTRIES):
         state.take(
             typed({"event": "log", "level": "WARNING", "logger": "x", "text": f"line {number}"})
         )
     found = state.since(None)
     assert found is not None
-    assert len(found["entries"]) == entries.LIMIT + 1
+    assert len(found["entries"]) == MAX_ENTRIES + 1
     assert found["entries"][0]["kind"] == "fault"
-    assert found["parts"]["counts"] == {"fault": 1, "message": 5 * entries.LIMIT}
+    assert found["parts"]["counts"] == {"fault": 1, "message": 5 * MAX_ENTRIES}
 
 
 def test_of_too_many_evaluations_every_other_stays_and_the_newest() -> None:

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from rpcmp.config.validation import RESERVED_METRICS
-from rpcmp.observability.events.definitions import (
+from rpcmp.observability.events import (
     EarlyStopEvent,
     EvalEvent,
     ResumedEvent,

@@ -7,15 +7,15 @@ import struct
 
 import pytest
 
-from rpcmp.observability.events.definitions import (
+from rpcmp.observability.events import (
     EvalEvent,
+    Event,
     FaultEvent,
     LogEvent,
     StartEvent,
     StepEvent,
     WarningEvent,
 )
-from rpcmp.observability.events.event import Event
 from rpcmp.observability.events.stream import LOSSES_KEPT, EventStream
 from tests.support.runevents import typed
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rpcmp.observability.events.definitions import EVENTS
+from rpcmp.observability.events import EVENTS
 from rpcmp.observability.events.wording import RunContext, describe, describe_details
 from tests.support.runevents import typed
 

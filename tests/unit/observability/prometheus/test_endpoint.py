@@ -17,7 +17,7 @@ import pytest
 from rpcmp.errors import ConfigError
 from rpcmp.net.security import Security
 from rpcmp.observability.prometheus.endpoint import MOST, serving
-from rpcmp.observability.prometheus.run import RunMetrics
+from rpcmp.observability.prometheus.run_metrics import RunMetrics
 from tests.support.lan import issue, issue_to_driver
 from tests.support.runevents import typed
 from tests.support.scraping import HERE, port_of, scrape, value

@@ -10,7 +10,7 @@ import pytest
 from rpcmp.cli.observing import observers
 from rpcmp.errors import ConfigError
 from rpcmp.observability import json_lines
-from rpcmp.observability.events.definitions import EvalEvent, StepEvent, WarningEvent
+from rpcmp.observability.events import EvalEvent, StepEvent, WarningEvent
 from rpcmp.observability.run_folder import reader, writer
 from rpcmp.observability.run_folder.writer import RunFolder, Thinning
 from tests.support import runs

@@ -7,8 +7,7 @@ from hypothesis import given, settings
 
 from rpcmp.observability.trace.analysis import bottleneck, measure
 from rpcmp.observability.trace.critical_path import Loss, Via, critical_path
-from rpcmp.observability.trace.spans import Trace
-from rpcmp.observability.trace.window import Window, choose_window
+from rpcmp.observability.trace.spans import Trace, Window, choose_window
 from tests.support.traces import (
     CELL_NS,
     DIAMOND,

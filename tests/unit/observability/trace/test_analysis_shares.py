@@ -12,8 +12,16 @@ from rpcmp.config import topology
 from rpcmp.errors import ConfigError
 from rpcmp.observability.trace.analysis import measure
 from rpcmp.observability.trace.critical_path import Loss
-from rpcmp.observability.trace.spans import Kind, Span, Trace, Track, producers
-from rpcmp.observability.trace.window import Window, choose_window, last_complete
+from rpcmp.observability.trace.spans import (
+    Kind,
+    Span,
+    Trace,
+    Track,
+    Window,
+    choose_window,
+    last_complete,
+    producers,
+)
 from tests.support.traces import (
     CELL_NS,
     DIAMOND,

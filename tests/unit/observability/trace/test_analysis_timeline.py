@@ -13,7 +13,7 @@ from rpcmp.config.topology import Member
 from rpcmp.driver.stage_group import StageGroup
 from rpcmp.driver.tracing import StepSampler
 from rpcmp.errors import JobError
-from rpcmp.observability.events.event import Event, Json
+from rpcmp.observability.events import Event, Json
 from rpcmp.observability.trace import chrome
 from rpcmp.observability.trace.analysis import timeline
 from rpcmp.observability.trace.spans import Kind, Span

@@ -10,7 +10,7 @@ import pytest
 
 from rpcmp.errors import ConfigError
 from rpcmp.observability.trace import plot
-from rpcmp.observability.trace.window import choose_window
+from rpcmp.observability.trace.spans import choose_window
 from tests.support.traces import SLOW_LINKS, ZERO_BUBBLE, drawn
 
 

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from rpcmp.config.topology import DRIVER
 from rpcmp.job.telemetry import Vitals
-from rpcmp.observability.prometheus.registry import Family, Store, Tally
-from rpcmp.observability.prometheus.run import RunMetrics
+from rpcmp.observability.prometheus.registry import Family, RestartTotals, Store
+from rpcmp.observability.prometheus.run_metrics import RunMetrics
 from tests.support.runevents import typed
 from tests.support.scraping import Samples, of, value
 
@@ -29,7 +29,7 @@ def told(metrics: RunMetrics) -> Samples:
 
 @given(st.lists(st.tuples(st.integers(1, 4), st.integers(0, 100)), max_size=30))
 def test_counters_never_fall(seen: list[tuple[int, int]]) -> None:
-    tally, before = Tally(), 0.0
+    tally, before = RestartTotals(), 0.0
     for source, count in sorted(seen, key=lambda pair: pair[0]):
         total = tally.total("key", source, count)
         assert total >= before
@@ -41,7 +41,7 @@ def test_counters_never_fall(seen: list[tuple[int, int]]) -> None:
 
 
 def test_what_is_counted_goes_on_where_the_process_before_it_ended() -> None:
-    tally = Tally()
+    tally = RestartTotals()
     assert [tally.total("a", 1, n) for n in (5, 9)] == [5, 9]
     assert [tally.total("a", 2, n) for n in (0, 3, 12)] == [9, 12, 21]
     assert tally.total("b", 2, 7) == 7
@@ -174,7 +174,9 @@ def test_a_checkpoint_ages(monkeypatch: pytest.MonkeyPatch) -> None:
     assert value(told(metrics), "rpcmp_checkpoint_age_seconds") is None  # there is none
     metrics.tell(typed(event("checkpoint", step=3, seconds=0.5, bytes=4096, path="somewhere")))
     for now, age in ((1007.0, 7.0), (1030.0, 30.0), (990.0, 0.0)):  # clocks are set back
-        monkeypatch.setattr("rpcmp.observability.prometheus.run.time.time", lambda now=now: now)
+        monkeypatch.setattr(
+            "rpcmp.observability.prometheus.run_metrics.time.time", lambda now=now: now
+        )
         assert value(told(metrics), "rpcmp_checkpoint_age_seconds") == age
     assert value(told(metrics), "rpcmp_checkpoint_duration_seconds") == 0.5
     assert value(told(metrics), "rpcmp_checkpoints_total") == 1

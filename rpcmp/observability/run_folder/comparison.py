@@ -16,16 +16,16 @@ from typing import Any
 
 from rpcmp.config.redaction import flat
 from rpcmp.config.types import format_size
-from rpcmp.observability.events.definitions import (
+from rpcmp.observability.events import (
     CheckpointEvent,
     EvalEvent,
+    Event,
     FaultEvent,
     StepEvent,
     SummaryEvent,
     TimelineEvent,
     WarningEvent,
 )
-from rpcmp.observability.events.event import Event
 from rpcmp.observability.run_folder.reader import Record
 
 Figures = dict[str, Any]

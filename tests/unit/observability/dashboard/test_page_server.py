@@ -18,7 +18,7 @@ from rpcmp.errors import ConfigError, SecurityError
 from rpcmp.net import authority, identity
 from rpcmp.observability.dashboard import app as places
 from rpcmp.observability.dashboard.app import Endpoint
-from rpcmp.observability.dashboard.server import Page
+from rpcmp.observability.dashboard.page_server import Page
 from tests.support import pageevents
 from tests.support.pageevents import Event
 from tests.support.runevents import typed
