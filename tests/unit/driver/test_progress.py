@@ -144,7 +144,7 @@ def due(saves: CheckpointCadence, last: int) -> list[int]:
     for step in range(1, last + 1):
         if saves.is_due(step):
             found.append(step)
-            saves.note_done(step)
+            saves.finish(step)
     return found
 
 
@@ -176,7 +176,7 @@ def test_a_step_is_due_when_enough_time_has_gone(
     assert saves.is_due(3)
     assert not saves.is_due(4)
     clock.now += seconds
-    saves.note_done(3)
+    saves.finish(3)
     assert saves.is_due(5)
 
 
@@ -188,21 +188,21 @@ def test_steps_and_seconds_are_both_heard_and_any_save_sets_the_clock_back(clock
     assert not saves.is_due(11)
     clock.now += 1.0
     assert saves.is_due(12)
-    saves.note_done(10)
+    saves.finish(10)
     clock.now += 59.0
-    saves.begin(13)  # a signal's
-    saves.note_done(12)
+    saves.start(13)  # a signal's
+    saves.finish(12)
     clock.now += 59.0
     assert not saves.is_due(14)
 
 
 def test_what_is_or_was_saved_last_is_included(clock: Clock) -> None:
     saves = CheckpointCadence(config(every_steps=1), 9)
-    saves.begin(4)
-    saves.begin(5)
+    saves.start(4)
+    saves.start(5)
     assert [saves.includes(step) for step in (3, 4, 5, 6)] == [False, True, True, False]
-    saves.note_done(4)
-    saves.note_done(5)
+    saves.finish(4)
+    saves.finish(5)
     assert [saves.includes(step) for step in (3, 4, 5, 6)] == [False, False, True, False]
 
 
@@ -249,10 +249,10 @@ def test_one_that_is_due_waits_while_too_many_are_under_way(
     until_waiting(condition)
     assert returned == []
     assert not saves.includes(AT_ONCE + 1)
-    saves.note_done(99)  # of another generation
+    saves.finish(99)  # of another generation
     until_waiting(condition)
     assert returned == []
-    saves.note_done(2)
+    saves.finish(2)
     threads[0].join(JOIN_SECONDS)
     assert returned == [True]
     assert [saves.includes(step) for step in (1, 2, 3)] == [True, False, True]
@@ -262,14 +262,14 @@ def test_the_end_waits_for_all_that_are_under_way(
     condition: Condition, threads: list[threading.Thread]
 ) -> None:
     saves = CheckpointCadence(config(every_steps=1), 99)
-    saves.begin(1)
-    saves.begin(2)
+    saves.start(1)
+    saves.start(2)
     returned = start(threads, saves.wait)
     until_waiting(condition)
-    saves.note_done(2)
+    saves.finish(2)
     until_waiting(condition)
     assert returned == []
-    saves.note_done(1)
+    saves.finish(1)
     threads[0].join(JOIN_SECONDS)
     assert returned == [None]
 
@@ -278,20 +278,20 @@ def test_nobody_waits_for_what_is_done_already(condition: Condition) -> None:
     saves = CheckpointCadence(config(every_steps=1), 99)
     saves.wait()
     for step in range(1, 20):
-        saves.begin(step)
-        saves.note_done(step)
-        saves.note_done(step)
+        saves.start(step)
+        saves.finish(step)
+        saves.finish(step)
     saves.wait()
     assert not condition.entered.acquire(blocking=False)
 
 
 def test_all_who_wait_go_on_together(condition: Condition, threads: list[threading.Thread]) -> None:
     saves = CheckpointCadence(config(every_steps=1), 99)
-    saves.begin(1)
+    saves.start(1)
     both = [start(threads, saves.wait) for _ in range(2)]
     for _ in both:
         until_waiting(condition)
-    saves.note_done(1)
+    saves.finish(1)
     for thread in threads:
         thread.join(JOIN_SECONDS)
     assert both == [[None], [None]]
