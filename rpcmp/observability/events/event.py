@@ -36,12 +36,12 @@ class Event:
     generation: int | None = None
 
     def stamped(self, time: float, generation: int) -> Self:
-        """The event with `time`, and with `generation` unless it has one already."""
-        known = self.generation
-        return replace(self, time=time, generation=generation if known is None else known)
+        """Return the event with `time`, and with `generation` unless it has one already."""
+        own = self.generation
+        return replace(self, time=time, generation=generation if own is None else own)
 
     def to_json(self) -> Json:
-        """The event as a JSON object; nested values are those of the event, not copies."""
+        """Return the event as a JSON object; nested values are not copied."""
         own: Json = {}
         for field in own_fields(type(self)):
             value = getattr(self, field.name)
@@ -55,7 +55,7 @@ class Event:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any], complete: bool) -> Self:
-        """The event of an object that `to_json` returned and JSON has carried.
+        """Return the event of an object that `to_json` returned, before or after a JSON file.
 
         Args:
             data: the object; keys that the class does not define are ignored.
@@ -83,7 +83,7 @@ class Event:
 
 
 def own_fields(kind: type[Event]) -> list[Field[Any]]:
-    """The fields of an event's class other than `time` and `generation`, in their order."""
+    """Return the fields of an event's class other than `time` and `generation`, in order."""
     return [field for field in fields(kind) if field.name not in STAMP]
 
 
@@ -111,7 +111,7 @@ _ACCEPTED: dict[str, type | tuple[type, ...]] = {
 
 
 def _types(annotation: str) -> list[str]:
-    """The built-in types that a field's annotation allows, as "dict" for a TypedDict."""
+    """Return the built-in types that a field's annotation allows: "dict" for a TypedDict."""
     names = (part.partition("[")[0] for part in annotation.split(" | "))
     return [name if name in _ACCEPTED else "dict" for name in names]
 

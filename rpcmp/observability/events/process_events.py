@@ -51,14 +51,14 @@ class LostWorkers:
 
 
 class ProcessPlace(TypedDict):
-    """Where a process of a generation runs."""
+    """The location of a process of a generation."""
 
     host: str
     pid: int
 
 
 class WorkerPlace(ProcessPlace):
-    """Where a worker of a generation runs."""
+    """The location of a worker of a generation."""
 
     address: str
     device: str
@@ -86,7 +86,7 @@ LinkTraffic = TypedDict(
 
 
 class StageTimeline(TypedDict):
-    """What a stage did in the step of the event `timeline`.
+    """A stage's computation and idle times in the step of the event `timeline`.
 
     `spans` are [kind, micro-batch, start, end], `idle` are [reason, start, end], both in seconds
     since the step's start; `busy` and `lost` are shares of the step, by kind and by reason.

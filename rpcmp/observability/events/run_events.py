@@ -37,7 +37,7 @@ class GraphInfo(TypedDict):
 
 
 class StagePlan(TypedDict):
-    """What the event `plan` predicts of a stage."""
+    """The prediction for a stage in the event `plan`."""
 
     num_layers: int
     busy_s: float

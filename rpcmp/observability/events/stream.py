@@ -16,14 +16,14 @@ from rpcmp.observability.events import (
 )
 
 LOSSES_KEPT = 64
-"""Losses that are remembered, to be compared with those of a replay."""
+"""Losses that are kept, to compare them with the losses of a replay."""
 
 
 class EventStream:
     """Stamps the events of a run with `time` and `generation` and passes them on.
 
     Args:
-        report: gets the stamped events.
+        report: called with the stamped events.
         generation: returns the number of the current generation.
 
     Attributes:

@@ -25,7 +25,7 @@ class BestStep(TypedDict):
 
 
 class PlanOutcome(TypedDict):
-    """The plan of the event `plan` and what came of it, in the event `summary`."""
+    """The plan of the event `plan` and its outcome, in the event `summary`."""
 
     balance: list[int]
     predicted_step_s: float

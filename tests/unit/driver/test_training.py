@@ -338,7 +338,7 @@ def _answer_saves(training: Training) -> None:
     """The supervisor's part: every checkpoint is on the disks some time."""
     while training.progress.step < 5:
         for step in range(1, 6):
-            training.saves.note_done(step)
+            training.saves.finish(step)
         threading.Event().wait(0.01)
 
 
@@ -519,7 +519,7 @@ def _saving(config: Config, losses: dict[int, float], failing: int = 0) -> tuple
     def report(event: Json) -> None:
         if event["event"] == "progress" and event["awaits_save"]:
             step = event["step"]
-            later = threading.Timer(0.01, lambda: training.saves.note_done(step, step == failing))
+            later = threading.Timer(0.01, lambda: training.saves.finish(step, step == failing))
             later.start()
 
     training = _training(config, stages, report, threading.Event())
