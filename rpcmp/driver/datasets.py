@@ -22,7 +22,7 @@ from rpcmp.rpc.messages import DatasetInfo
 
 
 class MiniBatches(Protocol):
-    """The mini-batches of one dataset; the length is that of an epoch."""
+    """The mini-batches of one dataset; `len` is the number per epoch."""
 
     def __len__(self) -> int: ...
 

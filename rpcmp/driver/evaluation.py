@@ -1,6 +1,6 @@
-"""What an evaluation computes: means over samples, and metrics with a state.
+"""The results of an evaluation: means over samples, and metrics with a state.
 
-The metrics with a state, such as those of torchmetrics, see the whole evaluation:
+Metrics with a state, such as torchmetrics metrics, get the whole evaluation:
 
     sink ──outputs of a micro-batch──> update(outputs, targets), in order ──> compute() at the end
 

@@ -79,7 +79,7 @@ class EventFile:
         self._hparams(hparams.SESSION_START_INFO_TAG, session_start_info=start)
 
     def graph(self, stages: Sequence[StageInfo]) -> None:
-        """Write the graph of the stages, which are those of the event `run`."""
+        """Write the graph of the stages, given as in the event `run`."""
         sources = {name.partition(".")[0] for stage in stages for name in stage["inputs"]}
         inner = {stage["name"] for stage in stages}
         nodes = [NodeDef(name=name, op="batch") for name in sorted(sources - inner)]

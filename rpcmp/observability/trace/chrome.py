@@ -364,7 +364,7 @@ def _moved(spans: list[Span], by_ns: int) -> tuple[Span, ...]:
 
 
 def _check(trace: Trace, without_stage: Mapping[int, list[Span]]) -> None:
-    """Refuse spans of which shares could not be computed."""
+    """Refuse spans that overlap or belong to no stage, since shares would be wrong."""
     if without_stage:
         raise ValueError(f"no stages for the processes {sorted(without_stage)}")
     for track in trace.tracks:

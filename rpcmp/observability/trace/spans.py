@@ -81,7 +81,7 @@ DRIVER_CLOCK = Clock()
 
 
 def estimate(pings: Iterable[Ping]) -> ClockEstimate:
-    """Return the estimate of the best of `pings`, of which there is at least one."""
+    """Return the estimate of the best of `pings`; there must be at least one."""
     best = min(pings, key=lambda ping: ping.round_trip_ns)
     middle_ns = (best.sent_ns + best.received_ns) // 2
     return ClockEstimate(best.remote_ns, middle_ns - best.remote_ns)
