@@ -48,7 +48,7 @@ def report(folders: tuple[Path, ...], output: Path | None, text: bool) -> None:
     runs = [read(folder) for folder in folders]
     if text:
         from rpcmp.cli.runtable import run_tables
-        from rpcmp.observability.run_folder.comparison import compare
+        from rpcmp.observability.run_folder.figures import compare
 
         run_tables(compare(runs))
         return

@@ -8,7 +8,7 @@ from rich.table import Table
 
 from rpcmp.cli.console import Console
 from rpcmp.cli.terminal import echo
-from rpcmp.observability.run_folder.comparison import Comparison, tables
+from rpcmp.observability.run_folder.figures import Comparison, tables
 
 WIDTH = 10_000
 """Characters, more than a row has."""

@@ -54,11 +54,11 @@ def page_of(job: Config, ui: str | None, observers: list[Observer], show: Report
     from rpcmp.observability.dashboard.app import (
         Endpoint,  # its libraries are needed by who has a page alone
     )
-    from rpcmp.observability.dashboard.page_server import Page
+    from rpcmp.observability.dashboard.page_server import LivePage
     from rpcmp.observability.events import UiEvent
 
     place = Endpoint.open(None if ui == ANY else ui, job.certs_folder)
-    page = Page(place)
+    page = LivePage(place)
     observers.append(page)
     # To nobody else: there may be a token in it.
     show(UiEvent(url=place.url).stamped(time.time(), 1))

@@ -37,7 +37,7 @@ CLOSE_SECONDS = 10.0
 """Seconds for the server to stop."""
 
 
-class Page:
+class LivePage:
     """An observer that serves the page of one run until it is closed.
 
     Args:

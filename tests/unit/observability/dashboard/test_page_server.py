@@ -18,7 +18,7 @@ from rpcmp.errors import ConfigError, SecurityError
 from rpcmp.net import authority, identity
 from rpcmp.observability.dashboard import app as places
 from rpcmp.observability.dashboard.app import Endpoint
-from rpcmp.observability.dashboard.page_server import Page
+from rpcmp.observability.dashboard.page_server import LivePage
 from tests.support import pageevents
 from tests.support.pageevents import Event
 from tests.support.runevents import typed
@@ -27,8 +27,8 @@ BEGUN: list[Event] = [event for event in pageevents.run(40) if event["event"] !=
 
 
 @contextlib.contextmanager
-def serving(place: Endpoint) -> Iterator[Page]:
-    page = Page(place)
+def serving(place: Endpoint) -> Iterator[LivePage]:
+    page = LivePage(place)
     try:
         for event in BEGUN:
             page.tell(typed(event))

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rpcmp.observability.run_folder.comparison import Comparison, compare
+from rpcmp.observability.run_folder.figures import Comparison, compare
 from rpcmp.observability.run_folder.reader import read
 from tests.support import runs
 
