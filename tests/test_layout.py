@@ -99,11 +99,11 @@ ELSEWHERE = {
     "unit/pipelining/test_balance.py": "pipelining/cost_model pipelining/layer_profile",
     "unit/process/logging/test_logs.py": """
         process/logging/capture process/logging/display process/logging/rate_limit
-        process/logging/receiver process/logging/records process/logging/sender
+        process/logging/receiver
     """,
-    "unit/process/logging/test_printable.py": "cli/console",
+    "unit/process/logging/test_records_visible.py": "cli/console",
     "unit/process/test_activity.py": "process/descriptors",
-    "unit/process/test_confinement.py": "process/landlock process/namespace",
+    "unit/process/sandbox/test_confinement.py": "process/sandbox/namespace",
     "unit/rpc/test_transport_payload.py": "rpc/messages",
     "unit/rpc/test_unpickler.py": "worker/model",
     "unit/server/test_claim_log.py": "process/tempdirs",

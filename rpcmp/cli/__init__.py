@@ -21,8 +21,7 @@ import rpcmp
 from rpcmp.cli.terminal import echo, forgive
 from rpcmp.errors import RpcmpError, StageError, exit_code, with_notes
 from rpcmp.process.logging.display import Display
-from rpcmp.process.logging.printable import visible
-from rpcmp.process.logging.records import Line, as_json, entry_of
+from rpcmp.process.logging.records import Line, as_json, entry_of, visible
 
 COMMANDS = (
     "bench",

@@ -98,7 +98,7 @@ async def _measure(
     case: Case, contestants: Sequence[Contestant], pairs: int, steps: int | None, budget: float
 ) -> tuple[BenchmarkResult | None, int]:
     """What was found, if anything, and the exit code."""
-    from rpcmp.cli.measuring import measuring
+    from rpcmp.cli.progress_bar import measuring
     from rpcmp.tools.bench.benchmark import benchmark
     from rpcmp.tools.bench.contestant import StoppedError, TimeLimits
     from rpcmp.tools.bench.statistics import fill_then_no_bubble

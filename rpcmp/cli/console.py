@@ -10,7 +10,7 @@ from rich.console import ConsoleOptions, RenderableType
 from rich.segment import Segment
 from rich.text import Text
 
-from rpcmp.process.logging.printable import visible
+from rpcmp.process.logging.records import visible
 
 
 class Console(rich.console.Console):

@@ -27,8 +27,7 @@ from rpcmp.observability import json_lines
 from rpcmp.observability.observers import Report
 from rpcmp.process.channel import Message
 from rpcmp.process.logging.display import Display, RecordSource
-from rpcmp.process.logging.printable import visible
-from rpcmp.process.logging.records import as_text
+from rpcmp.process.logging.records import as_text, visible
 
 
 def best_line(event: Message) -> str:

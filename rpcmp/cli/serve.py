@@ -25,7 +25,7 @@ from rpcmp.process.logging.records import pass_on
 
 if TYPE_CHECKING:
     from rpcmp.net.security import Security
-    from rpcmp.process.confinement import Reach
+    from rpcmp.process.sandbox.confinement import Reach
     from rpcmp.server.server import StageServer
 
 log = logging.getLogger(__name__)
@@ -180,12 +180,12 @@ def serve(
 
 def reach_of(certs: Path | None, data: Sequence[Path]) -> Reach:
     """What workers may open; warns where the kernel lets them open more."""
-    from rpcmp.process import confinement
+    from rpcmp.process.sandbox import confinement
 
-    if lacks := confinement.lacks():
+    if lacks := confinement.missing_protection():
         log.warning(
             "this kernel does not confine a job's code wholly (%s): it can %s",
-            *(confinement.told(), lacks),
+            *(confinement.kernel_support(), lacks),
         )
     return confinement.Reach(readable=tuple(map(str, data)), hidden=confinement.hidden_by(certs))
 

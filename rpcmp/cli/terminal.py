@@ -17,7 +17,7 @@ from typing import Any, TextIO
 
 import click
 
-from rpcmp.process.logging.printable import visible
+from rpcmp.process.logging.records import visible
 
 log = logging.getLogger(__name__)
 

@@ -133,7 +133,7 @@ async def _tune(
     budget: float,
 ) -> tuple[Tuned | None, int]:
     """What was found, if anything, and the exit code."""
-    from rpcmp.cli.measuring import measuring
+    from rpcmp.cli.progress_bar import measuring
     from rpcmp.tools.bench.contestant import StoppedError, TimeLimits
     from rpcmp.tools.tune.measuring import GroupRunner
     from rpcmp.tools.tune.sweep import tune as run

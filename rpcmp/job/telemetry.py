@@ -16,7 +16,7 @@ from rpcmp.config.topology import DRIVER, member_name
 from rpcmp.process import liveness
 from rpcmp.process.activity import Doing
 from rpcmp.process.channel import Message
-from rpcmp.process.tcp_stats import PeerTraffic
+from rpcmp.process.sockets import PeerTraffic
 from rpcmp.v1 import control_pb2 as pb
 
 VITALS_SECONDS = 1.0
@@ -112,7 +112,7 @@ class Vitals:
 
         Args:
             pid, doing: its own.
-            ways: see rpcmp.process.tcp_stats.
+            ways: see rpcmp.process.sockets.
             carried: seconds to other hosts and back, see rpcmp.net.relay.
             tensors: see rpcmp.rpc.transport.
         """

@@ -257,7 +257,7 @@ def test_nonsense_of_a_child_ends_the_job_by_name(job: JobFolder, whose: str, wh
     )
     result = rpcmp("drive", config, "--json")
     assert result.code not in (0, 1)
-    assert "speaks nonsense" in result.err
+    assert "sent an invalid message" in result.err
     assert "Traceback" not in result.err
 
 

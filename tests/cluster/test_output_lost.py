@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from rpcmp.process.signals import wishes
+from rpcmp.process.signals import count_stop_requests
 from tests.support.processes import (
     JobFolder,
     Server,
@@ -221,4 +221,4 @@ def test_a_server_whose_terminal_is_gone_drains(job: JobFolder) -> None:
     ],
 )
 def test_a_dropped_session_is_one_wish(received: list[int], found: int) -> None:
-    assert wishes(received) == found
+    assert count_stop_requests(received) == found

@@ -14,10 +14,10 @@ import pytest
 from rpcmp.process import activity as activity_module
 from rpcmp.process import descriptors
 from rpcmp.process import liveness as pulse_module
-from rpcmp.process import tcp_stats as links_module
+from rpcmp.process import sockets as links_module
 from rpcmp.process.activity import NO_MICROBATCH, Activity, Doing
 from rpcmp.process.liveness import HeartbeatMonitor
-from rpcmp.process.tcp_stats import SILENT_SECONDS, Links
+from rpcmp.process.sockets import SILENT_SECONDS, Links
 
 
 class Clock:
@@ -79,16 +79,16 @@ def test_who_has_done_nothing_waits() -> None:
 
 def test_both_ends_of_one_memory_see_the_same(memory: int, clock: Clock) -> None:
     here, there = Activity(memory), Activity(memory)
-    here.begin("forward", 2**40, 3)
+    here.start("forward", 2**40, 3)
     clock.now += 2.5
     assert there.read() == here.read() == Doing("forward", 2**40, 3, 2.5)
-    there.begin("backward", 5)
+    there.start("backward", 5)
     assert here.read() == Doing("backward", 5, NO_MICROBATCH, 0.0)
 
 
 def test_it_is_read_after_its_writer_is_gone(memory: int, clock: Clock) -> None:
     writer = Activity(memory)
-    writer.begin("optimizer", 7)
+    writer.start("optimizer", 7)
     del writer
     clock.now += 60
     assert Activity(memory).read() == Doing("optimizer", 7, NO_MICROBATCH, 60.0)
@@ -96,40 +96,40 @@ def test_it_is_read_after_its_writer_is_gone(memory: int, clock: Clock) -> None:
 
 def test_activities_without_a_memory_know_nothing_of_each_other() -> None:
     one, other = Activity(), Activity()
-    one.begin("forward", 1)
+    one.start("forward", 1)
     assert other.read().phase == ""
 
 
 @pytest.mark.parametrize("phase", ["", "x", "evaluation", "sixteen bytes ok", "\N{SNOWMAN}" * 5])
 def test_phases_of_up_to_16_bytes_are_whole(memory: int, phase: str) -> None:
     activity = Activity(memory)
-    activity.begin("another, before!", 1, 1)
-    activity.begin(phase, 2, 3)
+    activity.start("another, before!", 1, 1)
+    activity.start(phase, 2, 3)
     assert Activity(memory).read()[:3] == (phase, 2, 3)
 
 
 def test_what_ends_leaves_a_wait_at_the_same_step(clock: Clock) -> None:
     activity = Activity()
-    with activity.doing("optimizer", 4):
+    with activity.during("optimizer", 4):
         clock.now += 1.0
         assert activity.read() == Doing("optimizer", 4, NO_MICROBATCH, 1.0)
     clock.now += 3.0
     assert activity.read() == Doing("", 4, NO_MICROBATCH, 3.0)
-    activity.begin("forward", 5, 2)
-    activity.end()
+    activity.start("forward", 5, 2)
+    activity.stop()
     assert activity.read() == Doing("", 5, NO_MICROBATCH, 0.0)
 
 
 def test_what_fails_has_ended_too() -> None:
     activity = Activity()
-    with pytest.raises(ValueError, match="no"), activity.doing("build"):
+    with pytest.raises(ValueError, match="no"), activity.during("build"):
         raise ValueError("no")
     assert activity.read().phase == ""
 
 
 def test_a_clock_that_was_turned_back_is_no_negative_time(clock: Clock) -> None:
     activity = Activity()
-    activity.begin("forward", 1)
+    activity.start("forward", 1)
     clock.now -= 5
     assert activity.read().seconds == 0.0
 

@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from rpcmp.process.activity import ASKING, INSISTING, MAX_BYTES, Stacks
+from rpcmp.process.activity import DUMP_SIGNAL, FORCED_DUMP_SIGNAL, MAX_BYTES, Stacks
 from tests.support.processes import poll_for
 
 WAITING = """Thread 0x00007f0000000001 (most recent call first):
@@ -110,7 +110,7 @@ def test_where_real_threads_are_is_found() -> None:
 
 ASKED = """
 import ctypes, sys, threading
-from rpcmp.process.activity import write_when_asked
+from rpcmp.process.activity import enable_stack_dumps
 
 def rest():
     threading.Event().wait()
@@ -119,14 +119,15 @@ def hold():
     while True:
         ctypes.PyDLL(None).pause()  # does not let go of the interpreter's lock
 
-write_when_asked(int(sys.argv[1]))
+enable_stack_dumps(int(sys.argv[1]))
 print("asked from now on", flush=True)
 {"rest": rest, "hold": hold}[sys.argv[2]]()
 """
 
 
 @pytest.mark.parametrize(
-    ("how", "by"), [("rest", ASKING), ("rest", INSISTING), ("hold", INSISTING)]
+    ("how", "by"),
+    [("rest", DUMP_SIGNAL), ("rest", FORCED_DUMP_SIGNAL), ("hold", FORCED_DUMP_SIGNAL)],
 )
 def test_a_child_writes_where_it_is_when_asked(how: str, by: signal.Signals) -> None:
     stacks = Stacks()

@@ -24,11 +24,11 @@ async def child_that(code: str) -> Child:
 def test_why_it_was_to_be_ended_is_told_also_if_asking_it_where_it_is_ends_it() -> None:
     async def ask() -> None:
         child = await child_that("import time; time.sleep(600)")
-        child.activity.begin("backward", 3, 1)
+        child.activity.start("backward", 3, 1)
         try:
-            asking = asyncio.create_task(child.hung("a", 6.0))
+            asking = asyncio.create_task(child.record_hang("a", 6.0))
             assert await child.wait(60) == -signal.SIGUSR1  # nothing there hears it
-            error = await child.was_hung()
+            error = await child.hung_error()
             assert error is await asking
             assert error is not None
             assert "stage 'a'" in str(error)
@@ -44,7 +44,7 @@ def test_one_that_ends_by_itself_was_not_hung() -> None:
         child = await child_that("raise SystemExit(3)")
         try:
             assert await child.wait(60) == 3
-            assert await child.was_hung() is None
+            assert await child.hung_error() is None
         finally:
             await child.kill()
 

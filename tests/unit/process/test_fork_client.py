@@ -126,7 +126,7 @@ def test_another_environment_takes_another_fork_server() -> None:
 
 def test_another_supervisors_children_end_with_its_line_and_no_others() -> None:
     async def run() -> None:
-        async with forks() as by, Forks(["preloaded"], await by.another_line()) as borrowed:
+        async with forks() as by, Forks(["preloaded"], await by.new_line()) as borrowed:
             ours, said = await spawn(by)
             theirs, says = await spawn(borrowed)
             assert said["preloaded_in"] == says["preloaded_in"]

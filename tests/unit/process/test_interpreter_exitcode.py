@@ -18,4 +18,4 @@ from rpcmp.process import interpreter
     ],
 )
 def test_an_exit_status_is_told_in_words(code: int | None, words: str) -> None:
-    assert interpreter.told(code) == words
+    assert interpreter.describe_exit(code) == words

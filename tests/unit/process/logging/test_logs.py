@@ -21,6 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rpcmp.process.logging import capture
+from rpcmp.process.logging.capture import Sender
 from rpcmp.process.logging.display import Display, RecordSource, unreported
 from rpcmp.process.logging.rate_limit import BURST, FIRST, KINDS, LONGEST, SECONDS, LogRateLimiter
 from rpcmp.process.logging.receiver import Receiver
@@ -37,7 +38,6 @@ from rpcmp.process.logging.records import (
     pass_on,
     unpack,
 )
-from rpcmp.process.logging.sender import Sender
 from rpcmp.server.claim_log import AT_ONCE, KEPT, LogBuffer
 
 
@@ -175,11 +175,11 @@ def said_by(speak: Callable[[], None], step: int = 7) -> list[Line]:
                 sys.excepthook, logging.root.handlers = sys.__excepthook__, []
                 line, memory = map(os.dup, receiver.fds)
                 sender = Sender(line, memory, lambda: step)
-                capture.begin(sender)
+                capture.start(sender)
                 speak()
                 sender.flush()
             os._exit(0)
-        receiver.begin()
+        receiver.start()
         await asyncio.to_thread(os.waitpid, pid, 0)
         receiver.close()
         return heard
@@ -308,10 +308,10 @@ def test_nobody_waits_for_a_supervisor_that_does_not_listen() -> None:
     receiver = Receiver(lambda line: None)
     sender = connected(receiver)
     for n in range(5000):  # more than any buffer holds; a send that blocked would never return
-        sender.tell("INFO", "stdout", words(n) + "x" * 1000)
+        sender.log("INFO", "stdout", words(n) + "x" * 1000)
     heard: list[Line] = []
-    receiver._hear = heard.append
-    receiver.hear_all()
+    receiver._on_line = heard.append
+    receiver.receive_pending()
     assert 0 < len(heard) < 5000
     receiver.close()
     assert heard[-1].text.endswith("x" * 1000)
@@ -325,9 +325,9 @@ def test_lines_that_found_no_room_are_counted() -> None:
     while sender._lost < 3:
         sender._send(info(words(fits) + "x" * 1000))
         fits += 1
-    receiver.hear_all()
+    receiver.receive_pending()
     sender._send(info("there is room again"))
-    receiver.hear_all()
+    receiver.receive_pending()
     assert texts(heard)[-2].startswith("3 lines were lost")
     assert texts(heard)[-1] == "there is room again"
     receiver.close()
@@ -338,7 +338,7 @@ def test_nonsense_in_the_socket_is_passed_over() -> None:
     receiver = Receiver(heard.append)
     sender = connected(receiver)
     sender._socket.send(b"\xff nonsense")
-    sender.tell("INFO", "stdout", "sense")
+    sender.log("INFO", "stdout", "sense")
     receiver.close()
     receiver.close()
     assert texts(heard) == ["sense"]
@@ -448,7 +448,7 @@ def test_own_records_are_folded_and_the_rest_is_told_at_the_end() -> None:
 
 
 def test_nobody_waits_for_a_reader_who_does_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rpcmp.process.logging.display.MOST", 10)
+    monkeypatch.setattr("rpcmp.process.logging.display.MAX_QUEUED", 10)
     stream = Reader()
     stream.gate.clear()
     display = Display(stream)

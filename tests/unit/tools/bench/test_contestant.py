@@ -7,7 +7,6 @@ import math
 
 import pytest
 
-from rpcmp.cli import measuring
 from rpcmp.tools.bench import cases, comparison
 from rpcmp.tools.bench.benchmark import BenchmarkResult, benchmark
 from rpcmp.tools.bench.contestant import OverBudgetError, StoppedError, TimedSegment, TimeLimits

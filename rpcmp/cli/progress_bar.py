@@ -14,7 +14,7 @@ from rich.text import Text
 
 from rpcmp.cli.console import Console
 from rpcmp.cli.terminal import echo
-from rpcmp.process.signals import handled_by, wishes
+from rpcmp.process.signals import count_stop_requests, handle_stop_signals
 from rpcmp.tools.bench.comparison import Progress as Tell
 
 PLAIN_SECONDS = 2.0
@@ -58,15 +58,18 @@ def measuring(name: str) -> Iterator[Measuring]:
     def heard(signum: int) -> None:
         signals.append(signum)
         stop.set()
-        if wishes(signals) > 1 and task is not None:
+        if count_stop_requests(signals) > 1 and task is not None:
             task.cancel()
 
     console = Console(stderr=True)
-    with _bar(console, name) if console.is_terminal else _lines(name) as tell, handled_by(heard):
+    with (
+        _bar(console, name) if console.is_terminal else _lines(name) as tell,
+        handle_stop_signals(heard),
+    ):
         try:
             yield Measuring(tell, stop, signals)
         except asyncio.CancelledError:
-            if wishes(signals) < 2:
+            if count_stop_requests(signals) < 2:
                 raise
             raise click.exceptions.Exit(128 + signals[-1]) from None
 

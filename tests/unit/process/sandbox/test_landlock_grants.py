@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rpcmp.process.grants import Access, Grant, grants, private_files
+from rpcmp.process.sandbox.landlock import Access, Grant, grants, private_files
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import socket
 
 import pytest
 
-from rpcmp.process import syscall_filter
+from rpcmp.process.sandbox import syscall_filter
 
 
 def verdict(machine: syscall_filter.Machine, call: str | int, *given: int, audit: int = 0) -> int:

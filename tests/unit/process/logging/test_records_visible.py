@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rpcmp.cli.console import Console
-from rpcmp.process.logging.printable import visible
+from rpcmp.process.logging.records import visible
 
 HOSTILE = "x\x1b]0;owned\x07\x1b[2J\x9b31m\u202eevil\x00\x7f"
 SHOWN = r"x\x1b]0;owned\x07\x9b31m\u202eevil\x00\x7f"

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from rpcmp.cli import measuring
 from rpcmp.tools.bench.peers import group
 from tests.support.processes import JobFolder, RunningHere, poll_for, rpcmp
 

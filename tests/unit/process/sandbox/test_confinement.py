@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from rpcmp import errors
-from rpcmp.process import confinement, landlock, syscall_filter
 from rpcmp.process.child import Child
-from rpcmp.process.confinement import Reach, hidden_by
 from rpcmp.process.fork_client import Forks
 from rpcmp.process.interpreter import compute_environment
+from rpcmp.process.sandbox import confinement, landlock, syscall_filter
+from rpcmp.process.sandbox.confinement import Reach, hidden_by
 from tests.support.processes import makes_networks
 
 
@@ -60,8 +60,8 @@ def test_a_certificates_folder_is_hidden_and_an_authoritys(tmp_path: Path) -> No
 PROBE = """
 import ctypes, json, mmap, multiprocessing, os, resource, signal, socket, sys, tempfile, threading
 import torch
-from rpcmp.process import namespace as network
-from rpcmp.process.channel import begin_child
+from rpcmp.process.sandbox import namespace as network
+from rpcmp.process.channel import connect_to_supervisor
 
 libc = ctypes.CDLL(None, use_errno=True)
 
@@ -127,7 +127,7 @@ def status(*keys):
     return {key: lines[key].strip() for key in keys}
 
 if __name__ == "__main__":
-    bond = begin_child()
+    bond = connect_to_supervisor()
     given = bond.channel.receive()
     other = given["other"]
     supervisor = f"/proc/{other}"
@@ -292,12 +292,12 @@ def test_what_is_denied_is_told_with_its_remedy(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_kernel_that_lacks_something_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert confinement.lacks() == ""
+    assert confinement.missing_protection() == ""
     monkeypatch.setattr(landlock, "abi", lambda: 2)
-    assert confinement.told() == "Landlock ABI 2, seccomp"
-    assert "signal other processes" in confinement.lacks()
+    assert confinement.kernel_support() == "Landlock ABI 2, seccomp"
+    assert "signal other processes" in confinement.missing_protection()
     monkeypatch.setattr(landlock, "abi", lambda: 0)
     monkeypatch.setattr(syscall_filter, "is_available", lambda: False)
-    assert confinement.told() == "no Landlock, no seccomp"
-    assert "open all files of its user" in confinement.lacks()
-    assert "Unix sockets" in confinement.lacks()
+    assert confinement.kernel_support() == "no Landlock, no seccomp"
+    assert "open all files of its user" in confinement.missing_protection()
+    assert "Unix sockets" in confinement.missing_protection()

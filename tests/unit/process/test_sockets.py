@@ -12,8 +12,8 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from rpcmp.process import liveness, tcp_stats
-from rpcmp.process.tcp_stats import INCOMING, Links, PeerTraffic, Traffic
+from rpcmp.process import liveness, sockets
+from rpcmp.process.sockets import INCOMING, Links, PeerTraffic, Traffic
 from tests.support.processes import poll_for
 
 
@@ -46,7 +46,7 @@ def _send(sender: socket.socket, receiver: socket.socket, count: int) -> None:
 
 
 def sent(connection: socket.socket) -> int:
-    found = tcp_stats.info(connection.fileno())
+    found = sockets.info(connection.fileno())
     assert found is not None
     return found.sent
 
@@ -65,9 +65,9 @@ def read(traffic: Traffic) -> dict[str, PeerTraffic]:
 def test_a_connection_says_what_it_has_carried(ends: Ends) -> None:
     ends.send(100_000)
     _send(ends.accepted, ends.client, 500)
-    found = tcp_stats.info(ends.client.fileno())
+    found = sockets.info(ends.client.fileno())
     assert found is not None
-    assert found.state == tcp_stats.ESTABLISHED
+    assert found.state == sockets.ESTABLISHED
     assert found.sent in (100_000, 100_001)  # the kernel counts the handshake as a byte
     assert found.received == 500
     assert 0 < found.round_trip_s < 10
@@ -75,10 +75,10 @@ def test_a_connection_says_what_it_has_carried(ends: Ends) -> None:
 
 def test_addresses_are_host_and_port(ends: Ends) -> None:
     own = "{}:{}".format(*ends.client.getsockname())
-    assert tcp_stats.peer_address(ends.client.fileno()) == ends.address
-    assert tcp_stats.own_address(ends.client.fileno()) == own
-    assert tcp_stats.own_address(ends.listener.fileno()) == ends.address
-    assert tcp_stats.peer_address(ends.listener.fileno()) == ""
+    assert sockets.peer_address(ends.client.fileno()) == ends.address
+    assert sockets.own_address(ends.client.fileno()) == own
+    assert sockets.own_address(ends.listener.fileno()) == ends.address
+    assert sockets.peer_address(ends.listener.fileno()) == ""
 
 
 def test_what_is_no_connection_of_tcp_says_nothing() -> None:
@@ -87,9 +87,9 @@ def test_what_is_no_connection_of_tcp_says_nothing() -> None:
         udp = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
         for each in (one, other, udp):
             stack.enter_context(each)
-            assert tcp_stats.info(each.fileno()) is None
-        assert tcp_stats.own_address(one.fileno()) == ""
-    assert tcp_stats.info(-1) is None
+            assert sockets.info(each.fileno()) is None
+        assert sockets.own_address(one.fileno()) == ""
+    assert sockets.info(-1) is None
 
 
 def test_bytes_are_counted_by_where_a_connection_leads(ends: Ends) -> None:
@@ -128,7 +128,7 @@ def test_what_closed_connections_have_carried_still_counts(ends: Ends) -> None:
 def test_connections_elsewhere_are_nobodys_business(
     ends: Ends, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tcp_stats, "peer_address", lambda fd: "192.0.2.1:443")
+    monkeypatch.setattr(sockets, "peer_address", lambda fd: "192.0.2.1:443")
     assert read(Traffic()) == {}
 
 
