@@ -2,8 +2,8 @@
 
 A process joins one group, once. The agent is built directly instead of by `init_rpc`, which would
 open a TCPStore and a Gloo group beside it: like this a worker has one listening socket. It is built
-in a thread that is in the private network of `process/sandbox/namespace.py`, and with it its own. What
-we rely on in torch is pinned down by tests/unit/test_torch_contract.py:
+in a thread that is in the private network of `process/sandbox/namespace.py`, and with it its own.
+What we rely on in torch is pinned down by tests/unit/test_torch_contract.py:
 
 - `TensorPipeAgent` needs a store with `set`, `get` and `compare_set`; the Python store must stay
   referenced as long as the agent lives.

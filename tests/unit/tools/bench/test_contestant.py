@@ -140,7 +140,7 @@ def test_a_line_is_said_again_with_the_time_that_is_left_by_then(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     async def run() -> None:
-        with measuring.measuring("job") as now:
+        with progress_bar.measuring("job") as now:
             now.tell("starting", 12.0)
             await asyncio.sleep(16)
             now.tell("warm-up: a", math.inf)
