@@ -32,6 +32,7 @@ COMMANDS = (
     "drive",
     "explain",
     "export",
+    "guide",
     "health",
     "new",
     "report",
@@ -72,6 +73,7 @@ def cli() -> None:
     Example:
       rpcmp serve --stage 1        on each host
       rpcmp drive config.toml      on the driver
+      rpcmp guide                  what there is to read
     """
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from rpcmp.cli import progress_bar
 from rpcmp.tools.bench.peers import group
 from tests.support.processes import JobFolder, RunningHere, poll_for, rpcmp
 

@@ -7,6 +7,7 @@ import math
 
 import pytest
 
+from rpcmp.cli import progress_bar
 from rpcmp.tools.bench import cases, comparison
 from rpcmp.tools.bench.benchmark import BenchmarkResult, benchmark
 from rpcmp.tools.bench.contestant import OverBudgetError, StoppedError, TimedSegment, TimeLimits
