@@ -19,14 +19,12 @@ MOST = 149
 
 ELSEWHERE = {
     "cli/test_doctor.py": """
-        cli/findingtable job/server_calls server/doctor_service server/host_facts/facts
+        job/server_calls server/doctor_service server/host_facts/facts
         server/host_facts/process tools/doctor/checkup
     """,
-    "cli/test_explain.py": "cli/explanation tools/explain/gather",
+    "cli/test_explain.py": "tools/explain/gather",
     "cli/test_health.py": "server/probe",
     "cli/test_remedy.py": "cli/hints cli/options",
-    "cli/test_report.py": "cli/runtable",
-    "cli/test_trace.py": "cli/sharetable",
     "cluster/test_balance_auto.py": """
         job/autobalance job/status process/task server/services worker/profiler/process
     """,
@@ -48,7 +46,7 @@ ELSEWHERE = {
     "cluster/test_secrets.py": "config/redaction",
     "cluster/test_segments.py": "job/segments",
     "cluster/test_servers.py": """
-        cli/drain cli/serve cli/status cli/table job/generation server/claim server/serve
+        cli/drain cli/serve cli/status job/generation server/claim server/serve
         server/server server/store_proxy
     """,
     "cluster/test_tunnel.py": "net/dialer",
@@ -62,7 +60,6 @@ ELSEWHERE = {
         examples/residual_ddp examples/resnet50 examples/stdlib_gpt examples/two_parts
         examples/two_towers examples/unet
     """,
-    "system/test_page.py": "cli/ui",
     "test_docs.py": "config/reference",
     "unit/checkpoint/test_checkpoint.py": "checkpoint/manifest checkpoint/runs",
     "unit/checkpoint/test_export.py": "checkpoint/safetensors_layout cli/export",

@@ -32,7 +32,7 @@ def test_a_path_of_modules_is_readable_unless_the_home_lies_in_it(
     paths = ["", ".", str(home), str(home.parent), "/", str(tmp_path / "link"), str(modules)]
     monkeypatch.setattr(sys, "path", paths)
     monkeypatch.setenv("LD_LIBRARY_PATH", os.pathsep.join(paths))
-    found = set(confinement._of_interpreter())
+    found = set(confinement._interpreter_paths())
     assert str(modules) in found
     assert not found & {*paths[:-1], *map(os.path.realpath, paths[:-1])}
 
