@@ -33,7 +33,7 @@ class Console(rich.console.Console):
     def render(
         self, renderable: RenderableType, options: ConsoleOptions | None = None
     ) -> Iterable[Segment]:
-        """Make all other text visible, such as that of a `Text` object."""
+        """Make all other text visible, such as a `Text` object's."""
         for segment in super().render(renderable, options):
             if segment.control:  # rich's own, as for a progress bar
                 yield segment

@@ -171,8 +171,8 @@ def _parameters(stage: ExplainedStage) -> str:
 def _memory(stages: list[ExplainedStage]) -> Table:
     from rpcmp.cli.console import table
 
-    heads = ("process", "parameters", "gradients", "optimizer", "activations", "together")
-    heads += ("may have", "snapshots")
+    sizes = ("process", "parameters", "gradients", "optimizer", "activations", "together")
+    heads = (*sizes, "may have", "snapshots")
     rows = []
     for stage in stages:
         memory = stage.memory
