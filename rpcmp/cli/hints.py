@@ -65,9 +65,7 @@ def shown(words: Sequence[str]) -> str:
 def is_confidential(key: str, value: str) -> bool:
     """Return whether manifests hash a text in `value`, or a key of it names a secret.
 
-    Args:
-        key: dotted, such as "optimizer.kwargs.lr".
-        value: TOML, or else plain text.
+    `key` is dotted, such as "optimizer.kwargs.lr"; `value` is TOML, or else plain text.
     """
     if _SECRET.search(key):
         return True
@@ -99,18 +97,15 @@ class Command:
     """A command that has failed, and what is known about its job.
 
     Attributes:
-        name: such as "drive".
         arguments: as typed after the name.
         config: its config, as typed; empty if it takes none.
         options: the options that choose the job and its servers: --connect, --set, --certs.
         certs: the folder of its certificate; empty if there is none.
         listen: the address that it tried to listen on, for `rpcmp health`; empty if there is none.
         server_name: a name in the certificate of that server; empty for the host of `listen`.
-        insecure: whether --insecure was given.
         is_there: whether the config file exists.
         is_loaded: whether the config is valid.
         has_checkpoint: whether the failed run has one to continue from.
-        max_grad_norm: of the config.
         learning_rate: `optimizer.kwargs.lr` of the config, if it holds for all stages.
         others: the names of all commands.
     """
@@ -279,15 +274,7 @@ def failed(
     others: Sequence[str],
     began: datetime,
 ) -> Command:
-    """Collect what is known about a command that has failed.
-
-    Args:
-        command: the command.
-        name: its name.
-        arguments: as typed.
-        others: the names of all commands.
-        began: when it started.
-    """
+    """Collect what is known about a command that has failed; `began` is when it started."""
     with command.make_context(name, list(arguments), resilient_parsing=True) as ctx:
         params = ctx.params
     config = params.get("config")
@@ -374,10 +361,7 @@ def _learning_rate(job: Config) -> float | None:
 
 
 def _listens(params: dict[str, Any]) -> dict[str, Any]:
-    """Return the address that `serve` tried to bind, and the options to probe it.
-
-    Empty if the address itself is invalid, or its port is 0.
-    """
+    """Return the address that `serve` tried to bind and the options to probe it; {} if invalid."""
     from rpcmp.config import addresses
 
     with contextlib.suppress(ConfigError):
