@@ -38,7 +38,7 @@ WIDTH = 10_000
 )
 @click.option("--text", is_flag=True, help="Print tables instead of writing a file.")
 def report(folders: tuple[Path, ...], output: Path | None, text: bool) -> None:
-    """Write an HTML report of the run in DIR, or of several to compare.
+    """Write an HTML report of the run in DIR, or compare several.
 
     Prints its path. DIR is the folder that a run of `rpcmp drive` has kept in `log.folder`; the run
     may still go on, or have been killed. The file needs no other files and no network.

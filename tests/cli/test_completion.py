@@ -119,7 +119,7 @@ def complaint(config: Path, override: str) -> str:
     return ""
 
 
-def test_neither_torch_nor_grpc_is_imported_for_it() -> None:
+def test_completion_imports_neither_torch_nor_grpc() -> None:
     code = """
 import contextlib, os, sys
 from rpcmp.cli import main

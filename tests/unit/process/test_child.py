@@ -21,7 +21,7 @@ async def child_that(code: str) -> Child:
     return Child(process, reader, writer, Stacks(), Activity(), Receiver(lambda line: None))
 
 
-def test_why_it_was_to_be_ended_is_told_also_if_asking_it_where_it_is_ends_it() -> None:
+def test_hung_error_survives_a_stack_dump_that_ends_the_child() -> None:
     async def ask() -> None:
         child = await child_that("import time; time.sleep(600)")
         child.activity.start("backward", 3, 1)
@@ -39,7 +39,7 @@ def test_why_it_was_to_be_ended_is_told_also_if_asking_it_where_it_is_ends_it() 
     asyncio.run(ask())
 
 
-def test_one_that_ends_by_itself_was_not_hung() -> None:
+def test_a_child_that_exits_has_no_hung_error() -> None:
     async def end() -> None:
         child = await child_that("raise SystemExit(3)")
         try:

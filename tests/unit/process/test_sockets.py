@@ -62,7 +62,7 @@ def read(traffic: Traffic) -> dict[str, PeerTraffic]:
     return {way.peer: way for way in traffic.read(Links().watch())}
 
 
-def test_a_connection_says_what_it_has_carried(ends: Ends) -> None:
+def test_info_counts_bytes_of_a_connection(ends: Ends) -> None:
     ends.send(100_000)
     _send(ends.accepted, ends.client, 500)
     found = sockets.info(ends.client.fileno())
@@ -81,7 +81,7 @@ def test_addresses_are_host_and_port(ends: Ends) -> None:
     assert sockets.peer_address(ends.listener.fileno()) == ""
 
 
-def test_what_is_no_connection_of_tcp_says_nothing() -> None:
+def test_info_of_other_sockets_is_none() -> None:
     with contextlib.ExitStack() as stack:
         one, other = socket.socketpair()
         udp = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
@@ -92,7 +92,7 @@ def test_what_is_no_connection_of_tcp_says_nothing() -> None:
     assert sockets.info(-1) is None
 
 
-def test_bytes_are_counted_by_where_a_connection_leads(ends: Ends) -> None:
+def test_traffic_is_counted_by_peer(ends: Ends) -> None:
     traffic = Traffic()
     ends.send(3000)
     found = read(traffic)
@@ -102,7 +102,7 @@ def test_bytes_are_counted_by_where_a_connection_leads(ends: Ends) -> None:
     assert found[INCOMING].received >= 3000
 
 
-def test_several_connections_to_one_member_are_one_way(ends: Ends) -> None:
+def test_connections_to_one_peer_are_added_up(ends: Ends) -> None:
     second = socket.create_connection(ends.listener.getsockname())
     accepted, _ = ends.listener.accept()
     with second, accepted:
@@ -111,7 +111,7 @@ def test_several_connections_to_one_member_are_one_way(ends: Ends) -> None:
         assert read(Traffic())[ends.address].sent - 1200 in (0, 1, 2)
 
 
-def test_what_closed_connections_have_carried_still_counts(ends: Ends) -> None:
+def test_traffic_of_closed_connections_still_counts(ends: Ends) -> None:
     traffic = Traffic()
     ends.send(1000)
     before = read(traffic)[ends.address].sent
@@ -125,14 +125,14 @@ def test_what_closed_connections_have_carried_still_counts(ends: Ends) -> None:
         assert read(traffic)[ends.address].sent - before in (50, 51)
 
 
-def test_connections_elsewhere_are_nobodys_business(
+def test_traffic_ignores_connections_beyond_loopback(
     ends: Ends, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sockets, "peer_address", lambda fd: "192.0.2.1:443")
     assert read(Traffic()) == {}
 
 
-def test_a_process_takes_up_what_others_say_of_it() -> None:
+def test_usage_of_a_process_matches_the_kernels() -> None:
     process = psutil.Process()
     assert liveness.resident_bytes(os.getpid()) == pytest.approx(process.memory_info().rss, rel=0.2)
     until = time.process_time() + 0.05
@@ -142,7 +142,7 @@ def test_a_process_takes_up_what_others_say_of_it() -> None:
     assert liveness.cpu_seconds(os.getpid()) == pytest.approx(spent.user + spent.system, abs=0.5)
 
 
-def test_a_process_that_is_gone_takes_up_nothing() -> None:
+def test_usage_of_an_ended_process_is_zero() -> None:
     child = os.fork()
     if not child:
         os._exit(0)

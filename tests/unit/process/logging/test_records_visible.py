@@ -29,7 +29,7 @@ SHOWN = r"x\x1b]0;owned\x07\x9b31m\u202eevil\x00\x7f"
         (HOSTILE, SHOWN),
     ],
 )
-def test_what_a_terminal_would_obey_is_shown(text: str, shown: str) -> None:
+def test_visible_escapes_control_characters(text: str, shown: str) -> None:
     assert visible(text) == shown
     assert visible(shown) == shown
 

@@ -21,7 +21,7 @@ from rpcmp.process.sandbox.confinement import Reach, hidden_by
 from tests.support.processes import makes_networks
 
 
-def test_a_path_of_modules_is_readable_unless_the_home_lies_in_it(
+def test_interpreter_paths_exclude_ancestors_of_the_home(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     home, modules = tmp_path / "home/ann", tmp_path / "home/ann/modules"
@@ -37,7 +37,7 @@ def test_a_path_of_modules_is_readable_unless_the_home_lies_in_it(
     assert not found & {*paths[:-1], *map(os.path.realpath, paths[:-1])}
 
 
-def test_a_certificates_folder_is_hidden_and_an_authoritys(tmp_path: Path) -> None:
+def test_hidden_by_covers_the_certificate_folder_and_its_authoritys(tmp_path: Path) -> None:
     certs = tmp_path / "certs"
     for folder in (certs / "stage0", certs / "driver"):
         folder.mkdir(parents=True)
@@ -211,7 +211,7 @@ if __name__ == "__main__":
 NONE = "0" * 16
 
 
-def test_a_confined_process_reaches_what_it_needs_and_nothing_else(
+def test_a_confined_process_reaches_only_what_it_needs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     code = tmp_path / "code"
@@ -283,7 +283,7 @@ def test_a_confined_process_reaches_what_it_needs_and_nothing_else(
     assert not scratch.exists()
 
 
-def test_what_is_denied_is_told_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_denied_file_error_contains_the_hint(monkeypatch: pytest.MonkeyPatch) -> None:
     error = PermissionError(errno.EACCES, "Permission denied", "/data")
     assert errors.one_line(error) == "PermissionError: [Errno 13] Permission denied: '/data'"
     monkeypatch.setattr(errors, "denied_hint", confinement.HINT)
@@ -291,7 +291,7 @@ def test_what_is_denied_is_told_with_its_remedy(monkeypatch: pytest.MonkeyPatch)
     assert "confine" not in errors.one_line(ValueError("no"))
 
 
-def test_a_kernel_that_lacks_something_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_protection_names_what_the_kernel_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert confinement.missing_protection() == ""
     monkeypatch.setattr(landlock, "abi", lambda: 2)
     assert confinement.kernel_support() == "Landlock ABI 2, seccomp"
