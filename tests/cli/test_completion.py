@@ -1,4 +1,4 @@
-"""What a shell offers in the place of a word that is begun: asked as shells ask, and by a shell."""
+"""Shell completion, asked as shells ask, and by a real shell."""
 
 from __future__ import annotations
 

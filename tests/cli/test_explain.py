@@ -1,4 +1,4 @@
-"""`rpcmp explain` from the outside: what it says, and what a run then does."""
+"""`rpcmp explain` as a command: its output, and that a run then does the same."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`rpcmp health`: what an orchestrator hears of a stage server, by its exit code and its words."""
+"""`rpcmp health`: the exit code and the words with which a stage server is probed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Text from elsewhere does not drive a terminal, by whatever command it is shown."""
+"""Untrusted text does not control a terminal, in the output of any command."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a supervisor sees of a child: what it does, whether it lives and is connected."""
+"""Activity, heartbeats and keep-alive: what a supervisor observes of a child."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a child is in its code, as it writes it down and as its supervisor reads it."""
+"""Stack dumps: written by a child, read by its supervisor."""
 
 from __future__ import annotations
 

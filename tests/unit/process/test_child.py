@@ -1,4 +1,4 @@
-"""What a supervisor says of a child that it does not hear of any more."""
+"""The errors of children that hang, and of those that exit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Processes that are forked: they are what spawned ones are, and end when they have to."""
+"""Forked processes equal spawned ones, and end with their supervisor."""
 
 from __future__ import annotations
 

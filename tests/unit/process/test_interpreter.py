@@ -1,4 +1,4 @@
-"""What a supervisor gives its workers to run in."""
+"""The environment of processes that compute."""
 
 from __future__ import annotations
 

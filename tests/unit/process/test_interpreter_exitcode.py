@@ -1,4 +1,4 @@
-"""How a process ended, in words."""
+"""Exit statuses in words."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the kernel says of connections and processes, read from outside of them."""
+"""Statistics of sockets and usage of processes, read from the kernel."""
 
 from __future__ import annotations
 

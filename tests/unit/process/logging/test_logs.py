@@ -1,4 +1,4 @@
-"""What processes say, on its way into one log: kept in order, in bounds, and to the last line."""
+"""Log lines on their way into one log: in order, bounded, and complete to the last line."""
 
 from __future__ import annotations
 

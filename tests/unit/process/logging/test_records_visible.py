@@ -1,4 +1,4 @@
-"""Text from elsewhere does not drive a terminal."""
+"""Untrusted text does not control a terminal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a confined process can reach on its host: not keys, homes or its supervisor."""
+"""A confined process reaches neither keys nor homes nor its supervisor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is granted of files and folders, and what is hidden beneath them."""
+"""Grants of files and folders around hidden entries."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the filter of system calls refuses, on every kind of machine: it is interpreted."""
+"""The system call filter refuses the same calls on every machine; its program is interpreted."""
 
 from __future__ import annotations
 
