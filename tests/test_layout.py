@@ -65,7 +65,7 @@ ELSEWHERE = {
     "system/test_page.py": "cli/ui",
     "test_readme.py": "config/reference",
     "unit/checkpoint/test_checkpoint.py": "checkpoint/manifest checkpoint/runs",
-    "unit/checkpoint/test_export.py": "checkpoint/safetensors_layout cli/export",
+    "unit/checkpoint/test_export.py": "checkpoint/safetensors_header cli/export",
     "unit/checkpoint/test_paths.py": "checkpoint/files checkpoint/folder",
     "unit/checkpoint/test_stage_state.py": "checkpoint/slot_writer",
     "unit/cli/test_output.py": "cli/terminal config/validation",

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from rpcmp.checkpoint import safetensors_layout
+from rpcmp.checkpoint import safetensors_header
 from rpcmp.checkpoint.files import check, write_durably
 from rpcmp.checkpoint.folder import MANIFEST, FoundCheckpoint, look, step_of
 from rpcmp.checkpoint.manifest import Manifest, StageFile
 from rpcmp.checkpoint.runs import newest_in
-from rpcmp.checkpoint.safetensors_layout import TensorRange
+from rpcmp.checkpoint.safetensors_header import Header, TensorRange
 from rpcmp.errors import CheckpointError, ConfigError
 
 MODEL = "model."
@@ -165,12 +165,10 @@ def _export(
             metadata |= tied
         else:
             sources |= {name: sources[first] for name, first in tied.items()}
-        ordered = safetensors_layout.aligned(
+        ordered = safetensors_header.aligned(
             {name: source.tensor for name, source in sources.items()}
         )
-        chunks = _chunks(
-            safetensors_layout.header(ordered, metadata), [sources[name] for name in ordered]
-        )
+        chunks = _chunks(Header(ordered).encode(metadata), [sources[name] for name in ordered])
         try:
             written = write_durably(target, chunks, mode=0o666)  # its user named it
         except OSError as error:
@@ -203,7 +201,7 @@ def _tensors(path: Path, stage: str, stack: contextlib.ExitStack) -> Iterator[tu
     """
     try:
         file = stack.enter_context(path.open("rb"))
-        tensors = safetensors_layout.read(file, path)
+        tensors = safetensors_header.read(file, path)
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
     for name, tensor in tensors.items():
@@ -214,4 +212,4 @@ def _tensors(path: Path, stage: str, stack: contextlib.ExitStack) -> Iterator[tu
 def _chunks(header: bytes, sources: list[_Source]) -> Iterator[bytes]:
     yield header
     for source in sources:
-        yield from safetensors_layout.blocks(source.file, source.tensor, source.path)
+        yield from safetensors_header.blocks(source.file, source.tensor, source.path)
