@@ -14,9 +14,8 @@ from typing import BinaryIO
 
 from rpcmp.checkpoint import safetensors_header
 from rpcmp.checkpoint.files import check, write_durably
-from rpcmp.checkpoint.folder import MANIFEST, FoundCheckpoint, look, step_of
+from rpcmp.checkpoint.folder import MANIFEST, FoundCheckpoint, look, newest_in, step_of
 from rpcmp.checkpoint.manifest import Manifest, StageFile
-from rpcmp.checkpoint.runs import newest_in
 from rpcmp.checkpoint.safetensors_header import Header, TensorRange
 from rpcmp.errors import CheckpointError, ConfigError
 

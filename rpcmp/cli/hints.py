@@ -360,7 +360,7 @@ def _known(job: Config, certs: Path | None) -> dict[str, Any]:
 def _has_checkpoint(job: Config, since: datetime | None) -> bool:
     """Whether there is one to go on from that was written since then: an older one is not of the
     run that has failed, and what --resume would go on from is another."""
-    from rpcmp.checkpoint.runs import newest_in
+    from rpcmp.checkpoint.folder import newest_in
 
     try:
         run = newest_in(job.checkpoint_folder, job.name)

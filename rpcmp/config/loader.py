@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from rpcmp.config.bounded_file import MIB, read_bytes
+from rpcmp.config.keys import Level
 from rpcmp.config.schema import Config
 from rpcmp.config.suggestion import nearest
 from rpcmp.errors import ConfigError, KeyConfigError
@@ -144,18 +145,9 @@ def _nearest(key: str, place: Sequence[int | str]) -> str:
     return f"valid keys: {', '.join(valid)}"
 
 
-def _keys(place: Sequence[int | str]) -> Iterator[str]:
-    """The valid keys of the section at `place`."""
-    model: type[BaseModel] | None = Config
+def _keys(place: Sequence[int | str]) -> Iterable[str]:
+    """Return the valid keys of the section at `place`."""
+    level = Level(Config)
     for part in place:
-        if model and part in model.model_fields:
-            model = section_of(model.model_fields[str(part)].annotation)
-    if model:
-        yield from model.model_fields
-
-
-def section_of(annotation: Any) -> type[BaseModel] | None:
-    """The config section inside `annotation`, such as StageConfig in list[StageConfig]."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation
-    return next((found for arg in get_args(annotation) if (found := section_of(arg))), None)
+        level = level.below(str(part))
+    return level.fields

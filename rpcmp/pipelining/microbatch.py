@@ -10,6 +10,7 @@ samples: with a mean loss the gradients add up to those of the whole mini-batch.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -115,3 +116,16 @@ def cut(batch: Any, num_microbatches: int, microbatch: int) -> Any:
     return pytree.map_tensors(
         lambda tensor: tensor[start:end].clone(memory_format=torch.contiguous_format), batch
     )
+
+
+def exact_sum(values: Iterable[float]) -> float:
+    """The sum, rounded once whatever the order; where that does not exist what torch's would be.
+
+    That is NaN for infinities of both signs, and infinite where it grows too large on the way:
+    `math.fsum` raises there.
+    """
+    values = list(values)
+    try:
+        return math.fsum(values)
+    except (OverflowError, ValueError):
+        return sum(values)

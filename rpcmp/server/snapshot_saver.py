@@ -22,8 +22,8 @@ from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from rpcmp.checkpoint import files
+from rpcmp.checkpoint.files import Inside, require_plain
 from rpcmp.checkpoint.folder import name_of
-from rpcmp.checkpoint.paths import Inside, require_plain
 from rpcmp.checkpoint.safetensors_header import read_metadata
 from rpcmp.checkpoint.slots import NUM_SLOTS, Slots, Snapshot, memory_name
 from rpcmp.errors import CheckpointError, RpcmpError, SecurityError, one_line
