@@ -46,8 +46,8 @@ from typing import Any, ClassVar
 class RpcmpError(Exception):
     """Base of all errors of this package.
 
-    `exit_code` is the exit code of the command line. `fields` are the constructor's arguments, which
-    are sent with the error to other processes. `stage` is the label of the worker that raised it,
+    `exit_code` is the exit code of the command line. `fields` are the constructor's arguments,
+    which are sent with the error to other processes. `stage` is the label of the worker that raised it,
     or "driver"; empty if unknown.
     """
 

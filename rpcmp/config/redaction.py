@@ -43,7 +43,7 @@ def _holds_arguments(key: str, item: Any) -> bool:
 
 
 def flat(values: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the leaves of nested tables and lists of tables by dotted key; plain lists are leaves."""
+    """Yield the leaves of nested tables by dotted key; lists without tables are leaves."""
     if isinstance(values, list) and any(isinstance(item, dict) for item in values):
         values = dict(enumerate(values))
     if not isinstance(values, dict):

@@ -1,13 +1,14 @@
 """Build the model's layers: each host its own, with the same bits on every host.
 
-A layer is the unit of a balance, of the names of parameters and of random streams. A chain's layers come from the config's `layers` callable; a named stage is one layer
-of its own name. Layers are initialized from (seed, layer name), so the parameters of a model do
-not depend on where it is cut.
+A layer is the unit of a balance, of the names of parameters and of random streams. A chain's layers
+come from the config's `layers` callable; a named stage is one layer of its own name. Layers are
+initialized from (seed, layer name), so the parameters of a model do not depend on where it is cut.
 
-One `seed` rules every random number. Each use derives its own stream from the seed and its purpose: (seed, "init", layer) for parameters, (seed, "train", step, micro-batch, layer)
-for dropout, (seed, "epoch", epoch) for shuffling. None of these depends on where the model is cut,
-on the schedule or on which host draws from it, so none of these change a run's bits. What a stage's
-optimizer draws, some add noise, comes from (seed, "optimizer", step, stage).
+One `seed` rules every random number. Each use derives its own stream from the seed and its purpose:
+(seed, "init", layer) for parameters, (seed, "train", step, micro-batch, layer) for dropout, (seed,
+"epoch", epoch) for shuffling. None of these depends on where the model is cut, on the schedule or
+on which host draws from it, so none of these change a run's bits. What a stage's optimizer draws,
+some add noise, comes from (seed, "optimizer", step, stage).
 
 A run may start from the weights in a file, `init = "model.safetensors"`, which holds the unsplit
 model's state_dict, as `rpcmp export` writes it. Each host reads only the tensors of its layers.
