@@ -47,8 +47,8 @@ class RpcmpError(Exception):
     """Base of all errors of this package.
 
     `exit_code` is the exit code of the command line. `fields` are the constructor's arguments,
-    which are sent with the error to other processes. `stage` is the label of the worker that raised it,
-    or "driver"; empty if unknown.
+    which are sent with the error to other processes. `stage` is the label of the worker that
+    raised it, or "driver"; empty if unknown.
     """
 
     exit_code: ClassVar[int] = 1
