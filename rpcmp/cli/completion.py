@@ -9,8 +9,7 @@ import os
 import tomllib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import NoneType
-from typing import TYPE_CHECKING, Any, Literal, TypeGuard, get_args, get_origin
+from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 
 import click
 from click.shell_completion import (
@@ -25,8 +24,9 @@ from click.shell_completion import (
 from rpcmp.cli.terminal import echo
 
 if TYPE_CHECKING:
-    from pydantic import BaseModel
     from pydantic.fields import FieldInfo
+
+    from rpcmp.config.keys import Level
 
 
 Items = list["CompletionItem[str]"]
@@ -49,20 +49,19 @@ def configs(ctx: click.Context, param: click.Parameter, incomplete: str) -> Item
 
 def keys(ctx: click.Context, param: click.Parameter, incomplete: str) -> Items:
     """Complete keys of a config, such as "data.batch_size=", and values of which there are few."""
+    from rpcmp.config.keys import Level
     from rpcmp.config.schema import Config
 
     key, separator, _ = incomplete.partition("=")
-    *parents, _ = key.split(".")
-    found: Any = Config
+    *parents, last = key.split(".")
+    level = Level(Config)
     given = _given()
     for part in parents:
-        found = _within(found, part)
+        level = level.below(part)
         given = _part(given, part)
     prefix = "".join(f"{part}." for part in parents)
-    if separator:
-        items = _values(_field(found, key.rpartition(".")[2]), key)
-    else:
-        items = [*_names(found, given, prefix)]
+    field = level.fields.get(last)
+    items = _values(field, key) if separator else [*_names(level, given, prefix)]
     return [item for item in items if item.value.startswith(incomplete)]
 
 
@@ -101,46 +100,13 @@ def _part(given: Any, part: str) -> Any:
     return given.get(part, {}) if isinstance(given, dict) else {}
 
 
-def _is_section(model: Any) -> TypeGuard[type[BaseModel]]:
-    """Return whether the keys of `model` are known; those of a plain table are not."""
-    return isinstance(model, type) and hasattr(model, "model_fields")
-
-
-def _field(model: Any, name: str) -> FieldInfo | None:
-    return model.model_fields.get(name) if _is_section(model) else None
-
-
-def _within(model: Any, part: str) -> Any:
-    """Return the type below a key: a section's model, a list of it, or None if it is unknown."""
-    if get_origin(model) is list and part.isdecimal():
-        return _section(model)
-    field = _field(model, part)
-    if field is None:
-        return None
-    is_list = any(get_origin(kind) is list for kind in _kinds(field.annotation))
-    section = _section(field.annotation)
-    return list[section] if is_list and section else section  # type: ignore[valid-type]
-
-
-def _section(annotation: Any) -> type[BaseModel] | None:
-    from rpcmp.config.loader import section_of
-
-    return section_of(annotation)
-
-
-def _kinds(annotation: Any) -> tuple[Any, ...]:
-    """The members of a union, or the type itself."""
-    parts = get_args(annotation)
-    return parts if NoneType in parts else (annotation, *parts)
-
-
-def _names(model: Any, given: Any, prefix: str) -> Iterator[CompletionItem[str]]:
-    """Complete `prefix` with keys of the model, or with those that the file has there."""
-    if get_origin(model) is list:
+def _names(level: Level, given: Any, prefix: str) -> Iterator[CompletionItem[str]]:
+    """Complete `prefix` with keys of the section, or with those that the file has there."""
+    if level.container is list:
         number = len(given) if isinstance(given, list) else 1
         yield from (CompletionItem(f"{prefix}{index}.") for index in range(max(1, number)))
-    elif _is_section(model):
-        for name, field in model.model_fields.items():
+    elif level.fields:
+        for name, field in level.fields.items():
             yield from _ends(name, field, prefix)
     elif isinstance(given, dict):
         for name, value in given.items():
@@ -150,21 +116,22 @@ def _names(model: Any, given: Any, prefix: str) -> Iterator[CompletionItem[str]]
 
 def _ends(name: str, field: FieldInfo, prefix: str) -> Iterator[CompletionItem[str]]:
     """Complete a key that takes a value, or keys below it; a factory takes both."""
+    from rpcmp.config.keys import level_of
     from rpcmp.config.types import Factory
 
-    section = _section(field.annotation)
-    is_table = get_origin(field.annotation) is dict or "dict" in str(field.annotation)
-    help_text = field.description
-    if section is None or issubclass(section, Factory):
-        yield CompletionItem(f"{prefix}{name}=", help=help_text)
-    if section is not None or is_table:
-        yield CompletionItem(f"{prefix}{name}.", help=help_text)
+    level = level_of(field)
+    if level.section is None or issubclass(level.section, Factory):
+        yield CompletionItem(f"{prefix}{name}=", help=field.description)
+    if level.section is not None or level.container is dict:
+        yield CompletionItem(f"{prefix}{name}.", help=field.description)
 
 
 def _values(field: FieldInfo | None, key: str) -> Items:
-    kinds = _kinds(field.annotation) if field is not None else ()
-    values = ["true", "false"] if bool in kinds else []
-    for kind in kinds:
+    from rpcmp.config.keys import kinds
+
+    alternatives = () if field is None else kinds(field.annotation)
+    values = ["true", "false"] if bool in alternatives else []
+    for kind in alternatives:
         if get_origin(kind) is Literal:
             values += [str(value) for value in get_args(kind)]
     return [CompletionItem(f"{key}={value}") for value in values]

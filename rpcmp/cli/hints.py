@@ -335,7 +335,7 @@ def _has_checkpoint(job: Config, since: datetime | None) -> bool:
 
     An older one belongs to another run than the one that has failed.
     """
-    from rpcmp.checkpoint.runs import newest_in
+    from rpcmp.checkpoint.folder import newest_in
 
     try:
         run = newest_in(job.checkpoint_folder, job.name)

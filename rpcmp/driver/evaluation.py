@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from rpcmp.pipelining import exact_sum
+from rpcmp.pipelining import microbatch
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ def mean(parts: Iterable[Evaluation]) -> Evaluation:
 
     def weighted(values: Iterable[float]) -> float:
         pairs = zip(parts, values, strict=True)
-        return exact_sum.exact_sum(part.num_samples / total * value for part, value in pairs)
+        return microbatch.exact_sum(part.num_samples / total * value for part, value in pairs)
 
     names = parts[0].metrics if parts else {}
     return Evaluation(

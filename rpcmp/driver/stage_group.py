@@ -27,7 +27,7 @@ from rpcmp.driver.worker_refs import WorkerRefs
 from rpcmp.errors import ConfigError, JobError, RpcmpError, one_line
 from rpcmp.observability.events.event import Memory
 from rpcmp.observability.trace.spans import Span
-from rpcmp.pipelining import exact_sum, inflight, microbatch
+from rpcmp.pipelining import inflight, microbatch
 from rpcmp.rpc import tensors
 from rpcmp.rpc.messages import (
     AfterRound,
@@ -162,7 +162,7 @@ class StageGroup:
             self._let_go_of_gradients()
             raise
         reports = {name: report for part in trained for name, report in part.reports.items()}
-        return Trained(exact_sum.exact_sum(part.loss for part in trained), reports)
+        return Trained(microbatch.exact_sum(part.loss for part in trained), reports)
 
     def forward_backward(self, batch: Batch, step: int) -> float:
         """Accumulate the gradients of a mini-batch and return its loss; see `start_step`."""

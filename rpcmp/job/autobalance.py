@@ -33,7 +33,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from rpcmp.checkpoint.runs import newest_in
+from rpcmp.checkpoint.folder import newest_in
 from rpcmp.config.schema import Config
 from rpcmp.config.topology import ReplicaAssignment, shares_by_speed
 from rpcmp.errors import ConfigError

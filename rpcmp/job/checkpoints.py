@@ -18,9 +18,8 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-from rpcmp.checkpoint.folder import CheckpointFolder, remove
+from rpcmp.checkpoint.folder import CheckpointFolder, RunCheckpoints, left_behind, remove
 from rpcmp.checkpoint.manifest import Cursor, Manifest, StageFile
-from rpcmp.checkpoint.runs import RunCheckpoints, left_behind
 from rpcmp.config.redaction import redacted
 from rpcmp.config.schema import Config
 from rpcmp.config.topology import Member

@@ -20,9 +20,8 @@ from pathlib import Path
 from typing import Literal
 
 from rpcmp.checkpoint import files
-from rpcmp.checkpoint.folder import CheckpointFolder
+from rpcmp.checkpoint.folder import CheckpointFolder, require_none_asked_for, whole_runs
 from rpcmp.checkpoint.manifest import Manifest, StageFile, check_model
-from rpcmp.checkpoint.runs import require_none_asked_for, whole_runs
 from rpcmp.config.schema import Config
 from rpcmp.errors import CheckpointError
 from rpcmp.job.checkpoints import Checkpoints

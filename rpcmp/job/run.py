@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from rpcmp.checkpoint.files import require_place
-from rpcmp.checkpoint.runs import newest_in
+from rpcmp.checkpoint.folder import newest_in
 from rpcmp.config.redaction import redacted
 from rpcmp.config.schema import Config
 from rpcmp.config.topology import DRIVER

@@ -20,7 +20,7 @@ import uuid
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from rpcmp.checkpoint.runs import new_name
+from rpcmp.checkpoint.folder import new_name
 from rpcmp.config.schema import Config
 from rpcmp.config.topology import Member
 from rpcmp.errors import ConfigError, JobError, RecoveryTimeoutError, RpcmpError, UnreachableError
@@ -156,7 +156,7 @@ class ServerPool:
         dialer: how they are talked to.
         forks: as given.
         job_id: unique for each run.
-        run_folder: the name of the folder of the run's checkpoints; see rpcmp.checkpoint.runs.
+        run_folder: the name of the folder of the run's checkpoints; see rpcmp.checkpoint.folder.
     """
 
     def __init__(

@@ -9,8 +9,7 @@ import platform
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 
-from rpcmp.checkpoint.files import require_place
-from rpcmp.checkpoint.paths import Inside, beneath
+from rpcmp.checkpoint.files import Inside, beneath, require_place
 from rpcmp.errors import BusyError, CheckpointError, ConfigError, DrainingError, VersionError
 from rpcmp.net import dialer
 from rpcmp.net.dialer import Dialer

@@ -22,9 +22,9 @@ from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from rpcmp.checkpoint import files
+from rpcmp.checkpoint.files import Inside, require_plain
 from rpcmp.checkpoint.folder import name_of
-from rpcmp.checkpoint.paths import Inside, require_plain
-from rpcmp.checkpoint.safetensors_layout import MAX_HEADER
+from rpcmp.checkpoint.safetensors_header import read_metadata
 from rpcmp.checkpoint.slots import NUM_SLOTS, Slots, Snapshot, memory_name
 from rpcmp.errors import CheckpointError, RpcmpError, SecurityError, one_line
 from rpcmp.net.dialer import Dialer
@@ -103,10 +103,7 @@ def _about(memory: int) -> str:
     Args:
         memory: descriptor of the file's bytes.
     """
-    length = int.from_bytes(os.pread(memory, 8, 0), "little")
-    if length > MAX_HEADER:  # a worker may have written anything there
-        raise ValueError(f"its header has {length} bytes")
-    about = json.loads(json.loads(os.pread(memory, length, 8))["__metadata__"]["rpcmp"])
+    about = json.loads(read_metadata(memory)["rpcmp"])
     return json.dumps({key: about[key] for key in ("groups", "scheduler")})
 
 

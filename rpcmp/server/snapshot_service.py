@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import grpc
 
 from rpcmp.checkpoint import files
+from rpcmp.checkpoint.files import Inside
 from rpcmp.checkpoint.folder import remove
-from rpcmp.checkpoint.paths import Inside
 from rpcmp.checkpoint.slots import Slots
 from rpcmp.errors import BusyError, CheckpointError, RpcmpError, UnreachableError, to_wire
 from rpcmp.net.port import Inner

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rpcmp.checkpoint import files
-from rpcmp.checkpoint.paths import Inside
+from rpcmp.checkpoint.files import Inside
 from rpcmp.checkpoint.slots import Slots, Snapshot
 from rpcmp.errors import CheckpointError, JobError
 from rpcmp.net.dialer import Dialer

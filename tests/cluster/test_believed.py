@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rpcmp.checkpoint.paths import beneath
+from rpcmp.checkpoint.files import beneath
 from rpcmp.checkpoint.slots import NUM_SLOTS, Slots
 from rpcmp.errors import ConfigError, JobError, UnreachableError, from_wire
 from rpcmp.job.outputs import OutputFiles

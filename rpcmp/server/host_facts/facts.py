@@ -19,8 +19,7 @@ from pathlib import Path
 
 from pydantic import Field
 
-from rpcmp.checkpoint.files import write_durably
-from rpcmp.checkpoint.paths import beneath, require_plain
+from rpcmp.checkpoint.files import beneath, require_plain, write_durably
 from rpcmp.config.types import Strict
 from rpcmp.errors import CheckpointError, one_line
 from rpcmp.net.security import Security

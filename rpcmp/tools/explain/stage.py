@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from rpcmp.checkpoint.runs import require_none_asked_for
+from rpcmp.checkpoint.folder import require_none_asked_for
 from rpcmp.checkpoint.slots import RETAINED
 from rpcmp.config.schema import Config
 from rpcmp.errors import ConfigError

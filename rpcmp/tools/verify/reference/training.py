@@ -34,7 +34,7 @@ from rpcmp.config import importing
 from rpcmp.config.schema import Config
 from rpcmp.config.topology import Reference
 from rpcmp.data.batches import Batches
-from rpcmp.pipelining import exact_sum, layers, microbatch, optimizers
+from rpcmp.pipelining import layers, microbatch, optimizers
 from rpcmp.tools.verify.reference.parts import ReferenceSteps, ReferenceTies, Replicas, autocast
 
 
@@ -132,7 +132,7 @@ class UnsplitModel:
         self._ties.follow()
         for parameter in self.parameters():
             parameter.grad = None
-        loss = exact_sum.exact_sum(losses)
+        loss = microbatch.exact_sum(losses)
         if self._config.scheduler_interval == "step" and has_stepped:
             self._step_schedulers(loss)
         return loss

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rpcmp.checkpoint import files
+from rpcmp.checkpoint.files import Inside, beneath
 from rpcmp.checkpoint.folder import remove
-from rpcmp.checkpoint.paths import Inside, beneath
 from rpcmp.errors import CheckpointError
 
 
