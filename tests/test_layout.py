@@ -55,7 +55,6 @@ ELSEWHERE = {
     "cluster/test_verify.py": "cli/verify tools/verify/reference/process",
     "group/test_bits.py": "driver/stage_group driver/worker_refs worker/stage worker/step_runner",
     "group/test_optimizers.py": "driver/optimizer",
-    "group/test_replicas.py": "driver/replica_check",
     "group/test_ties.py": "worker/grad_sync/tied",
     "system/test_examples.py": """
         examples/branches examples/encoder_decoder examples/hybrid_devices examples/llama
@@ -105,7 +104,6 @@ ELSEWHERE = {
     "unit/process/test_activity.py": "process/descriptors",
     "unit/process/test_confinement.py": "process/landlock process/namespace",
     "unit/rpc/test_transport_payload.py": "rpc/messages",
-    "unit/rpc/test_unpickler.py": "worker/model",
     "unit/server/test_claim_log.py": "process/tempdirs",
     "unit/tools/bench/test_cases.py": "tools/bench/benchmark tools/bench/models",
     "unit/tools/bench/test_comparison.py": "tools/bench/report",
@@ -121,9 +119,9 @@ ELSEWHERE = {
     "unit/tools/verify/reference/test_training.py": """
         tools/verify/compare tools/verify/reference/parts
     """,
-    "unit/worker/grad_sync/test_bucket_allreduce.py": "worker/grad_sync/ready",
-    "unit/worker/grad_sync/test_sync.py": "worker/grad_sync/mailbox worker/option_overrides",
-    "unit/worker/test_optimizer_state.py": "worker/hidden_state worker/rehearsal",
+    "unit/worker/grad_sync/test_bucket_allreduce.py": "worker/grad_sync/buckets",
+    "group/test_replicas.py": "driver/replica_check worker/grad_sync/sync",
+    "unit/worker/test_optimizer_state.py": "worker/option_overrides worker/rehearsal",
 }
 """Modules without a test of their own, by the test that proves them."""
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -67,7 +67,7 @@ class StageGroup:
             None if config.loss_scaling is None else LossScaler(config.loss_scaling),
         )
         self._unsummed = 0
-        self._unite()
+        self._sync_initial_state()
         self._needed: dict[str, int] = {}
         if config.data is None or config.data.min_microbatch is None:
             self._needed = self._workers.on_firsts(Stage.smallest_microbatch)
@@ -128,24 +128,24 @@ class StageGroup:
         self,
         batch: Batch,
         step: int,
-        end: AfterRound,
+        after: AfterRound,
         version: int = 0,
         save: bool = False,
     ) -> RoundHandle:
-        """Begin a train step; `finish_step` waits for it.
+        """Start a train step; `finish_step` waits for it.
 
-        Up to STEPS_AHEAD may be under way; every stage works on them strictly in order.
+        Up to STEPS_AHEAD may be in flight; every stage works on them strictly in order.
 
         Args:
-            batch: one that the stages load they must have heard of by `announce`.
-            step: the optimizer step that this is for, counted from 1; seeds dropout. Called again
-                for the same step, gradients add up and dropout goes on drawing.
-            end: what the stages do by themselves afterwards.
-            version: the number under which they keep what they are then; 0: they do not.
-            save: whether that goes to their disks.
+            batch: a mini-batch. If stages load it, they must have been told by `prefetch`.
+            step: the optimizer step that this is for, counted from 1; seeds dropout. In another
+                call for the same step, gradients accumulate and dropout goes on drawing.
+            after: what the stages do by themselves afterwards.
+            version: the number of the snapshot that they take then; 0: none.
+            save: whether that snapshot goes to their disks.
         """
-        started = self._rounds.train(batch, step, end, version, save)
-        self._unsummed = started.number if end is AfterRound.NOTHING else 0
+        started = self._rounds.train(batch, step, after, version, save)
+        self._unsummed = started.number if after is AfterRound.NOTHING else 0
         return started
 
     def finish_step(self, started: RoundHandle) -> Trained:
@@ -158,7 +158,7 @@ class StageGroup:
         try:
             trained: list[Trained] = self._rounds.finish(started)
         except JobError:
-            self._let_go_of_gradients()
+            self._clear_gradients()
             raise
         reports = {name: report for part in trained for name, report in part.reports.items()}
         return Trained(exact_sum.exact_sum(part.loss for part in trained), reports)
@@ -178,15 +178,15 @@ class StageGroup:
             StageError: an optimizer raised.
             LossScaleError: the step was skipped, like so many before that the scale is of no use.
         """
-        step = started.works[0].step
+        step = started.header.step
         watched = loss if self._config.steps_scheduler("step") else None
         try:
-            self._sum_after(started.number)
+            self._sum_round(started.number)
             reports = self.optimizer.finish(self._config.max_grad_norm, watched)
         except Exception as error:  # no stage may be left that holds the round
             known = error if isinstance(error, RpcmpError) else _unexpected(error, step)
             cause = self._rounds.abort(known, started.number)
-            self._let_go_of_gradients()
+            self._clear_gradients()
             raise cause from error
         if self.optimizer.scaler is not None:
             self.optimizer.scaler.require_useful(step)
@@ -241,18 +241,20 @@ class StageGroup:
             own: the driver's metrics, which take in every micro-batch, in order.
         """
         started = self._rounds.forward(Mode.EVALUATE, batch, step)
-        found: list[Evaluated] = self._rounds.finish(started)
+        header, found = started.header, list[Evaluated](self._rounds.finish(started))
         if own is not None and own.names:
             parts = (
-                microbatch.split(batch.targets, len(started.works))
+                microbatch.split(batch.targets, header.num_microbatches)
                 if isinstance(batch, Loaded)
                 else [answer.targets for answer in found]
             )
             for answer, part in zip(found, parts, strict=True):
                 own.update(answer.outputs, part)
         return mean(
-            Evaluation(work.num_samples, answer.loss, answer.metrics)
-            for work, answer in zip(started.works, found, strict=True)
+            Evaluation(meta.num_samples, answer.loss, answer.metrics)
+            for meta, answer in zip(
+                header.microbatches(range(header.num_microbatches)), found, strict=True
+            )
         )
 
     def predict(self, inputs: Any, step: int) -> Any:
@@ -298,16 +300,16 @@ class StageGroup:
             for w in self._workers
         ]
         results(futures)
-        self._unite()
+        self._sync_initial_state()
 
-    def holdings(self) -> dict[str, DatasetInfo]:
-        """What the stages have built to load samples from, by name; of those that do so."""
-        asked = [(each.label, self._workers.on(each, Stage.holding)) for each in self._readers]
-        pairs = zip(self._readers, results(asked), strict=True)
-        return {each.label: holding for each, holding in pairs if holding is not None}
+    def dataset_infos(self) -> dict[str, DatasetInfo]:
+        """Return the datasets that stages have built, by label of those that load samples."""
+        calls = [(each.label, self._workers.on(each, Stage.dataset_info)) for each in self._readers]
+        pairs = zip(self._readers, results(calls), strict=True)
+        return {each.label: info for each, info in pairs if info is not None}
 
-    def order(self, epoch: int) -> torch.Tensor:
-        """The indices of an epoch's samples by the config's sampler, from a stage that loads them.
+    def epoch_order(self, epoch: int) -> torch.Tensor:
+        """Return the sample indices of an epoch by the config's sampler, from a stage's loader.
 
         Args:
             epoch: counted from 0.
@@ -316,40 +318,44 @@ class StageGroup:
             ConfigError: the sampler cannot be used.
         """
         reader = self._readers[0]
-        found: torch.Tensor = result(self._workers.on(reader, Stage.order, epoch), reader.label)
+        found: torch.Tensor = result(
+            self._workers.on(reader, Stage.epoch_order, epoch), reader.label
+        )
         return found
 
-    def announce(self, drawn: Sequence[BatchIndices]) -> None:
-        """Tell these stages which mini-batches they will be asked for, so that they load them."""
+    def prefetch(self, batches: Sequence[BatchIndices]) -> None:
+        """Have the stages that read the batch load mini-batches of coming rounds."""
         for worker in self._readers:
-            self._workers.on(worker, Stage.expect, list(drawn))
+            self._workers.on(worker, Stage.prefetch, list(batches))
 
     def hosts(self) -> dict[str, dict[str, str]]:
         """What decides the bits of each stage's host; see rpcmp.pipelining.devices."""
         return self._everywhere(Stage.host)
 
-    def trace(self, on: bool) -> dict[str, str]:
-        """Let all stages record every action, or stop it; returns the names of their hosts."""
-        return self._everywhere(Stage.trace, on)
+    def record_spans(self, steps: int) -> dict[str, tuple[str, int]]:
+        """Have all workers keep the actions of their last `steps` steps.
 
-    def take_spans(self) -> dict[str, list[Span]]:
-        """What each stage has recorded next, at most `rpcmp.worker.executor.AT_ONCE` actions."""
-        return self._everywhere(Stage.take_spans)
+        Returns:
+            The name of each worker's host, and a cursor for `request_spans`, by label.
+        """
+        return self._everywhere(Stage.record_spans, steps)
 
-    def follow(self) -> dict[str, str]:
-        """Let all stages keep what they did in their last steps; the names of their hosts."""
-        return self._everywhere(Stage.follow)
+    def request_spans(
+        self, cursors: Mapping[str, int], first_step: int, last_step: int
+    ) -> Callable[[], dict[str, tuple[int, list[Span]]]]:
+        """Request actions of some steps; return a function that waits for the answers.
 
-    def ask_recent(self, step: int, count: int) -> Callable[[], dict[str, list[Span]]]:
-        """Ask what each stage did in the last `count` steps up to `step`; what is returned waits
-        for the answers."""
-        asked = [(w.label, self._workers.on(w, Stage.recent, step, count)) for w in self._workers]
-
-        def answers() -> dict[str, list[Span]]:
-            found = results(asked)
-            return {label: spans for (label, _), spans in zip(asked, found, strict=True)}
-
-        return answers
+        An answer has the worker's next cursor and SPANS_PER_ANSWER actions at most, by label.
+        """
+        calls = [
+            (
+                w.label,
+                self._workers.on(w, Stage.read_spans, cursors[w.label], first_step, last_step),
+            )
+            for w in self._workers
+        ]
+        labels = [label for label, _ in calls]
+        return lambda: dict(zip(labels, results(calls), strict=True))
 
     def clock(self, worker: Member) -> int:
         """A worker's `time.perf_counter_ns`, now."""
@@ -371,26 +377,26 @@ class StageGroup:
         self.optimizer.release()
         self._workers.release()
 
-    def _let_go_of_gradients(self) -> None:
+    def _clear_gradients(self) -> None:
         with contextlib.suppress(RpcmpError):  # a worker that is gone has no gradients
             self.zero_grad()
 
-    def _unite(self) -> None:
-        """Make equal what has to be, where several workers have the same parameters."""
+    def _sync_initial_state(self) -> None:
+        """Make replicas and tied parameters equal."""
         if self._config.sums_gradients or self._config.names_parameters:
             replica_check.require_fit(self._workers, self._config)
         if self._config.sums_gradients:
-            replica_check.unite(self._workers)
+            replica_check.sync_initial_state(self._workers)
 
     def _sum_gradients(self) -> None:
-        """Have replicas sum what has added up, where they have not done so yet."""
+        """Have workers sum the accumulated gradients, unless they have done so."""
         if self._unsummed:
-            self._sum_after(self._unsummed)
+            self._sum_round(self._unsummed)
             self._unsummed = 0
 
-    def _sum_after(self, round_number: int) -> None:
+    def _sum_round(self, round_number: int) -> None:
         if self._config.sums_gradients:
-            self._everywhere(Stage.sum, round_number)
+            self._everywhere(Stage.sum_gradients, round_number)
 
     def _merge(self, method: Callable[..., Any]) -> dict[str, Any]:
         parts = self._workers.on_firsts(method).values()

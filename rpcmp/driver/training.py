@@ -213,6 +213,7 @@ class Training:
         save = self.saves.is_due(step.number)
         self._activity.begin("step", step.number)
         version = step.number if save or self._is_kept(step.number) else 0
+        # [1]
         return self._group.start_step(step.batch, step.number, end, version, save)
 
     def _is_kept(self, step: int) -> bool:

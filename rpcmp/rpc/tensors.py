@@ -64,6 +64,20 @@ def parameters_sha256(state_dict: Mapping[str, torch.Tensor]) -> str:
     return combine_digests({name: tensor_line(name, tensor) for name, tensor in state_dict.items()})
 
 
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    """Whether both have the same dtype, shape and bits, on any devices.
+
+    Minus zero is not zero, and not-a-number equals itself.
+    """
+    if one.dtype != other.dtype or one.shape != other.shape:
+        return False
+    bits = [
+        tensor.detach().to(one.device).contiguous().reshape(-1).view(torch.uint8)
+        for tensor in (one, other)
+    ]
+    return torch.equal(*bits)
+
+
 def _little_endian_bytes(tensor: torch.Tensor) -> bytes:
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     if not flat.numel():

@@ -293,7 +293,7 @@ class TorchRpc:
         return {key: int(info.get(key, 0)) for key in (*keys, "num_forks", "num_owner_rrefs")}
 
 
-def result(future: Future[Any], member: str) -> Any:
+def result(future: Future[Any], member: str = NOBODY) -> Any:
     """The value of a call to `member`; blocks.
 
     Raises:

@@ -15,8 +15,10 @@ from __future__ import annotations
 
 import copy
 import functools
+import hashlib
 import logging
-from collections.abc import Mapping, Sequence
+import pickle
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from enum import Enum
 from typing import Any, NamedTuple
 
@@ -24,9 +26,7 @@ import torch
 from torch import Tensor
 
 from rpcmp.errors import CheckpointError, ConfigError
-from rpcmp.rpc.tensors import encode_tree
-from rpcmp.worker import option_overrides
-from rpcmp.worker.hidden_state import HiddenState
+from rpcmp.rpc.tensors import encode_tree, same_bits
 
 _log = logging.getLogger(__name__)
 
@@ -288,7 +288,7 @@ def same(one: Any, other: Any) -> bool:
     theirs: dict[str, Tensor] = {}
     if str(encode_tree(one, mine)) != str(encode_tree(other, theirs)):  # NaN is NaN
         return False
-    return all(option_overrides.are_equal(mine[name], theirs[name]) for name in mine)
+    return all(same_bits(mine[name], theirs[name]) for name in mine)
 
 
 def _is_plain(value: Any, tensors: dict[str, Tensor] | None = None) -> bool:
@@ -332,3 +332,75 @@ def _as_saved(saved: Any, found: Any) -> Any:
             return type(saved)(_as_saved(*pair) for pair in pairs)
         return found
     return saved if isinstance(saved, str) else found
+
+
+MAX_PICKLE_BYTES = 2**20
+"""Larger attributes are not watched, because this is done after every step."""
+
+
+class HiddenState:
+    """Watches attributes of an optimizer that no file can hold: neither tensors nor plain values.
+
+    Most do not matter, such as a helper without a memory of its own. A pickle tells whether one has
+    changed, with a tensor as its identity and the number of its changes in place, and a parameter
+    as its identity.
+
+    Args:
+        attributes: by name, as they were built.
+        parameters: of the optimizer.
+    """
+
+    def __init__(self, attributes: Mapping[str, Any], parameters: Iterable[Tensor]) -> None:
+        self._parameters = {id(parameter) for parameter in parameters}
+        self._reported: set[str] = set()
+        self._marks = {name: self._mark(value) for name, value in attributes.items()}
+
+    def changed(self, attributes: Mapping[str, Any]) -> list[str]:
+        """Return the attributes that have changed or are new, each of them once."""
+        now = {
+            name: self._mark(value)
+            for name, value in attributes.items()
+            if name not in self._reported
+        }
+        names = [name for name, mark in now.items() if mark != self._marks.get(name)]
+        self._reported |= set(names)
+        return names
+
+    def _mark(self, value: Any) -> bytes | None:
+        """Return a hash that changes with the value; None if it cannot be watched."""
+        hashed = _Hashed()
+        try:
+            _Marker(hashed, self._parameters).dump(value)
+        except Exception:  # of a lock, a local class, too many bytes, anything of the user's
+            return None
+        return hashed.digest
+
+
+class _Marker(pickle.Pickler):
+    def __init__(self, file: _Hashed, parameters: Collection[int]) -> None:
+        super().__init__(file)
+        self._parameters = parameters
+
+    def persistent_id(self, obj: Any) -> Any:
+        if not isinstance(obj, Tensor):
+            return None
+        return (id(obj), None if id(obj) in self._parameters else obj._version)
+
+
+class _Hashed:
+    """A file that keeps only the hash of its content."""
+
+    def __init__(self) -> None:
+        self._hash, self._size = hashlib.sha256(), 0
+
+    def write(self, data: bytes) -> int:
+        size = memoryview(data).nbytes
+        self._size += size
+        if self._size > MAX_PICKLE_BYTES:
+            raise ValueError("too large")
+        self._hash.update(data)
+        return size
+
+    @property
+    def digest(self) -> bytes:
+        return self._hash.digest()

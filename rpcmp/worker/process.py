@@ -129,10 +129,10 @@ class WorkerProcess:
 
     def _build(self, assignment: Assignment, loaders: LoaderPool | None) -> Stage:
         try:
-            feed = None if loaders is None else StageDataLoader(loaders)
-            stage = Stage(assignment, TorchRpc(), self._activity, feed, self._start["rehearses"])
-            if feed is not None:
-                feed.wait()
+            loader = None if loaders is None else StageDataLoader(loaders)
+            stage = Stage(assignment, TorchRpc(), self._activity, loader, self._start["rehearses"])
+            if loader is not None:
+                loader.wait()
             if assignment.config.takes_snapshots:
                 self._snapshots = stage.snapshots = self._snapshots_of(stage, assignment)
         except Exception as error:

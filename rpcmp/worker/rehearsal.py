@@ -23,7 +23,7 @@ from rpcmp.checkpoint.slot_writer import require_storable
 from rpcmp.checkpoint.stage_state import StageState, decoded, pack
 from rpcmp.errors import FactoryError, one_line
 from rpcmp.pipelining import layers
-from rpcmp.worker import option_overrides
+from rpcmp.rpc.tensors import same_bits
 from rpcmp.worker.optimizer_state import KeptState, OptimizerState, same
 
 _log = logging.getLogger(__name__)
@@ -209,11 +209,7 @@ def _copy(source: _Trial, target: _Trial) -> None:
 def _difference(one: _Trial, other: _Trial) -> str:
     """Where two trials differ; empty: nowhere."""
     mine, theirs = one.state.read(), other.state.read()
-    names = [
-        name
-        for name in one.named
-        if not option_overrides.are_equal(one.named[name], other.named[name])
-    ]
+    names = [name for name in one.named if not same_bits(one.named[name], other.named[name])]
     if not names and same(mine.state, theirs.state) and same(mine.groups, theirs.groups):
         return ""
     what = f"parameters such as {names[0]!r}" if names else "its state or its options"

@@ -153,7 +153,7 @@ class LocalWorker:
         if files:
             worker._restore(self.stage, 0, list(files))
         optimizer = self.stage.optimizer
-        optimizer._stepped = _meanwhile_others(optimizer._stepped)
+        optimizer._after_step = _meanwhile_others(optimizer._after_step)
 
     def end(self) -> None:
         """End its threads, and free its memory."""

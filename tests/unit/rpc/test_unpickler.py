@@ -18,7 +18,7 @@ import torch
 from rpcmp.driver import rounds
 from rpcmp.errors import SecurityError
 from rpcmp.rpc import transport, unpickler
-from rpcmp.rpc.messages import AfterRound, MicrobatchMeta, Mode
+from rpcmp.rpc.messages import AfterRound, Bundle, Mode, RoundHeader
 from rpcmp.worker.optimizer import StageOptimizer
 from rpcmp.worker.stage import Stage
 
@@ -48,7 +48,7 @@ def naming(module: str, name: str) -> bytes:
 @pytest.mark.parametrize(
     "value",
     [
-        MicrobatchMeta(1, 1, 0, 4, 0, 8, 32, Mode.TRAIN, AfterRound.STEP),
+        Bundle(RoundHeader(1, 1, Mode.TRAIN, 32, 4, 4, 0, AfterRound.STEP), 0),
         transport.Raised("x"),
         {"a": [1, 2.5, (None, "text")], "b": OrderedDict(c=1)},
         torch.float32,
@@ -92,7 +92,7 @@ class Evil:
         Stage,
         StageOptimizer,
         Stage.__init__,
-        Stage._guard_saving,
+        Stage._snapshot,
         Evil(rounds._root_cause, [], None),
         NoTuple(),
     ],

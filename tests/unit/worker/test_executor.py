@@ -17,9 +17,11 @@ import pytest
 import torch
 
 from rpcmp.errors import BusyError, JobError, from_wire
-from rpcmp.pipelining.schedule import Action, InFlightLimits, policy
+from rpcmp.pipelining.schedule import Action, InFlightLimits
+from rpcmp.rpc.messages import AfterRound, Mode, RoundHeader
 from rpcmp.rpc.transport import Raised
-from rpcmp.worker.executor import ComputeThread, RoundState, Task
+from rpcmp.worker.executor import Task
+from tests.support.rounds import compute_thread, header
 
 F, B, W = Action
 SECONDS = 30.0  # after which a test that hangs fails
@@ -32,11 +34,11 @@ class Stage:
     """A compute thread and what it did: "F0" for what ran, "-F0" for what was cancelled.
 
     Zero-bubble takes a forward before a backward and so gives them in the order of their coming.
-    Of rounds after the first, "F0@2". A round's `finish` is "end", or "end@2".
+    Of rounds after the first, "F0@2". A round's `after_round` is "end", or "end@2".
     """
 
     def __init__(self, schedule: str = "zero-bubble", limits: InFlightLimits = WHOLE) -> None:
-        self.compute = ComputeThread(policy(schedule))
+        self.compute = compute_thread(schedule, limits, self._note_end)
         self.limits = limits
         self.log: list[str] = []
         self._logged = threading.Condition()
@@ -44,18 +46,11 @@ class Stage:
 
     def begin(self, number: int, num_microbatches: int, training: bool = True, **more: Any) -> None:
         """Let a round begin."""
-        end = "end" if number == 1 else f"end@{number}"
-        self.compute.begin(
-            number,
-            lambda: RoundState(
-                number,
-                range(num_microbatches),
-                self.limits,
-                training,
-                finish=lambda: self.note(end),
-                **more,
-            ),
-        )
+        mode = Mode.TRAIN if training else Mode.EVALUATE
+        self.compute.start_round(header(number, num_microbatches, step=number, mode=mode, **more))
+
+    def _note_end(self, header: RoundHeader) -> None:
+        self.note("end" if header.number == 1 else f"end@{header.number}")
 
     def submit(self, *names: str, number: int = 1) -> None:
         """Hand in actions of a round; a backward that is split hands in its weight gradient."""
@@ -282,7 +277,7 @@ def test_a_round_that_has_begun_does_not_begin_again() -> None:
 
 def test_a_round_that_is_held_lets_no_other_begin_before_its_release() -> None:
     stage = Stage(limits=SPLIT)
-    stage.begin(1, 1, is_held=True)
+    stage.begin(1, 1, after=AfterRound.HOLD)
     stage.begin(2, 1)
     stage.submit("F0", number=2)
     stage.submit("F0", "B0")
@@ -294,7 +289,7 @@ def test_a_round_that_is_held_lets_no_other_begin_before_its_release() -> None:
 def test_a_release_where_there_is_no_round_does_nothing() -> None:
     stage = Stage()
     stage.compute.release()
-    stage.begin(1, 1, is_held=True)
+    stage.begin(1, 1, after=AfterRound.HOLD)
     stage.submit("F0", "B0")
     stage.expect("F0 B0")
 
@@ -350,7 +345,7 @@ def test_an_abort_leaves_the_round_before_to_end() -> None:
 
 def test_an_abort_of_a_round_that_is_held_lets_the_next_begin() -> None:
     stage = Stage()
-    stage.begin(1, 1, is_held=True)
+    stage.begin(1, 1, after=AfterRound.HOLD)
     stage.submit("F0", "B0")
     stage.expect("F0 B0")
     stage.compute.abort(1, 1)
@@ -435,14 +430,16 @@ def test_what_a_call_raises_is_its_answer(error: Exception, kind: type[Exception
 def test_a_bundle_is_one_action_whose_micro_batches_are_recorded_one_by_one() -> None:
     stage = Stage()
     stage.begin(1, 2)
-    stage.compute.recorder.traces = True
+    stage.compute.recorder.keep(1)
     parts = [functools.partial(stage.note, f"F{microbatch}") for microbatch in range(6)]
     stage.compute.submit(1, F, 1, Task(parts[3:], 3))
     stage.submit("B0")
     stage.compute.submit(1, F, 0, Task(parts[:3], 0))
     stage.expect("F0 F1 F2 F3 F4 F5 B0")
-    spans = stage.call(stage.compute.recorder.take_spans)
-    assert [(span.kind, span.microbatch) for span in spans[:6]] == [(F, i) for i in range(6)]
+    spans = stage.compute.recorder.read(0)[1]
+    assert [(str(span.kind), span.microbatch) for span in spans[:6]] == [
+        ("F", microbatch) for microbatch in range(6)
+    ]
 
 
 # What it leaves behind.
@@ -464,12 +461,12 @@ def test_an_idle_thread_keeps_no_micro_batch_alive() -> None:
 def test_every_action_is_recorded_with_its_step_and_micro_batch() -> None:
     stage = Stage(limits=SPLIT)
     recorder = stage.compute.recorder
-    stage.call(lambda: setattr(recorder, "traces", True))
+    stage.call(lambda: recorder.keep(9))
     for number in (1, 2):
         stage.begin(number, 1)
         stage.submit("F0", "B0", number=number)
     stage.expect("F0 B0 W0 end F0@2 B0@2 W0@2 end@2")
-    spans = stage.call(recorder.take_spans)
+    spans = recorder.read(0)[1]
     names = [(str(span.kind), span.step, span.microbatch) for span in spans]
     assert names == [(kind, step, 0) for step in (1, 2) for kind in "FBW"]
     assert all(span.ready_ns <= span.start_ns <= span.end_ns for span in spans)
@@ -477,7 +474,7 @@ def test_every_action_is_recorded_with_its_step_and_micro_batch() -> None:
 
 
 def test_a_thread_that_is_closed_ends() -> None:
-    thread = ComputeThread(policy("gpipe"))
+    thread = compute_thread("gpipe")
     assert thread.future(lambda: 3).wait() == 3
     thread.close()
     thread._thread.join(30)

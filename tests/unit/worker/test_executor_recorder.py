@@ -8,7 +8,7 @@ import pytest
 
 from rpcmp.observability.trace.spans import NO_MICROBATCH, Kind, Span
 from rpcmp.worker import executor
-from rpcmp.worker.executor import AT_ONCE, Recorder
+from rpcmp.worker.executor import SPANS_PER_ANSWER, Recorder
 
 
 class Clock:
@@ -44,31 +44,46 @@ def test_busy_seconds_add_up_by_kind_since_they_were_last_asked_for(clock: Clock
     assert stage.take_busy() == {"F": 0.0, "B": 0.0, "W": 0.0, "O": 0.0}
 
 
-def test_actions_are_kept_only_while_somebody_traces(clock: Clock) -> None:
+def test_actions_are_kept_once_that_is_requested_and_read_from_a_cursor(clock: Clock) -> None:
     stage = Recorder()
     add(stage, clock, "F", 10, 20)
-    stage.traces = True
+    cursor = stage.keep(1)
     add(stage, clock, "B", 30, 40, microbatch=2, ready=25)
     add(stage, clock, "O", 40, 45, microbatch=NO_MICROBATCH, ready=40)
-    stage.traces = False
-    add(stage, clock, "F", 50, 60)
-    assert stage.take_spans() == [
+    cursor, spans = stage.read(cursor)
+    assert spans == [
         Span(Kind.BACKWARD, 7, 2, 25, 30, 40),
         Span(Kind.OPTIMIZER, 7, NO_MICROBATCH, 40, 40, 45),
     ]
-    assert stage.take_spans() == []
+    assert stage.read(cursor) == (cursor, [])
+    add(stage, clock, "F", 50, 60)
+    assert stage.keep(1) == 3  # another reader's cursor skips what was recorded before
+    assert stage.read(cursor) == (3, [Span(Kind.FORWARD, 7, 0, 0, 50, 60)])
+    assert stage.read(0)[1][:2] == spans
 
 
-def test_of_many_actions_an_answer_has_so_many(clock: Clock) -> None:
-    stage = Recorder()
-    stage.traces = True
-    for _ in range(AT_ONCE + 1):
+def test_an_answer_has_a_limited_number_of_actions(clock: Clock) -> None:
+    stage, sizes = Recorder(), []
+    cursor = stage.keep(1)
+    for _ in range(SPANS_PER_ANSWER + 1):
         add(stage, clock, "F", 10, 20)
-    assert [len(stage.take_spans()) for _ in range(3)] == [AT_ONCE, 1, 0]
+    for _ in range(3):
+        cursor, spans = stage.read(cursor)
+        sizes.append(len(spans))
+    assert sizes == [SPANS_PER_ANSWER, 1, 0]
+
+
+def test_a_cursor_whose_actions_are_gone_reads_the_oldest_that_are_kept() -> None:
+    stage = Recorder()
+    cursor = stage.keep(1)
+    for step in range(5):
+        stage.add("F", step, 0, 0, 0)
+    cursor, spans = stage.read(cursor)
+    assert (cursor, [span.step for span in spans]) == (5, [3, 4])
 
 
 def test_nothing_is_ready_after_it_has_started(clock: Clock) -> None:
     stage = Recorder()
-    stage.traces = True
+    stage.keep(1)
     add(stage, clock, "F", 10, 20, ready=12)
-    assert [(span.ready_ns, span.start_ns) for span in stage.take_spans()] == [(10, 10)]
+    assert [(span.ready_ns, span.start_ns) for span in stage.read(0)[1]] == [(10, 10)]

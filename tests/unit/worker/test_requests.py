@@ -9,10 +9,12 @@ import pytest
 
 from rpcmp.config.topology import ReplicaAssignment, ReplicaShare
 from rpcmp.errors import JobError, from_wire
-from rpcmp.rpc.messages import Bundle, MicrobatchMeta, Mode, StageOutputs
+from rpcmp.rpc.messages import Bundle, MicrobatchMeta, RoundHeader, StageOutputs
 from rpcmp.rpc.transport import Raised
 from rpcmp.worker.backward import Failures
+from rpcmp.worker.forward import Computed
 from rpcmp.worker.requests import ForwardRequests
+from tests.support.rounds import header
 
 NUM_READERS = 2
 
@@ -22,7 +24,7 @@ class _Around:
 
     def __init__(self) -> None:
         self.asked: list[Callable[[list[Any]], None]] = []
-        self.begun: list[Bundle] = []
+        self.begun: list[RoundHeader] = []
         self.computed: list[MicrobatchMeta] = []
         self.tasks: list[Any] = []
         self.exchange = ForwardRequests(
@@ -33,7 +35,6 @@ class _Around:
             cast(Any, self),
             cast(Any, self),
             Failures(),
-            self.begun.append,
             lambda: None,
         )
 
@@ -47,17 +48,20 @@ class _Around:
 
     # Of its compute thread
 
+    def start_round(self, header: RoundHeader) -> None:
+        self.begun.append(header)
+
     def submit(self, round_number: int, action: object, number: int, task: Any) -> None:
         self.tasks.append(task)
 
     # Of its execution
 
-    def forward(self, work: MicrobatchMeta, received: list[StageOutputs]) -> MicrobatchMeta:
-        self.computed.append(work)
-        return work
+    def forward(self, meta: MicrobatchMeta, received: list[StageOutputs]) -> Computed:
+        self.computed.append(meta)
+        return Computed(received, [meta.number])
 
-    def answer(self, _: Bundle, computed: list[MicrobatchMeta]) -> list[list[StageOutputs]]:
-        values = [work.microbatch for work in computed]
+    def answer(self, _: Bundle, computed: list[Computed]) -> list[list[StageOutputs]]:
+        values = [one.answers[0] for one in computed]
         return [[StageOutputs((port, value)) for value in values] for port in range(NUM_READERS)]
 
     # In one go
@@ -76,11 +80,7 @@ def around() -> _Around:
 
 def bundle(round_number: int = 1) -> Bundle:
     """Two micro-batches of two."""
-    works = [
-        MicrobatchMeta(round_number, 1, microbatch, 2, 0, 1, 2, Mode.TRAIN)
-        for microbatch in range(2)
-    ]
-    return Bundle(0, 1, tuple(works))
+    return Bundle(header(round_number, 2, num_bundles=1), 0)
 
 
 def answer_to(port: int) -> list[StageOutputs]:
@@ -131,5 +131,5 @@ def test_a_round_that_was_aborted_is_answered_whether_it_was_asked_before_or_aft
     for answer in (before, around.exchange.ask(bundle(), 1)):
         with pytest.raises(JobError, match="step 1 was aborted at stage 'stage1'"):
             raise from_wire(answer.value().error)
-    around.exchange.forget()
+    around.exchange.clear()
     assert len(around.exchange) == 0
