@@ -53,7 +53,7 @@ ELSEWHERE = {
     """,
     "cluster/test_tunnel.py": "net/dialer",
     "cluster/test_verify.py": "cli/verify tools/verify/reference/process",
-    "group/test_bits.py": "driver/stage_group driver/worker_refs worker/stage worker/step_runner",
+    "group/test_bits.py": "driver/stage_group driver/worker_refs worker/step_runner",
     "group/test_optimizers.py": "driver/optimizer",
     "group/test_ties.py": "worker/grad_sync/tied",
     "system/test_examples.py": """

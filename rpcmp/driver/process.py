@@ -246,7 +246,7 @@ class DriverProcess:
         while (message := self._channel.receive()) is not None:
             match message["op"]:
                 case "stored":
-                    self._store.heard(message)
+                    self._store.set_answer(message)
                 case "finish_step":
                     self._saves_at_end |= message["save"]
                     self._stop.set()

@@ -1,7 +1,7 @@
-"""The stages as the driver sees them: one call for a train step, an evaluation or a prediction.
+"""All stages as one model: one call for a train step, an evaluation or a prediction.
 
-Whatever concerns the model as a whole is here: each stage has a part of it, and an answer of all of
-them is put together as if there were one process. How micro-batches go through them is in `rounds`.
+Each stage has a part of the model, and this module joins their answers as if there were one
+process. See `rounds` for how micro-batches go through the stages.
 """
 
 from __future__ import annotations
@@ -45,12 +45,11 @@ from rpcmp.worker.stage import Stage
 class StageGroup:
     """All stages of a job, after every process has joined.
 
-    Train steps may overlap; everything else waits until no round is under way.
+    Train steps may overlap. Everything else waits until no round is in flight.
 
     Args:
-        config: the job.
-        source: what this process serves to the stages.
-        peers: the stages' processes.
+        source: serves mini-batches to the stages.
+        peers: the transport of the group.
     """
 
     def __init__(self, config: Config, source: BatchServer, peers: Transport) -> None:
@@ -100,7 +99,7 @@ class StageGroup:
         )
 
     def warnings(self) -> list[str]:
-        """Return what the config could not know: how many micro-batches a step really has."""
+        """Return warnings if a step has fewer micro-batches than the config asks for."""
         config, section = self._config, self._config.require_data("training")
         merged = section.model_copy(update={"min_microbatch": self._rounds.smallest})
         real = config.model_copy(update={"data": merged})
@@ -115,11 +114,7 @@ class StageGroup:
         return [fewer, *real.warnings]
 
     def reschedule(self, config: Config) -> None:
-        """Go on under another setting, one that the plan foresaw; between two rounds.
-
-        Args:
-            config: the job with that setting.
-        """
+        """Switch to schedule options that the plan foresaw, between two rounds."""
         self._rounds.reschedule(config)
         self._everywhere(Stage.reschedule, config.schedule, inflight.limits(config))
         self._config = config
@@ -149,7 +144,7 @@ class StageGroup:
         return started
 
     def finish_step(self, started: RoundHandle) -> Trained:
-        """Wait for a train step, the earliest under way.
+        """Wait for the earliest train step in flight.
 
         Raises:
             StageError: the user's code raised at a stage.
@@ -168,15 +163,14 @@ class StageGroup:
         return self.finish_step(self.start_step(batch, step, AfterRound.NOTHING)).loss
 
     def end_step(self, started: RoundHandle, loss: float) -> dict[str, StepReport]:
-        """Let all stages step that hold a step, after its `finish_step`; what they report.
+        """Step all optimizers after `finish_step` of a step that is held; return the reports.
 
         Args:
-            started: which one.
-            loss: the step's, for schedulers that watch it.
+            loss: of the step, for schedulers that watch it.
 
         Raises:
             StageError: an optimizer raised.
-            LossScaleError: the step was skipped, like so many before that the scale is of no use.
+            LossScaleError: too many steps in a row were skipped.
         """
         step = started.header.step
         watched = loss if self._config.steps_scheduler("step") else None
@@ -208,7 +202,7 @@ class StageGroup:
         self.optimizer.zero_grad()
 
     def settle(self) -> dict[str, StepReport]:
-        """Wait until all stages have done all that they were asked for; what they report.
+        """Wait until all stages are idle; return their reports of the last step.
 
         Raises:
             StageError: the last step failed in a weight gradient or an optimizer.
@@ -233,12 +227,12 @@ class StageGroup:
         self._everywhere(Stage.save, step)
 
     def evaluate(self, batch: Batch, step: int, own: Metrics | None = None) -> Evaluation:
-        """Loss and means of a mini-batch; parameters and gradients stay as they are.
+        """Return the loss and metrics of a mini-batch; changes no parameters or gradients.
 
         Args:
             batch: see `start_step`.
             step: the optimizer step that this follows.
-            own: the driver's metrics, which take in every micro-batch, in order.
+            own: the driver's metrics, which are updated with every micro-batch, in order.
         """
         started = self._rounds.forward(Mode.EVALUATE, batch, step)
         header, found = started.header, list[Evaluated](self._rounds.finish(started))
@@ -358,7 +352,7 @@ class StageGroup:
         return lambda: dict(zip(labels, results(calls), strict=True))
 
     def clock(self, worker: Member) -> int:
-        """A worker's `time.perf_counter_ns`, now."""
+        """Return a worker's `time.perf_counter_ns`."""
         now: int = result(self._workers.on(worker, Stage.clock), worker.label)
         return now
 
@@ -371,7 +365,7 @@ class StageGroup:
         return {**self._everywhere(Stage.live_state), DRIVER: self._peers.live_state()}
 
     def close(self) -> None:
-        """Tell all workers to leave the group, and let go of what lives there."""
+        """Let all workers leave the group, and drop the references to them."""
         self._rounds.close()
         self._everywhere(Stage.finish)
         self.optimizer.release()

@@ -33,7 +33,7 @@ from rpcmp.observability.trace.spans import (
     producers,
 )
 from rpcmp.process.channel import Message
-from rpcmp.worker.executor import SPANS_PER_ANSWER
+from rpcmp.worker.measurements import SPANS_PER_ANSWER
 
 PINGS = 20
 """Requests for each worker's clock, of which the one with the shortest round trip counts."""

@@ -213,8 +213,7 @@ class Training:
         save = self.saves.is_due(step.number)
         self._activity.begin("step", step.number)
         version = step.number if save or self._is_kept(step.number) else 0
-        # [1]
-        return self._group.start_step(step.batch, step.number, end, version, save)
+        return self._group.start_step(step.batch, step.number, end, version, save)  # [1]
 
     def _is_kept(self, step: int) -> bool:
         """Whether all stages keep in memory what they are right after `step`."""
@@ -223,7 +222,7 @@ class Training:
 
     def _finish(self, step: Step, started: RoundHandle) -> None:
         """Wait for a step; reports the one before, of which the stages have now spoken."""
-        trained = self._group.finish_step(started)
+        trained = self._group.finish_step(started)  # [16]
         self._tell(trained.reports)
         if self._config.holds_steps:
             reports = self._group.end_step(started, trained.loss)

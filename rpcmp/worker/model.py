@@ -1,4 +1,4 @@
-"""The modules of one stage, how they run, and how much memory they take.
+"""The modules of one stage, and how they run.
 
 Everything between two layers is the same whether or not the model is cut there: every layer draws
 from its own random stream, and tensors and gradients that pass from layer to layer are contiguous
@@ -17,13 +17,11 @@ from __future__ import annotations
 
 import contextlib
 import platform
-import resource
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -303,29 +301,3 @@ def _sums_samples(loss: Any) -> bool:
     """Whether the loss adds up over samples, so that micro-batches need no weight."""
     reduction = getattr(loss, "reduction", None) or getattr(loss, "keywords", {}).get("reduction")
     return bool(reduction == "sum")
-
-
-class Meter:
-    """Memory of this stage: resident memory on a CPU, memory allocated by torch on a GPU.
-
-    Create it when the stage has been built and nothing has run.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._idle = self._now()
-
-    def read(self) -> dict[str, int]:
-        """Return bytes: "idle", when the stage had been built, and "peak" since then."""
-        return {"idle": self._idle, "peak": max(self._idle, self._peak())}
-
-    def _now(self) -> int:
-        if self._device.type == "cuda":
-            return torch.cuda.memory_allocated(self._device)
-        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
-        return pages * resource.getpagesize()
-
-    def _peak(self) -> int:
-        if self._device.type == "cuda":
-            return torch.cuda.max_memory_allocated(self._device)
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -61,21 +61,21 @@ class StageOptimizer:
     """One stage's optimizer and scheduler; all of it runs on the stage's compute thread.
 
     Args:
-        model: whose parameters are optimized; those that require grad.
+        model: whose trained parameters it optimizes.
         assignment: the config, with the stage's own optimizer arguments.
-        compute: where it runs.
+        compute: the thread that it runs on.
         after_step: called after each step with its number; may raise StageError.
         loss_scale: of the gradients; None: they are not scaled.
-        rehearses: whether to try that an optimizer of somebody else's can be restored.
+        rehearses: whether to try that an optimizer that is not torch's can be restored.
 
     Raises:
         FactoryError: the optimizer or scheduler does not import, or refuses its arguments.
         ConfigError: a parameter's gradient cannot be unscaled.
 
     Attributes:
-        steps: how many it has done, skipped ones included.
-        report: of the last one.
-        names: of the parameters that it has.
+        steps: number of steps so far, including skipped ones.
+        report: of the last step.
+        names: of its parameters.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class StageOptimizer:
             self._built = BuiltOptions(_asked(source, self._schedule), *options)
 
     def step_now(self) -> None:
-        """Step, at the end of a round that nobody has to look at; on the compute thread.
+        """Step at the end of a round that does not wait for the driver; on the compute thread.
 
         Raises:
             StageError: the user's optimizer or scheduler raised.
@@ -203,9 +203,9 @@ class StageOptimizer:
         self._step_scheduler(loss)
 
     def parts(self) -> tuple[dict[str, Any], Any, Any, Any, Any]:
-        """What a StageState has of it: `state`, `groups`, `scheduler`, `built` and `aside`.
+        """Return `state`, `groups`, `scheduler`, `built` and `aside` of a StageState, not copied.
 
-        Not copied, on the compute thread.
+        Called on the compute thread.
         """
         if self._optimizer is None:
             return {}, None, None, None, None
@@ -215,7 +215,7 @@ class StageOptimizer:
         return kept.state, kept.groups, self._scheduler_state(), began, kept.aside
 
     def restore(self, state: StageState) -> None:
-        """Go on where `state` was, before the group begins; under the config's own options."""
+        """Restore `state` before the group starts, with options that the config has changed."""
         self.steps = state.step
         if self._optimizer is None:
             return
@@ -252,7 +252,7 @@ class StageOptimizer:
         self._load(kept, state["scheduler"].get(self.stage))
 
     def _guard(self, function: Callable[[], Any]) -> Any:
-        """What `function` returns; what the user's optimizer raises names the stage."""
+        """Call `function`; errors of the user's optimizer become errors of this stage."""
         try:
             with self._compute.activity.doing("optimizer", self.steps + 1):
                 return function()
@@ -274,7 +274,7 @@ class StageOptimizer:
             self._optimizer.step()  # [13]
         self._zero_grad()
         self.steps += 1
-        self._after_step(self.steps)  # [14]
+        self._after_step(self.steps)
         recorder = self._compute.recorder
         recorder.add(Kind.OPTIMIZER, self.steps, NO_MICROBATCH, started, started)
         self.report = StepReport(self.steps, recorder.take_busy(), self._learning_rates())
@@ -301,12 +301,11 @@ class StageOptimizer:
 
     @property
     def _keeper(self) -> OptimizerState:
-        if self._kept is None:  # a program of the user's asks where nothing is stored
+        if self._kept is None:  # a user's program asks, and no snapshots are taken
             self._kept = OptimizerState(self._optimizer, self._named, f"stage {self.stage!r}")
         return self._kept
 
     def _build(self, named: Mapping[str, nn.Parameter]) -> tuple[Any, Any]:
-        """The optimizer of these parameters, and its scheduler."""
         optimizer = optimizers.create(self._source, named)
         if self._schedule is None:
             return optimizer, None
@@ -324,20 +323,20 @@ class StageOptimizer:
 
 
 def _is_torchs_own(*things: Any) -> bool:
-    """Whether these are torch's, or None: tested to come back as they were."""
+    """Whether these are torch's, or None; tests show that torch's can be restored."""
     return all(
         thing is None or type(thing).__module__.partition(".")[0] == "torch" for thing in things
     )
 
 
 def _asked(*factories: Factory | None) -> str:
-    """A hash: what is given to the user's own code may be told to it in confidence."""
-    given = [None if one is None else one.model_dump(mode="json") for one in factories]
-    return hashlib.sha256(json.dumps(given, sort_keys=True).encode()).hexdigest()
+    """A hash, because arguments of the user's code may be confidential."""
+    sections = [None if one is None else one.model_dump(mode="json") for one in factories]
+    return hashlib.sha256(json.dumps(sections, sort_keys=True).encode()).hexdigest()
 
 
 def _on_host(state: Any) -> Any:
-    """`state` with its tensors in the host's memory; what is a scheduler's own stays as it is."""
+    """`state` with its tensors in the host's memory; other objects stay as they are."""
     if isinstance(state, Tensor):
         return state.cpu()
     if type(state) is dict:
@@ -364,7 +363,7 @@ def _require_unscalable(stage: str, parameters: Iterable[tuple[str, nn.Parameter
 def _unscale(parameters: Iterable[nn.Parameter], inverse: float) -> bool:
     """Multiply all gradients by `inverse`, 1 / scale; return whether all of them are finite.
 
-    The arithmetic is that of `torch.amp.GradScaler.unscale_`.
+    Same arithmetic as `torch.amp.GradScaler.unscale_`.
     """
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     are_finite = [bool(_values(gradient).isfinite().all()) for gradient in gradients]

@@ -181,7 +181,7 @@ class ForwardRequests:
             answer = pending.ask(port)
             self._forget_if_served(pending)
         if is_first:
-            self._compute.start_round(bundle.round)
+            self._compute.start_round(bundle.round)  # [4]
             self._inputs.ask(bundle, functools.partial(self._arrived, pending))
         return answer
 

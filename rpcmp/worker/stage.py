@@ -27,7 +27,7 @@ numbers. Arrows with two lines are messages; each column is a process, and each 
                               [14] snapshot                        [14]
                               ]                                    ]
     [15] losses         <════ answer of Stage.train
-    [16] event, next step
+    [16] the step's event
 
 [1] The driver starts a step before it waits for the one before. [2] Its header travels in every
 bundle. [4] A stage that is asked first starts the round and asks all that it reads; no thread
@@ -67,6 +67,7 @@ from rpcmp.rpc.messages import (
     BatchIndices,
     Bundle,
     DatasetInfo,
+    Peer,
     RoundHeader,
     StepReport,
     TensorKey,
@@ -76,7 +77,8 @@ from rpcmp.worker.backward import Backwards, Failures, NoneGradients
 from rpcmp.worker.executor import ComputeThread
 from rpcmp.worker.forward import Execution
 from rpcmp.worker.grad_sync.sync import GradientSync
-from rpcmp.worker.model import LossScale, Meter, StageModel
+from rpcmp.worker.measurements import Meter
+from rpcmp.worker.model import LossScale, StageModel
 from rpcmp.worker.optimizer import StageOptimizer
 from rpcmp.worker.requests import ForwardRequests, Inputs
 from rpcmp.worker.snapshots import StageSnapshots
@@ -109,6 +111,7 @@ class Stage:
     Args:
         assignment: which stage of which job.
         transport: of the group that it will be a member of.
+        peer: returns another worker of the group by its name.
         activity: shows what it does.
         loader: loads its samples; None: the driver has the batch.
         rehearses: whether to try that its optimizer can be restored.
@@ -125,6 +128,7 @@ class Stage:
         self,
         assignment: Assignment,
         transport: Transport,
+        peer: Callable[[str], Peer],
         activity: Activity | None = None,
         loader: StageDataLoader | None = None,
         rehearses: bool = True,
@@ -142,11 +146,6 @@ class Stage:
         self._compute = ComputeThread(
             policy(config.schedule), assignment.limits, share, self, activity
         )
-        peers: dict[str, RemoteStage] = {}
-
-        def peer(name: str) -> RemoteStage:
-            return peers.setdefault(name, RemoteStage(transport, name))
-
         self._inputs = Inputs(graph, stage, share, config.turns_of, peer, transport, loader)
         self._failures = Failures()
         self._none_gradients = NoneGradients()
@@ -218,7 +217,7 @@ class Stage:
     # Calls of the driver: rounds.
 
     def train(self, bundles: list[Bundle], after: int) -> Future[Any]:
-        """Run forward and backward of a round; only called at the sink. See TrainStepRunner."""
+        """Run forward and backward of a round, at the sink; see TrainStepRunner."""
         return self._step_runner.train(bundles, after)
 
     def stand_by(self, header: RoundHeader) -> None:
@@ -228,10 +227,7 @@ class Stage:
         self._compute.start_round(header)
 
     def abort(self, first: int, last: int) -> list[Raised]:
-        """Fail all that waits in the rounds from `first` to `last`; return this stage's failures.
-
-        This is the one place that knows the order in which a round is given up.
-        """
+        """Fail all that waits in rounds `first` to `last`; return the failures of this stage."""
         self._requests.refuse(last)  # requests that the abort has overtaken must not wait for ever
         self._grad_sync.abort(first, last)  # the compute thread may wait in a sum
         self._compute.abort(first, last)  # before failures are forgotten: `after_round` reads them
@@ -270,12 +266,7 @@ class Stage:
 
     @_on_compute_thread
     def reschedule(self, schedule: str, limits: dict[str, InFlightLimits]) -> None:
-        """Switch to another schedule between two rounds.
-
-        Args:
-            schedule: its name.
-            limits: of every stage, by name, as the assignment foresaw.
-        """
+        """Switch to another schedule, with limits by stage, between two rounds."""
         self._compute.reschedule(policy(schedule), limits[self.optimizer.stage])
 
     @_on_compute_thread
@@ -299,11 +290,11 @@ class Stage:
     # Calls of the driver: data.
 
     def dataset_info(self) -> DatasetInfo | None:
-        """Return the datasets that this stage has built, if it loads samples itself."""
+        """Return the datasets of the stage's loader, if it has one."""
         return None if self._loader is None else self._loader.holding
 
     def epoch_order(self, epoch: int) -> Future[Any]:
-        """Return a future of the sample indices of an epoch, counted from 0, as int64."""
+        """Return the sample indices of an epoch, counted from 0, as int64."""
         if self._loader is None:
             raise RuntimeError("this stage loads no samples")
         return self._loader.order(epoch)
@@ -396,13 +387,9 @@ class Stage:
             self._grad_sync.start_round(header.number, len(own), is_early)
 
     def after_round(self, header: RoundHeader) -> None:
-        """Step the optimizer and take a snapshot, as the header says.
-
-        After a failed backward there is no step: its action counts as done, but the gradient lacks
-        its part.
-        """
+        """Step the optimizer and take a snapshot, as requested by the header."""
         if self._failed(header.number) is not None:
-            return
+            return  # a failed backward counts as done, but the gradient lacks its part
         try:
             if header.after is AfterRound.STEP:
                 self._sum_gradients(header.number)  # [12]
@@ -426,11 +413,6 @@ class Stage:
             self._grad_sync.sum(round_number, step)
 
     def _snapshot(self, act: Callable[[StageSnapshots], None]) -> None:
-        """Call `act`, if this stage takes snapshots.
-
-        Raises:
-            StageError: its state cannot be stored.
-        """
         if self.snapshots is None:
             return
         try:
@@ -438,29 +420,3 @@ class Stage:
         except Exception as error:
             cause = f"{one_line(error)} (with recovery.enabled = false nothing is stored)"
             raise StageError(self.name, "saving", cause, step=self.optimizer.steps) from error
-
-
-class RemoteStage:
-    """A stage of another worker; see `rpcmp.rpc.messages.Peer`."""
-
-    def __init__(self, transport: Transport, name: str) -> None:
-        self.name = name
-        self._transport = transport
-
-    def forward(self, bundle: Bundle, port: int) -> Future[Any]:
-        return self._transport.call(self.name, Stage.forward, bundle, port)
-
-    def mark_none_gradients(
-        self, round_number: int, microbatch: int, port: int, tensors: list[int]
-    ) -> Future[Any]:
-        method = Stage.mark_none_gradients
-        return self._transport.call(self.name, method, round_number, microbatch, port, tensors)
-
-    def gradient_part(self, rank: int, round_number: int, bucket: int) -> Future[Any]:
-        return self._transport.call(self.name, Stage.gradient_part, rank, round_number, bucket)
-
-    def gradient_total(self, round_number: int, bucket: int) -> Future[Any]:
-        return self._transport.call(self.name, Stage.gradient_total, round_number, bucket)
-
-    def get_tensors(self, key: TensorKey) -> Future[Any]:
-        return self._transport.call(self.name, Stage.get_tensors, key)

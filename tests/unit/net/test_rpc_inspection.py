@@ -33,7 +33,7 @@ from rpcmp.net.rpc_inspection import (
 )
 from rpcmp.observability.trace.spans import Kind, Span
 from rpcmp.rpc import transport
-from rpcmp.worker.executor import SPANS_PER_ANSWER
+from rpcmp.worker.measurements import SPANS_PER_ANSWER
 from rpcmp.worker.optimizer import StageOptimizer
 from rpcmp.worker.stage import Stage
 from tests.support.pipes import Agents, Conversation

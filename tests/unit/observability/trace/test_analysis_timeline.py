@@ -16,7 +16,7 @@ from rpcmp.errors import JobError
 from rpcmp.observability.trace import chrome
 from rpcmp.observability.trace.analysis import timeline
 from rpcmp.observability.trace.spans import Kind, Span
-from rpcmp.worker.executor import Recorder
+from rpcmp.worker.measurements import Recorder
 from tests.support.traces import SLOW_LINKS, ZERO_BUBBLE, drawn
 from tests.support.twostages import STAGES, job
 

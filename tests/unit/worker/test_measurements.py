@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from rpcmp.observability.trace.spans import NO_MICROBATCH, Kind, Span
-from rpcmp.worker import executor
-from rpcmp.worker.executor import SPANS_PER_ANSWER, Recorder
+from rpcmp.worker import measurements
+from rpcmp.worker.measurements import SPANS_PER_ANSWER, Recorder
 
 
 class Clock:
@@ -24,7 +24,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
-    monkeypatch.setattr(executor, "time", SimpleNamespace(perf_counter_ns=made.read))
+    monkeypatch.setattr(measurements, "time", SimpleNamespace(perf_counter_ns=made.read))
     return made
 
 
