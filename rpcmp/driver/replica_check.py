@@ -76,7 +76,6 @@ def require_equal(workers: WorkerRefs) -> None:
 
 
 def _pairs(workers: WorkerRefs) -> Iterator[tuple[Member, Member]]:
-    """Yield each further replica with the first one of its stage."""
     firsts = {worker.stage: worker for worker in workers if worker.replica == 0}
     return ((firsts[worker.stage], worker) for worker in workers if worker.replica)
 

@@ -136,11 +136,7 @@ class RoundScheduler:
         return RoundHandle(header, answer)
 
     def finish(self, started: RoundHandle) -> list[Any]:
-        """Return the result of each micro-batch, in order.
-
-        Raises:
-            RpcmpError: the first failure at any stage; all stages are free again.
-        """
+        """Return the result of each micro-batch, in order."""
         try:
             return started.answer()
         except RpcmpError as error:
@@ -166,7 +162,6 @@ class RoundScheduler:
         return _root_cause([*own, *lost], error)
 
     def discard(self) -> None:
-        """Forget the micro-batches that were accumulated for this step."""
         self._accumulated = 0
 
     def close(self) -> None:

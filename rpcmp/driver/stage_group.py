@@ -376,7 +376,6 @@ class StageGroup:
             self.zero_grad()
 
     def _sync_initial_state(self) -> None:
-        """Make replicas and tied parameters equal."""
         if self._config.sums_gradients or self._config.names_parameters:
             replica_check.require_fit(self._workers, self._config)
         if self._config.sums_gradients:

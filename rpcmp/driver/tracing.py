@@ -184,7 +184,6 @@ class StepSampler:
         self._showing = self._thread.submit(self._show, spans, step - 1)
 
     def close(self) -> None:
-        """Wait until all requested steps have been reported."""
         self._thread.shutdown()
 
     def write(self, path: Path) -> None:

@@ -24,7 +24,6 @@ class WorkerRefs:
 
     @classmethod
     def join(cls, members: Sequence[Member], peers: Transport) -> WorkerRefs:
-        """Refer to the stages that these members serve."""
         return cls(peers, {worker: peers.remote_service(worker.name) for worker in members})
 
     def parts(self, getter: Callable[[Any], Any]) -> WorkerRefs:
@@ -36,11 +35,7 @@ class WorkerRefs:
         return iter(self._rrefs)
 
     def everywhere(self, method: Callable[..., Any], *args: Any) -> dict[str, Any]:
-        """Call `method(object, *args)` at all workers; return the results by label.
-
-        Raises:
-            RpcmpError: the first error of any of them.
-        """
+        """Call `method(object, *args)` at all workers; return the results by label."""
         return self._on(list(self._rrefs), lambda worker: worker.label, method, *args)
 
     def on_firsts(self, method: Callable[..., Any], *args: Any) -> dict[str, Any]:

@@ -155,7 +155,6 @@ class BatchIndices(NamedTuple):
 
     @property
     def place(self) -> tuple[int, int]:
-        """The epoch and the batch's index in it."""
         return self.epoch, self.batch
 
 

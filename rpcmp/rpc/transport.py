@@ -289,12 +289,7 @@ class TorchRpc:
 
 
 def result(future: Future[Any], member: str = NOBODY) -> Any:
-    """Wait for the value of a call to `member`.
-
-    Raises:
-        RpcmpError: raised by the call.
-        WorkerDiedError: the connection broke.
-    """
+    """Wait for the value of a call to `member`."""
     value = outcome(future, member)
     if isinstance(value, Raised):
         raise from_wire(value.error)
@@ -302,11 +297,7 @@ def result(future: Future[Any], member: str = NOBODY) -> Any:
 
 
 def results(calls: Sequence[tuple[str, Future[Any]]]) -> list[Any]:
-    """Wait for the values of calls to members, in order, or for the first failure.
-
-    Raises:
-        RpcmpError: raised by the first call that failed; others may still be running.
-    """
+    """Wait for the values of calls to members, in order, or for the first failure."""
     ended: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
     for number, (name, future) in enumerate(calls):
 

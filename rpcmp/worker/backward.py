@@ -39,7 +39,6 @@ from rpcmp.worker.weight_grad import WeightGradients
 def stage_error(
     stage: str, phase: str, meta: MicrobatchMeta, error: BaseException, received: str = ""
 ) -> StageError:
-    """Return the StageError for an error of the user's code in a micro-batch."""
     return StageError(
         stage=stage,
         phase=phase,
@@ -106,7 +105,6 @@ class NoneGradients:
             return self._marks.pop((meta.round.number, meta.number), {})
 
     def clear(self) -> None:
-        """Forget all marks; their rounds were aborted."""
         with self._lock:
             self._marks.clear()
 
@@ -201,7 +199,6 @@ class Backwards:
 
     @property
     def splits(self) -> bool:
-        """Whether weight gradients are actions of their own."""
         return self._compute.limits.splits
 
     def run(self, saved: SavedBundle, gradients: Gradients) -> list[Tensor | None]:
@@ -292,7 +289,6 @@ class Backwards:
 
 
 def _by_microbatch(saved: SavedBundle, gradients: Gradients) -> Iterator[Gradients]:
-    """Regroup a bundle's gradients, which arrive port by port, by micro-batch."""
     remaining = iter(gradients)
     regrouped: list[list[Tensor | None]] = [[] for _ in saved.forwards]
     for port in range(len(saved.forwards[0].read)):

@@ -159,7 +159,6 @@ class Entry(torch.autograd.Function):
 def _enter(
     set_gradients: Callable[[Gradients], None], tensors: list[Tensor], needed: list[bool]
 ) -> list[Tensor]:
-    """Return `tensors`, with those that need a gradient as results of an Entry node."""
     if not any(needed):
         return tensors
     anchor = torch.empty(0, requires_grad=True)

@@ -70,7 +70,6 @@ class RoundState:
     ready: dict[tuple[Action, int], Task] = field(default_factory=dict)
 
     def is_ready(self, action: Action) -> bool:
-        """Whether the next action of that kind has all its inputs."""
         done = self.done[action]
         return done < len(self.bundles) and (action, self.bundles[done]) in self.ready
 
@@ -123,11 +122,9 @@ class RoundQueue:
             self._rounds[number] = make()
 
     def get(self, number: int) -> RoundState | None:
-        """Return round `number`, or None if it is complete or was aborted."""
         return self._rounds.get(number)
 
     def complete(self) -> None:
-        """Go on to the next round."""
         self._rounds.pop(self._current, None)
         self._current += 1
         self._skip_aborted()

@@ -84,9 +84,6 @@ class Execution:
         Args:
             answers: its inputs in the order of the references, followed by the targets if a sink
                 needs them.
-
-        Raises:
-            StageError: the user's code raised.
         """
         received = answers[: len(self._references)]
         targets = answers[-1].value
@@ -205,7 +202,6 @@ class Execution:
 
 
 def _replaced(outputs: StageOutputs, tensors: Iterator[Tensor]) -> StageOutputs:
-    """`outputs` with the next of `tensors` in the place of its own."""
     return outputs._replace(
         value=pytree.map_tensors(lambda _: next(tensors), outputs.value),
         token=None if outputs.token is None else next(tensors),

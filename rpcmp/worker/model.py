@@ -166,7 +166,6 @@ class StageModel:
             yield self._prefixes[layer] + name, parameter
 
     def modules(self) -> Iterator[nn.Module]:
-        """Yield the layers and all modules inside of them."""
         for layer in self._modules.values():
             yield from layer.modules()
 
@@ -231,7 +230,6 @@ class StageModel:
 
 
 def _modules_of_data(assignment: Assignment) -> set[str]:
-    """The modules that this stage's loader processes import."""
     config = assignment.config
     if config.data is None or not assignment.loads_data:
         return set()
@@ -268,11 +266,7 @@ def _device(name: str) -> torch.device:
 
 
 def _autocast(device: torch.device, dtype: Autocast | None) -> AbstractContextManager[object]:
-    """The context of a layer's forward, which may be entered again and again, but not nested.
-
-    Raises:
-        ConfigError: the device does not support the dtype.
-    """
+    """The context of a layer's forward, which may be entered again and again, but not nested."""
     if dtype is None:
         return contextlib.nullcontext()
     try:
@@ -283,11 +277,7 @@ def _autocast(device: torch.device, dtype: Autocast | None) -> AbstractContextMa
 
 
 def _metric(source: Factory, what: str) -> Callable[..., Any]:
-    """Import a function of (outputs, targets).
-
-    Raises:
-        FactoryError: it does not import, or only the driver can compute it.
-    """
+    """Import a function of (outputs, targets)."""
     metric = importing.function(source, what)
     if metrics.keeps_state(metric):
         raise FactoryError(

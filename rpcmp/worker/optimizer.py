@@ -124,11 +124,7 @@ class StageOptimizer:
             self._built = BuiltOptions(_asked(source, self._schedule), *options)
 
     def step_now(self) -> None:
-        """Step at the end of a round that does not wait for the driver; on the compute thread.
-
-        Raises:
-            StageError: the user's optimizer or scheduler raised.
-        """
+        """Step at the end of a round that does not wait for the driver; on the compute thread."""
         self._guard(self._step)
         if self._steps_scheduler:
             self._guard(lambda: self._step_scheduler(0.0))
@@ -347,11 +343,7 @@ def _on_host(state: Any) -> Any:
 
 
 def _require_unscalable(stage: str, parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
-    """Check that gradients can be divided by the scale without loss.
-
-    Raises:
-        ConfigError: a parameter is float16, and so is its gradient.
-    """
+    """Check that gradients can be divided by the scale without loss."""
     for name, parameter in parameters:
         if parameter.dtype is torch.float16:
             raise ConfigError(

@@ -192,7 +192,6 @@ class OptimizerState:
         return whole
 
     def _attributes(self) -> dict[str, Any]:
-        """Attributes that a file can hold."""
         return {key: value for key, value in self._own.items() if self._can_store(value)}
 
     @property
@@ -210,7 +209,6 @@ class OptimizerState:
         return all(tensor.data_ptr() not in own for tensor in tensors.values())
 
     def _changed(self) -> dict[str, Any]:
-        """Attributes that steps have changed."""
         return {
             key: value
             for key, value in self._attributes().items()
@@ -310,7 +308,6 @@ def _is_own(key: str, mine: Mapping[str, Any], saved: Mapping[str, Any]) -> bool
 
 
 def _has_collections(values: Sequence[Mapping[Any, Any]]) -> bool:
-    """Whether any of these dicts has a value that is not a number, a string or None."""
     return any(
         isinstance(value, Tensor | Mapping | list | tuple)
         for each in values

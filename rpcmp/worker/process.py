@@ -167,7 +167,6 @@ class WorkerProcess:
         )
 
     def _listen(self) -> None:
-        """Handle the supervisor's messages, and end the process when it ends."""
         while (message := self._channel.receive()) is not None:
             match message["op"]:
                 case "stored":
@@ -180,7 +179,6 @@ class WorkerProcess:
 
 
 def _loaders(assignment: Assignment) -> LoaderPool | None:
-    """The processes that load samples, if the stage reads any and loads them itself."""
     config, stage = assignment.config, assignment.stage_name
     loads = assignment.loads_data and config.graph().parts(stage)
     return LoaderPool(config, stage) if loads else None

@@ -32,7 +32,6 @@ class Copy(NamedTuple):
 
     @property
     def has_changed(self) -> bool:
-        """Whether the module now has another buffer, or another value in this one."""
         if self.owner[self.name] is not self.buffer:
             return True
         if self.buffer is None or self.value is None:
@@ -57,7 +56,6 @@ class Buffers:
         self._is_known = False
 
     def copy(self) -> list[Copy]:
-        """Return the buffers that may change, with their current values."""
         buffers = [(owner, name, owner[name]) for owner, name in self._candidates]
         return [Copy(*one, None if one[-1] is None else one[-1].clone()) for one in buffers]
 

@@ -147,7 +147,6 @@ def _kinds(
 
 
 def _smaller(shape: Sequence[int], largest: float) -> tuple[int, ...]:
-    """The same number of dimensions, with no more than `largest` elements."""
     sizes = list(shape)
     while math.prod(sizes) > largest:
         longest = max(range(len(sizes)), key=sizes.__getitem__)
@@ -184,7 +183,6 @@ def _watches(scheduler: Any) -> bool:
 
 
 def _copy(source: _Trial, target: _Trial) -> None:
-    """Load the state of `source` into `target`, as from a file."""
     kept = source.state.read()
     scheduler = None if source.scheduler is None else source.scheduler.state_dict()
     model: dict[str, Tensor] = {name: p.detach() for name, p in source.named.items()}

@@ -191,7 +191,6 @@ class ForwardRequests:
             self._aborted_round = max(last, self._aborted_round)
 
     def clear(self) -> None:
-        """Forget all requests; their rounds were aborted."""
         with self._lock:
             self._pending.clear()
 

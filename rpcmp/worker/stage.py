@@ -116,9 +116,6 @@ class Stage:
         loader: loads its samples; None: the driver has the batch.
         rehearses: whether to try that its optimizer can be restored.
 
-    Raises:
-        RpcmpError: the user's factories fail; see StageModel.
-
     Attributes:
         snapshots: taken after its steps; None: it takes none.
         finished: set once the worker has to leave the group.
@@ -250,11 +247,7 @@ class Stage:
 
     @_on_compute_thread
     def sum_gradients(self, round_number: int) -> None:
-        """Sum all gradients that a step needs, after a round that has not done so by itself.
-
-        Raises:
-            RpcmpError: this stage or another one has failed.
-        """
+        """Sum all gradients that a step needs, after a round that has not done so by itself."""
         if (failed := self._failed(round_number)) is not None:
             raise failed
         self._sum_gradients(round_number)

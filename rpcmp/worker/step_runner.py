@@ -101,8 +101,6 @@ class TrainStepRunner:
 
 
 class _Collected:
-    """Sets the answer once: all results, or the first failure."""
-
     def __init__(self, running: Sequence[Running[Any]], answer: Future[Any]) -> None:
         self._running = running
         self._answer = answer

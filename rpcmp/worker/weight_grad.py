@@ -70,8 +70,6 @@ CONVOLUTIONS = (
 
 
 class _Watched(threading.local):
-    """The WeightGradients of the forward that runs on this thread."""
-
     gradients: WeightGradients | None = None
 
 
@@ -113,7 +111,6 @@ class WeightGradients:
             self._deferring = False
 
     def accumulate(self) -> None:
-        """Add all deferred gradients to `.grad`."""
         waiting, self._waiting = self._waiting, []
         with torch.no_grad():
             for add in waiting:
@@ -384,7 +381,6 @@ def _differentiate(
 
 
 def _add_to_grad(parameter: Tensor, grad: Tensor) -> None:
-    """Accumulate as autograd does."""
     if parameter.grad is None:
         parameter.grad = grad
     else:
@@ -394,5 +390,4 @@ def _add_to_grad(parameter: Tensor, grad: Tensor) -> None:
 
 
 def _hooks(parameter: Tensor) -> list[Any]:
-    """The hooks that autograd calls after it has added to the parameter's gradient."""
     return list((parameter._post_accumulate_grad_hooks or {}).values())

@@ -143,7 +143,7 @@ class ReplicaBroadcast:
         def finish() -> None:
             values = result(answer, self._first.name)
             triples = zip(buffers, values, initial, strict=True)
-            _copy((buffer, first if now is None else now) for buffer, now, first in triples)
+            copy_all((buffer, first if now is None else now) for buffer, now, first in triples)
 
         return finish
 
@@ -155,7 +155,7 @@ class ReplicaBroadcast:
             self._put(key, tensors)
         elif tensors:
             values = result(self._first.get_tensors(key), self._first.name)
-            _copy(zip(tensors, values, strict=True))
+            copy_all(zip(tensors, values, strict=True))
 
     def _put(self, key: TensorKey, tensors: Sequence[Tensor | None]) -> None:
         if tensors:
@@ -170,7 +170,7 @@ class ReplicaBroadcast:
         ]
 
 
-def _copy(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+def copy_all(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
     with torch.no_grad():
         for tensor, value in pairs:
             tensor.copy_(value)

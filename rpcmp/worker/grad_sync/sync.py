@@ -90,10 +90,6 @@ class GradientSync:
         Args:
             round_number: the round that has just ended.
             step: the optimizer step that the gradients are for.
-
-        Raises:
-            StageError: another worker has failed, or a gradient cannot be summed.
-            WorkerDiedError: another worker is gone.
         """
         with self._named(step):
             self.start_round(round_number, 0, is_early=False)  # if it had no action here
@@ -107,12 +103,7 @@ class GradientSync:
             self._tied.sum(round_number)
 
     def after_step(self, step: int) -> None:
-        """Copy parameters that other workers own; called after the optimizer's step.
-
-        Raises:
-            StageError: another worker has failed.
-            WorkerDiedError: another worker is gone.
-        """
+        """Copy parameters that other workers own; called after the optimizer's step."""
         with self._named(step):
             self._has_sum = False
             if self._copies_parameters:
@@ -124,9 +115,6 @@ class GradientSync:
 
         Args:
             copies_parameters: whether to copy replica 0's parameters after each step as well.
-
-        Raises:
-            RpcmpError: another worker is gone.
         """
         self._tied.sync_initial_state()
         self._broadcast.sync_initial_state()

@@ -12,13 +12,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from rpcmp.config.topology import Member, member_name
 from rpcmp.pipelining.assignment import TiedParameter
 from rpcmp.rpc.messages import Peer, TensorKey
 from rpcmp.rpc.transport import result
-from rpcmp.worker.grad_sync.mailbox import NEVER, TensorMailbox
+from rpcmp.worker.grad_sync.mailbox import NEVER, TensorMailbox, copy_all
 from rpcmp.worker.model import StageModel
 
 
@@ -50,11 +50,7 @@ class TiedParameters:
         self._num_syncs = 0
 
     def sum(self, round_number: int) -> None:
-        """Send gradients to the owners, and add up those of the parameters owned here.
-
-        Raises:
-            RpcmpError: another stage has failed or is gone.
-        """
+        """Send gradients to the owners, and add up those of the parameters owned here."""
         for places in self._tied:
             self._send(places, round_number)
         for places in self._tied:
@@ -65,11 +61,7 @@ class TiedParameters:
         self._copy_from_owners(NEVER, f"begin {self._num_syncs}")
 
     def after_step(self, round_number: int, step: int) -> None:
-        """Copy the owners' values after an optimizer step.
-
-        Raises:
-            RpcmpError: an owner is gone.
-        """
+        """Copy the owners' values after an optimizer step."""
         self._copy_from_owners(round_number, f"step {step}")
 
     def _send(self, places: Sequence[TiedParameter], round_number: int) -> None:
@@ -116,10 +108,10 @@ class TiedParameters:
         for owner, *others in self._tied:
             own = [self._parameters[p.name] for p in others if p.stage == self._own.stage]
             if owner.stage == self._own.stage:
-                _copy(self._parameters[owner.name], own)
+                copy_all((parameter, self._parameters[owner.name]) for parameter in own)
             elif own:
                 (value,) = self._fetch(owner.stage, key(owner))
-                _copy(value, own)
+                copy_all((parameter, value) for parameter in own)
 
     def _fetch(self, stage: str, key: TensorKey) -> list[Tensor]:
         peer = self._peer(member_name(stage))
@@ -129,9 +121,3 @@ class TiedParameters:
     @property
     def _device(self) -> torch.device:
         return next(iter(self._parameters.values())).device
-
-
-def _copy(value: Tensor, parameters: Sequence[nn.Parameter]) -> None:
-    with torch.no_grad():
-        for parameter in parameters:
-            parameter.copy_(value)
