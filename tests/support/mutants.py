@@ -34,7 +34,11 @@ AREAS = {
     "schedules": ("pipelining/schedule.py", "pipelining/simulation.py", "pipelining/inflight.py"),
     "boundary": ("worker/boundary.py", "worker/forward.py", "worker/requests.py"),
     "backward": ("worker/backward.py", "worker/weight_grad.py", "worker/recompute.py"),
-    "summing": ("worker/grad_sync/bucket_allreduce.py", "worker/grad_sync/tied.py"),
+    "summing": (
+        "worker/grad_sync/bucket_allreduce.py",
+        "worker/grad_sync/buckets.py",
+        "worker/grad_sync/tied.py",
+    ),
     "snapshots": (
         "checkpoint/slots.py",
         "checkpoint/stage_state.py",

@@ -90,7 +90,7 @@ def plain() -> WeightGradients:
     return WeightGradients(frozenset())
 
 
-def test_a_backward_gives_the_gradients_of_what_was_received() -> None:
+def test_a_backward_returns_the_gradients_of_the_inputs() -> None:
     stage = Stage()
     x, y = torch.ones(1, requires_grad=True), torch.ones(1, requires_grad=True)
     memory = stage.forward(plain(), lambda x, y: 2 * x + 3 * y, x, y)
@@ -104,7 +104,7 @@ def test_a_backward_gives_the_gradients_of_what_was_received() -> None:
     ("missing", "expected", "told"),
     [({}, [[6]], []), ({0: [0]}, [[5]], []), ({0: [0], 1: [0]}, [None], [(0, [0])])],
 )
-def test_readers_that_miss_a_gradient_do_not_count_and_producers_hear_of_it(
+def test_none_gradients_are_left_out_of_the_sum_and_reported_to_producers(
     missing: dict[int, list[int]], expected: list[Any], told: list[tuple[int, list[int]]]
 ) -> None:
     stage = Stage(missing=missing)
@@ -114,7 +114,7 @@ def test_readers_that_miss_a_gradient_do_not_count_and_producers_hear_of_it(
     assert stage.told == told
 
 
-def test_what_several_read_gets_the_sum_of_their_gradients() -> None:
+def test_an_output_with_several_readers_gets_the_sum_of_their_gradients() -> None:
     stage = Stage()
     memory = stage.forward(plain(), lambda x: [x * 2, x * 3], torch.ones(1, requires_grad=True))
     memory.forwards[0].read[:] = [[0, 1], [0]]
@@ -205,7 +205,7 @@ MESSAGE = "stage 's' failed in backward of micro-batch 0 at step 7: ValueError: 
 
 
 @pytest.mark.parametrize("splits", [False, True])
-def test_a_backward_that_fails_is_told_and_the_round_ends_all_the_same(splits: bool) -> None:
+def test_a_failed_backward_is_recorded_and_its_round_ends(splits: bool) -> None:
     stage = Stage(splits)
     received = torch.ones(1, requires_grad=True)
     memory = stage.forward(plain(), lambda x: planted(x), received)
@@ -219,7 +219,7 @@ def test_a_backward_that_fails_is_told_and_the_round_ends_all_the_same(splits: b
     assert stage.failures.broken is None
 
 
-def test_a_weight_gradient_that_fails_is_told_when_nobody_waits_any_more() -> None:
+def test_a_failed_weight_gradient_breaks_the_stage() -> None:
     stage = Stage(splits=True)
     weight = nn.Parameter(torch.full((1,), 3.0))
     weights = WeightGradients(frozenset([weight]))
@@ -230,7 +230,7 @@ def test_a_weight_gradient_that_fails_is_told_when_nobody_waits_any_more() -> No
     assert str(stage.failures.broken) == MESSAGE
 
 
-def test_an_abort_frees_whoever_waits_and_all_activations() -> None:
+def test_an_abort_frees_waiting_threads_and_all_activations() -> None:
     stage = Stage()
     memory = stage.forward(plain(), lambda x: x * 2, torch.ones(1, requires_grad=True))
     stage.compute.abort(1, 1)

@@ -199,7 +199,7 @@ def test_micro_batches_are_in_flight_until_their_backward_is_done() -> None:
     assert stage.compute.in_flight == 0
 
 
-def test_where_backwards_are_split_they_are_in_flight_until_the_weight_gradient() -> None:
+def test_split_backwards_are_in_flight_until_the_weight_gradient() -> None:
     stage = Stage("zero-bubble", InFlightLimits(1, 2, True, 0))
     seen: dict[str, int] = {}
 
@@ -219,7 +219,7 @@ def test_where_backwards_are_split_they_are_in_flight_until_the_weight_gradient(
     assert stage.compute.in_flight == 0
 
 
-def test_an_evaluation_keeps_nothing_and_an_abort_forgets() -> None:
+def test_an_evaluation_keeps_nothing_in_flight_and_an_abort_resets_the_count() -> None:
     stage = Stage("gpipe")
     stage.begin(1, 2, training=False)
     stage.submit("F0")
@@ -265,7 +265,7 @@ def test_rounds_run_in_order_even_if_the_later_one_begins_first() -> None:
     stage.expect("F0 B0 end F0@2")
 
 
-def test_a_round_that_has_begun_does_not_begin_again() -> None:
+def test_a_round_that_has_started_does_not_start_again() -> None:
     stage = Stage()
     stage.begin(1, 2)
     stage.submit("F0")
@@ -275,7 +275,7 @@ def test_a_round_that_has_begun_does_not_begin_again() -> None:
     stage.expect("F0 F1")
 
 
-def test_a_round_that_is_held_lets_no_other_begin_before_its_release() -> None:
+def test_a_held_round_lets_no_other_start_before_its_release() -> None:
     stage = Stage(limits=SPLIT)
     stage.begin(1, 1, after=AfterRound.HOLD)
     stage.begin(2, 1)
@@ -286,7 +286,7 @@ def test_a_round_that_is_held_lets_no_other_begin_before_its_release() -> None:
     stage.expect("F0 B0 W0 end F0@2")
 
 
-def test_a_release_where_there_is_no_round_does_nothing() -> None:
+def test_a_release_without_a_round_does_nothing() -> None:
     stage = Stage()
     stage.compute.release()
     stage.begin(1, 1, after=AfterRound.HOLD)
@@ -297,7 +297,7 @@ def test_a_release_where_there_is_no_round_does_nothing() -> None:
 # Aborts.
 
 
-def test_an_abort_cancels_what_waits_and_what_still_comes() -> None:
+def test_an_abort_cancels_waiting_and_later_tasks() -> None:
     stage = Stage()
     stage.begin(1, 4)
     stage.hold()
@@ -307,7 +307,7 @@ def test_an_abort_cancels_what_waits_and_what_still_comes() -> None:
     stage.expect("-F0 -F2 -B0 -F1 -B1")
 
 
-def test_an_abort_cancels_nothing_twice() -> None:
+def test_an_abort_cancels_each_task_once() -> None:
     stage = Stage()
     stage.begin(1, 1)
     stage.hold()
@@ -397,7 +397,7 @@ def test_calls_run_in_order_and_before_actions_that_need_other_stages() -> None:
     stage.expect("scale zero_grad F0")
 
 
-def test_calls_wait_for_all_that_a_round_has_left_to_do_alone() -> None:
+def test_calls_wait_for_the_local_rest_of_a_round() -> None:
     stage = Stage(limits=SPLIT)
     stage.begin(1, 2)
     stage.begin(2, 1)
@@ -415,7 +415,7 @@ def test_calls_wait_for_all_that_a_round_has_left_to_do_alone() -> None:
 @pytest.mark.parametrize(
     ("error", "kind"), [(BusyError("mine"), BusyError), (ValueError("theirs"), JobError)]
 )
-def test_what_a_call_raises_is_its_answer(error: Exception, kind: type[Exception]) -> None:
+def test_an_error_of_a_call_is_its_answer(error: Exception, kind: type[Exception]) -> None:
     def fail() -> Any:
         raise error
 

@@ -52,7 +52,7 @@ def test_only_the_next_action_of_a_kind_is_ready() -> None:
     assert not found.is_ready(B)
 
 
-def test_progress_says_what_is_done_and_what_could_be() -> None:
+def test_progress_counts_done_and_ready_actions() -> None:
     found = a_round(num_bundles=3)
     finish(found, [F])
     found.ready[B, 0] = task()
@@ -93,7 +93,7 @@ def test_rounds_are_worked_on_in_order_even_if_a_later_one_begins_first() -> Non
     assert rounds.current is None
 
 
-def test_a_round_is_made_once_and_never_again_when_it_is_over() -> None:
+def test_a_complete_round_is_not_started_again() -> None:
     rounds = begun(1)
     first = rounds.get(1)
     rounds.start(1, a_round)
@@ -104,7 +104,7 @@ def test_a_round_is_made_once_and_never_again_when_it_is_over() -> None:
     assert rounds.current is None
 
 
-def test_an_abort_gives_back_all_that_waited_and_the_round_after_it_is_next() -> None:
+def test_an_abort_returns_waiting_tasks_and_goes_on_with_the_next_round() -> None:
     rounds = begun(1, 2, 3)
     waiting = []
     for number in (1, 2, 3):

@@ -35,7 +35,7 @@ def add(
     to.add(kind, 7, microbatch, ready, start)
 
 
-def test_busy_seconds_add_up_by_kind_since_they_were_last_asked_for(clock: Clock) -> None:
+def test_busy_seconds_add_up_by_kind_since_the_last_call(clock: Clock) -> None:
     stage = Recorder()
     add(stage, clock, "F", 0, 2_000_000_000)
     add(stage, clock, "F", 5_000_000_000, 6_000_000_000)
@@ -82,7 +82,7 @@ def test_a_cursor_whose_actions_are_gone_reads_the_oldest_that_are_kept() -> Non
     assert (cursor, [span.step for span in spans]) == (5, [3, 4])
 
 
-def test_nothing_is_ready_after_it_has_started(clock: Clock) -> None:
+def test_an_action_is_ready_before_it_starts(clock: Clock) -> None:
     stage = Recorder()
     stage.keep(1)
     add(stage, clock, "F", 10, 20, ready=12)

@@ -44,7 +44,7 @@ def dense(model: nn.Module) -> list[Tensor | None]:
 
 @pytest.mark.parametrize("scale", [2.0**16, 1000.0, 3.7, 1.0])
 @pytest.mark.parametrize("value", [None, INFINITE, -INFINITE, float("nan")])
-def test_unscaled_gradients_are_those_of_torchs_scaler(scale: float, value: float | None) -> None:
+def test_unscaled_gradients_equal_those_of_torchs_scaler(scale: float, value: float | None) -> None:
     torch.manual_seed(0)
     theirs = Model()
     ours = copy.deepcopy(theirs)
@@ -64,13 +64,13 @@ def test_unscaled_gradients_are_those_of_torchs_scaler(scale: float, value: floa
         )
 
 
-def test_what_has_no_gradients_has_none_that_is_not_finite() -> None:
+def test_a_model_without_gradients_counts_as_finite() -> None:
     assert optimizer._unscale(Model().parameters(), 0.5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("scale", [2.0**15, 2.0**20])
-def test_a_backward_begins_with_the_gradient_of_the_scaled_loss(
+def test_a_backward_starts_with_the_gradient_of_the_scaled_loss(
     dtype: torch.dtype, scale: float
 ) -> None:
     loss = torch.tensor(0.3, dtype=dtype, requires_grad=True)
@@ -118,7 +118,7 @@ def casts(output: Tensor) -> int:
     return len(found)
 
 
-def test_a_weight_is_cast_once_a_layer_and_autocast_ends_with_it() -> None:
+def test_a_weight_is_cast_once_per_layer_and_autocast_ends_with_the_layer() -> None:
     job = {"loss": "torch.nn:MSELoss", "model": {"layers": f"{__name__}:weighed_layers"}}
     model = StageModel(assign(parse_config({**job, "autocast": "bfloat16"}))[0])
     (work,) = header(1, 1, num_samples=2).microbatches([0])

@@ -88,7 +88,7 @@ def answer_to(port: int) -> list[StageOutputs]:
 
 
 @pytest.mark.parametrize("arrives_after", [1, 2])
-def test_a_reader_that_asks_late_has_what_was_computed_for_the_first(
+def test_a_late_reader_gets_the_answer_computed_for_the_first(
     around: _Around, arrives_after: int
 ) -> None:
     answers = []
@@ -100,7 +100,7 @@ def test_a_reader_that_asks_late_has_what_was_computed_for_the_first(
     assert (len(around.begun), len(around.computed), around.asked) == (1, 2, [])
 
 
-def test_it_is_held_until_it_is_computed_and_all_have_asked(around: _Around) -> None:
+def test_a_request_is_kept_until_computed_and_asked_by_all_readers(around: _Around) -> None:
     around.exchange.ask(bundle(), 0)
     around.arrive()
     assert len(around.exchange) == 1
@@ -113,7 +113,7 @@ def test_it_is_held_until_it_is_computed_and_all_have_asked(around: _Around) -> 
     assert len(around.exchange) == 0
 
 
-def test_what_failed_before_is_the_answer_to_all(around: _Around) -> None:
+def test_a_failed_input_is_the_answer_to_all_readers(around: _Around) -> None:
     failed = Raised("what it was")
     first = around.exchange.ask(bundle(), 0)
     around.asked.pop()([failed])
@@ -121,7 +121,7 @@ def test_what_failed_before_is_the_answer_to_all(around: _Around) -> None:
     assert around.tasks == []
 
 
-def test_a_round_that_was_aborted_is_answered_whether_it_was_asked_before_or_after(
+def test_requests_before_and_after_an_abort_get_an_error(
     around: _Around,
 ) -> None:
     before = around.exchange.ask(bundle(), 0)

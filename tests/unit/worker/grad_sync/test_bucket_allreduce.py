@@ -118,7 +118,7 @@ def same(one: Tensor | None, other: Tensor | None) -> bool:
 
 
 @pytest.mark.parametrize("num_members", [2, 3, 4])
-def test_all_members_have_the_sum_in_their_order(num_members: int) -> None:
+def test_all_members_get_the_sum_in_the_order_of_ranks(num_members: int) -> None:
     members = Members(num_members, [torch.float32, torch.float64])
     for key in range(1, 4):
         totals = members.give(key)
@@ -128,7 +128,7 @@ def test_all_members_have_the_sum_in_their_order(num_members: int) -> None:
     assert not any(one._sums for one in members.summing)
 
 
-def test_what_a_member_lacks_is_left_out_and_what_all_lack_stays_none() -> None:
+def test_none_gradients_are_left_out_and_stay_none_if_all_are() -> None:
     members = Members(3)
     missing = [(0, 0), (1, 0), (2, 1), (0, 4), *((rank, 2) for rank in range(3))]
     totals = members.give(7, missing)
@@ -142,7 +142,7 @@ def test_what_a_member_lacks_is_left_out_and_what_all_lack_stays_none() -> None:
         assert all(map(same, mine, totals))
 
 
-def test_minus_zero_of_one_member_alone_stays_so() -> None:
+def test_a_single_members_minus_zero_stays_minus_zero() -> None:
     members = Members(2)
     members.give(1, [(1, 4)])
     assert members.parameters[0][4].grad is not None
@@ -153,7 +153,7 @@ def test_minus_zero_of_one_member_alone_stays_so() -> None:
         assert torch.signbit(mine[4]).all()
 
 
-def test_a_sum_that_is_given_up_ends_all_waiting_and_the_next_one_works() -> None:
+def test_an_aborted_sum_fails_all_that_wait_and_the_next_one_works() -> None:
     members = Members(2)
     members.give(1)
     for number in range(len(members.summing[0].buckets)):
@@ -230,13 +230,13 @@ class Watched:
         return ready
 
 
-def test_nothing_is_early_in_the_first_round_and_all_in_the_next() -> None:
+def test_no_bucket_is_early_in_the_first_round_and_all_in_the_next() -> None:
     watched = Watched()
     assert watched.round("012", "012") == []
     assert watched.round("012", "012", "012") == [0, 1, 2]  # the last layer first
 
 
-def test_what_is_split_is_ready_when_it_has_come_and_not_before(
+def test_a_deferred_gradient_is_ready_once_it_is_added(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As at a stage under zero-bubble; a backward that fails halfway does not count."""
@@ -285,7 +285,7 @@ def test_a_layer_that_is_not_always_used_is_never_early() -> None:
     assert watched.round("012") == [0, 1, 2]
 
 
-def test_what_changes_after_it_was_said_to_be_final_is_an_error() -> None:
+def test_a_gradient_that_changes_after_it_was_ready_is_an_error() -> None:
     watched = Watched()
     watched.round("012")
     watched.round("0112")  # twice in one backward is one change

@@ -66,7 +66,7 @@ class _Replicas:
         assert all(torch.equal(one[name], other[name]) for name in one)
 
 
-def test_replicas_begin_as_the_first_one_is() -> None:
+def test_replicas_start_with_the_state_of_the_first() -> None:
     replicas = _Replicas()
     with torch.no_grad():
         replicas.models[0].layer.weight.fill_(3.0)
@@ -76,7 +76,7 @@ def test_replicas_begin_as_the_first_one_is() -> None:
     assert torch.equal(replicas.models[1].layer.weight, torch.full((4,), 3.0))
 
 
-def test_only_buffers_that_have_changed_travel() -> None:
+def test_only_changed_buffers_are_sent() -> None:
     replicas = _Replicas()
     replicas.sync_initial_state()
     for model in replicas.models:
@@ -90,7 +90,7 @@ def test_only_buffers_that_have_changed_travel() -> None:
     assert travelled == ["running_mean", "running_var", "num_batches_tracked"]
 
 
-def test_what_only_another_replica_has_changed_is_undone() -> None:
+def test_a_buffer_changed_by_another_replica_alone_is_reset() -> None:
     replicas = _Replicas()
     replicas.sync_initial_state()
     replicas.models[1].buffers()["table"].add_(1.0)
@@ -98,7 +98,7 @@ def test_what_only_another_replica_has_changed_is_undone() -> None:
     replicas.assert_equal()
 
 
-def test_bits_count_not_values() -> None:
+def test_buffers_are_compared_by_bits() -> None:
     replicas = _Replicas()
     replicas.sync_initial_state()
     replicas.models[0].buffers()["sign"].neg_()  # minus zero, which equals zero
