@@ -73,7 +73,7 @@ def drive(
     """
     from rpcmp.cli.observing import observers, path_of, saying_where, seconds_between_timelines
     from rpcmp.cli.output import logged, printer
-    from rpcmp.job.drive import drive as run
+    from rpcmp.job.training_run import drive as run
     from rpcmp.observability.observers import aside, watching
     from rpcmp.observability.run_folder.writer import TRACE
     from rpcmp.process.descriptors import raise_limit

@@ -28,9 +28,9 @@ from typing import NamedTuple
 from rpcmp.config import importing
 from rpcmp.config.schema import Config, ScheduleOptions
 from rpcmp.data.batch_server import BatchServer
-from rpcmp.driver import calls
 from rpcmp.driver.datasets import Datasets
 from rpcmp.driver.metrics import Metrics
+from rpcmp.driver.operations import Operations, serve
 from rpcmp.driver.progress import TrainingProgress
 from rpcmp.driver.stage_group import StageGroup
 from rpcmp.driver.tracing import StepSampler, Tracer
@@ -44,6 +44,7 @@ from rpcmp.rpc import transport, unpickler
 from rpcmp.rpc.store import ChannelStore
 from rpcmp.rpc.tensors import save_tensors
 from rpcmp.rpc.transport import TorchRpc
+from rpcmp.worker.stage import Stage
 
 
 class Planned(NamedTuple):
@@ -135,8 +136,9 @@ class DriverProcess:
             self._datasets = Datasets.at_stages(config, group)
         match work["op"]:
             case "serve":
-                model = calls.Calls(config, group, work["state"], work["kept"], self._metrics)
-                calls.serve(model, self._fds[0], self._activity)
+                state, kept = work["state"], work["kept"]
+                operations = Operations(config, group, state, kept, self._metrics)
+                serve(operations, self._fds[0], self._activity)
             case "train":
                 self._train(config, group, work)
             case "segments":
@@ -182,9 +184,9 @@ class DriverProcess:
             tracer.write(Path(order["trace"]))
         self._activity.end()
         training.saves.wait()
-        memory = group.memory()  # before anything is copied for a file
+        memory = group.everywhere(Stage.memory)  # before anything is copied for a file
         if order["save_state"]:
-            save_tensors(group.state_dict(), Path(order["save_state"]))
+            save_tensors(group.merge(Stage.state_dict), Path(order["save_state"]))
         self._channel.send(
             {
                 "event": "summary",
@@ -194,7 +196,7 @@ class DriverProcess:
                 "metrics": training.progress.metrics,
                 **_scaling(training.progress),
                 "parameters_sha256": group.parameters_sha256(),
-                "hosts": group.hosts(),
+                "hosts": group.everywhere(Stage.host),
                 "memory": memory,
             }
         )

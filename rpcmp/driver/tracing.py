@@ -36,6 +36,7 @@ from rpcmp.observability.trace.spans import (
 )
 from rpcmp.process.channel import Message
 from rpcmp.worker.executor import AT_ONCE, STEPS_KEPT
+from rpcmp.worker.stage import Stage
 
 PINGS = 20
 """Questions for each stage's clock; the one with the shortest way counts."""
@@ -112,7 +113,7 @@ class StepSampler:
         self._seconds = seconds
         self._clocks = ClockSync(config, group)
         self._estimates = self._ask_clocks()
-        self._hosts = group.follow()
+        self._hosts = group.everywhere(Stage.follow)
         self._first: int | None = None
         self._last: int | None = None
         self._due = 0.0
@@ -206,7 +207,7 @@ class Tracer:
         self._clocks = ClockSync(config, group)
         self._spans: defaultdict[str, list[Span]] = defaultdict(list)
         self._before = self._clocks.ask()
-        self._hosts = group.trace(True)
+        self._hosts = group.everywhere(Stage.trace, True)
 
     def after_step(self, step: int) -> None:
         """Fetch what has been recorded, now and then."""
@@ -219,7 +220,7 @@ class Tracer:
         Raises:
             ConfigError: the file cannot be written.
         """
-        self._group.trace(False)
+        self._group.everywhere(Stage.trace, False)
         self._fetch()
         after = self._clocks.ask()
         tracks = tuple(
@@ -235,7 +236,7 @@ class Tracer:
 
     def _fetch(self) -> None:
         while True:
-            found = self._group.take_spans()
+            found = self._group.everywhere(Stage.take_spans)
             for stage, spans in found.items():
                 self._spans[stage] += spans
             if max(map(len, found.values())) < AT_ONCE:

@@ -32,6 +32,7 @@ from rpcmp.pipelining.inflight import STEPS_AHEAD
 from rpcmp.process.activity import Activity
 from rpcmp.process.channel import Message
 from rpcmp.rpc.messages import AfterRound, StepReport
+from rpcmp.worker.stage import Stage
 
 Report = Callable[[Message], None]
 
@@ -139,7 +140,7 @@ class Training:
             # No stage knows any more what it was before its scheduler stepped.
             self.progress = replace(self.progress, has_ended_epoch=True)
         self._tell_progress()
-        self._group.save(step)
+        self._group.everywhere(Stage.save, step)
 
     def segment(self, steps: int) -> SegmentTotals:
         """Train the next `steps` steps, and wait until all stages have done them.

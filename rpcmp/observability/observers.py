@@ -43,7 +43,7 @@ from rpcmp.process.logging.display import unreported
 
 
 class Observer(Protocol):
-    """Is told what happens in a run; see `rpcmp.job.drive` for the events.
+    """Is told what happens in a run; see `rpcmp.job.training_run` for the events.
 
     Both methods are called on a thread of the observer's own. What they raise ends the observer,
     not the run.

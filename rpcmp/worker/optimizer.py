@@ -13,7 +13,7 @@ import json
 import time
 import traceback
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +34,28 @@ from rpcmp.worker.optimizer_state import KeptState, OptimizerState
 from rpcmp.worker.option_overrides import BuiltOptions, Options, renewed
 from rpcmp.worker.precision import LossScale, require_unscalable, unscale
 from rpcmp.worker.rehearsal import require_restorable, require_steppable
+
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
+
+
+def _on_compute_thread(
+    method: Callable[Concatenate[StageOptimizer, Parameters], Result],
+) -> Callable[Concatenate[StageOptimizer, Parameters], Future[Result]]:
+    """Make a method of StageOptimizer run on the stage's compute thread.
+
+    Callers get a future of the result. Errors of the user's optimizer name the stage.
+    """
+
+    @functools.wraps(method)
+    def submit(
+        optimizer: StageOptimizer, /, *args: Parameters.args, **kwargs: Parameters.kwargs
+    ) -> Future[Result]:
+        return optimizer._compute.future(
+            lambda: optimizer._guard(lambda: method(optimizer, *args, **kwargs))
+        )
+
+    return submit
 
 
 class StageOptimizer:
@@ -112,22 +134,24 @@ class StageOptimizer:
         if self._steps_scheduler:
             self._guard(lambda: self._step_scheduler(0.0))
 
-    def step(self, updates: bool = True) -> Future[Any]:
-        """Update the parameters and clear the gradients; answers with a StepReport.
+    @_on_compute_thread
+    def step(self, updates: bool = True) -> StepReport:
+        """Update the parameters and clear the gradients.
 
         Args:
-            updates: whether there is anything to update; False: the step is skipped.
+            updates: whether to update the parameters; False: the step is skipped.
         """
-        return self._run(lambda: self._step(updates))
+        return self._step(updates)
 
+    @_on_compute_thread
     def finish(
         self,
         factor: Tensor | None,
         loss: float | None,
         updates: bool = True,
         next_scale: float | None = None,
-    ) -> Future[Any]:
-        """End a round that was held; answers with a StepReport.
+    ) -> StepReport:
+        """End a round that was held.
 
         Args:
             factor: scales the gradients before the step.
@@ -135,37 +159,49 @@ class StageOptimizer:
             updates: whether the optimizer and the scheduler step; False: the step is skipped.
             next_scale: of the next step's loss.
         """
-        return self._run(lambda: self._finish(factor, loss, updates, next_scale))
+        if factor is not None:
+            self._scale(factor)
+        report = self._step(updates)
+        if loss is not None and updates:
+            self._step_scheduler(loss)
+        if next_scale is not None:
+            self._set_scale(next_scale)
+        self._compute.release()
+        return report
 
-    def unscale(self, inverse: float) -> Future[Any]:
-        """Multiply all gradients by `inverse`; answers whether all of them are finite."""
-        return self._run(lambda: unscale(self._parameters, inverse))
+    @_on_compute_thread
+    def unscale(self, inverse: float) -> bool:
+        """Multiply all gradients by `inverse`; returns whether all of them are finite."""
+        return unscale(self._parameters, inverse)
 
-    def set_scale(self, scale: float) -> Future[Any]:
-        """Scale the gradients of all that follows by `scale`."""
-        return self._run(lambda: self._set_scale(scale))
+    @_on_compute_thread
+    def set_scale(self, scale: float) -> None:
+        """Multiply the losses of the next steps by `scale`."""
+        self._set_scale(scale)
 
-    def zero_grad(self) -> Future[Any]:
+    @_on_compute_thread
+    def zero_grad(self) -> None:
         """Clear the gradients."""
-        return self._run(self._zero_grad)
+        self._zero_grad()
 
-    def norms(self, norm_type: float) -> Future[Any]:
-        """The norm of each parameter's gradient by name; without those that have none."""
-        return self._run(
-            lambda: {
-                name: torch.linalg.vector_norm(parameter.grad, norm_type).cpu()
-                for name, parameter in self._named.items()
-                if parameter.grad is not None
-            }
-        )
+    @_on_compute_thread
+    def norms(self, norm_type: float) -> dict[str, Tensor]:
+        """Return the norm of each gradient that is not None, by the parameter's name."""
+        return {
+            name: torch.linalg.vector_norm(parameter.grad, norm_type).cpu()
+            for name, parameter in self._named.items()
+            if parameter.grad is not None
+        }
 
-    def scale(self, factor: Tensor) -> Future[Any]:
+    @_on_compute_thread
+    def scale(self, factor: Tensor) -> None:
         """Multiply all gradients by the float32 scalar `factor`."""
-        return self._run(lambda: self._scale(factor))
+        self._scale(factor)
 
-    def step_scheduler(self, loss: float) -> Future[Any]:
-        """Let the scheduler step; `loss` is for those that watch one."""
-        return self._run(lambda: self._step_scheduler(loss))
+    @_on_compute_thread
+    def step_scheduler(self, loss: float) -> None:
+        """Step the scheduler; `loss` is for those that watch one."""
+        self._step_scheduler(loss)
 
     def parts(self) -> tuple[dict[str, Any], Any, Any, Any, Any]:
         """What a StageState has of it: `state`, `groups`, `scheduler`, `built` and `aside`.
@@ -190,19 +226,31 @@ class StageOptimizer:
             options = renewed(options, then, self._built, self._keeper.defaults)
         self._load(KeptState(state.state, options.groups, state.aside), options.scheduler)
 
-    def state_dict(self) -> Future[Any]:
-        """The state by parameter name, the group's options and the scheduler's state, on the host.
+    @_on_compute_thread
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state by parameter name, the options and the scheduler's state, on the host.
 
         Messages carry nothing else.
         """
-        return self._run(lambda: _on_host(self._state_dict()))
+        state, groups, scheduler, _, aside = self.parts()
+        if self._optimizer is None:
+            return {"state": {}, "param_groups": {}, "scheduler": {}, "aside": {}}
+        parts = {
+            "state": state,
+            "param_groups": {self.stage: groups},
+            "scheduler": {self.stage: scheduler},
+            "aside": {} if aside is None else {self.stage: aside},
+        }
+        return {name: _on_host(part) for name, part in parts.items()}
 
-    def load_state_dict(self, state: dict[str, Any]) -> Future[Any]:
-        """Take over what `DistributedOptimizer.state_dict` returned."""
-        return self._run(lambda: self._load_state_dict(state))
-
-    def _run(self, function: Callable[[], Any]) -> Future[Any]:
-        return self._compute.future(lambda: self._guard(function))
+    @_on_compute_thread
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load the result of `DistributedOptimizer.state_dict`."""
+        if self._optimizer is None:
+            return
+        aside = state.get("aside", {}).get(self.stage)
+        kept = KeptState(state["state"], state["param_groups"].get(self.stage), aside)
+        self._load(kept, state["scheduler"].get(self.stage))
 
     def _guard(self, function: Callable[[], Any]) -> Any:
         """What `function` returns; what the user's optimizer raises names the stage."""
@@ -215,19 +263,6 @@ class StageOptimizer:
             text = "".join(traceback.format_exception(error))
             step = self.steps + 1
             raise StageError(self._label, "optimizer", one_line(error), text, step) from error
-
-    def _finish(
-        self, factor: Tensor | None, loss: float | None, updates: bool, next_scale: float | None
-    ) -> StepReport:
-        if factor is not None:
-            self._scale(factor)
-        report = self._step(updates)
-        if loss is not None and updates:
-            self._step_scheduler(loss)
-        if next_scale is not None:
-            self._set_scale(next_scale)
-        self._compute.release()
-        return report
 
     def _set_scale(self, scale: float) -> None:
         if self._loss_scale is not None:
@@ -280,24 +315,6 @@ class StageOptimizer:
 
     def _scheduler_state(self) -> Any:
         return None if self._scheduler is None else self._scheduler.state_dict()
-
-    def _state_dict(self) -> dict[str, Any]:
-        state, groups, scheduler, _, aside = self.parts()
-        if self._optimizer is None:
-            return {"state": {}, "param_groups": {}, "scheduler": {}, "aside": {}}
-        return {
-            "state": state,
-            "param_groups": {self.stage: groups},
-            "scheduler": {self.stage: scheduler},
-            "aside": {} if aside is None else {self.stage: aside},
-        }
-
-    def _load_state_dict(self, state: dict[str, Any]) -> None:
-        if self._optimizer is None:
-            return
-        aside = state.get("aside", {}).get(self.stage)
-        kept = KeptState(state["state"], state["param_groups"].get(self.stage), aside)
-        self._load(kept, state["scheduler"].get(self.stage))
 
     def _load(self, kept: KeptState, scheduler: Any) -> None:
         if kept.groups is None:

@@ -20,7 +20,7 @@ import platform
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -29,6 +29,7 @@ from torch.futures import Future
 from rpcmp.config.topology import DRIVER, Port, ReplicaShare
 from rpcmp.data.stage_loader import StageDataLoader
 from rpcmp.errors import RpcmpError, StageError, one_line
+from rpcmp.observability.trace.spans import Span
 from rpcmp.pipelining.assignment import Assignment
 from rpcmp.pipelining.devices import host_facts
 from rpcmp.pipelining.schedule import InFlightLimits, policy
@@ -59,6 +60,24 @@ from rpcmp.worker.step_runner import TrainStepRunner
 
 DRIVER_PORT = 0
 """The sink's only port: its reader wants the loss (the conductor) or the outputs (the driver)."""
+
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
+
+
+def _on_compute_thread(
+    method: Callable[Concatenate[Stage, Parameters], Result],
+) -> Callable[Concatenate[Stage, Parameters], Future[Result]]:
+    """Make a method of Stage run on its compute thread; callers get a future of the result."""
+
+    @functools.wraps(method)
+    def submit(
+        stage: Stage, /, *args: Parameters.args, **kwargs: Parameters.kwargs
+    ) -> Future[Result]:
+        return stage._compute.future(lambda: method(stage, *args, **kwargs))
+
+    return submit
+
 
 _WIRE_DTYPES = {None: None, "bfloat16": torch.bfloat16}
 
@@ -203,69 +222,71 @@ class Stage:
         """What another worker takes over from this one; see Board."""
         return self._together.posted(key)
 
-    def settle(self) -> Future[Any]:
-        """The StepReport of the last step, or None, once that is done.
+    @_on_compute_thread
+    def settle(self) -> StepReport | None:
+        """Return the report of the last step, if there was one, once that is done.
 
         Raises:
             RpcmpError: that step failed here, in its weight gradients or its optimizer.
         """
+        if self._failures.broken is not None:
+            raise self._failures.broken
+        return self.optimizer.report
 
-        def report() -> StepReport | None:
-            if self._failures.broken is not None:
-                raise self._failures.broken
-            return self.optimizer.report
-
-        return self._compute.future(report)
-
-    def sum(self, round_number: int) -> Future[Any]:
-        """Have all gradients that a step needs, after a round that did not do so by itself.
+    @_on_compute_thread
+    def sum(self, round_number: int) -> None:
+        """Sum all gradients that a step needs, after a round that has not done so by itself.
 
         Raises:
             RpcmpError: this stage or another one has failed.
         """
+        if (failed := self._failed(round_number)) is not None:
+            raise failed
+        self._sum(round_number)
 
-        def sum_them() -> None:
-            if (failed := self._failed(round_number)) is not None:
-                raise failed
-            self._sum(round_number)
-
-        return self._compute.future(sum_them)
-
-    def unite(self, follows: bool) -> Future[Any]:
-        """Begin as what replica 0, and the owners of shared parameters, are; see GradientSync."""
-
-        return self._compute.future(lambda: self._together.unite(follows))
+    @_on_compute_thread
+    def unite(self, follows: bool) -> None:
+        """Start as replica 0 and the owners of shared parameters do; see GradientSync."""
+        self._together.unite(follows)
 
     def signature(self) -> dict[str, str]:
         """What workers must agree on: what their tensors are, and the code."""
         return self.model.signature()
 
-    def smallest_microbatch(self) -> Future[Any]:
-        """Samples that a micro-batch needs to be trained with."""
-        return self._compute.future(self.model.smallest_microbatch)
+    @_on_compute_thread
+    def smallest_microbatch(self) -> int:
+        """Return how many samples a micro-batch needs to train with."""
+        return self.model.smallest_microbatch()
 
-    def keep(self, version: int) -> Future[Any]:
-        """Keep what this stage is now, as `version`."""
-        return self._compute.future(lambda: self._guard_saving(lambda s: s.take(version)))
+    @_on_compute_thread
+    def keep(self, version: int) -> None:
+        """Take a snapshot of the stage as `version`.
 
-    def save(self, step: int) -> Future[Any]:
-        """Have what this stage was right after `step`, the last one, written to its disk."""
-        return self._compute.future(lambda: self._guard_saving(lambda s: s.save(step)))
+        Raises:
+            StageError: the state cannot be stored.
+        """
+        self._guard_saving(lambda snapshots: snapshots.take(version))
 
-    def reschedule(self, schedule: str, limits: dict[str, InFlightLimits]) -> Future[Any]:
+    @_on_compute_thread
+    def save(self, step: int) -> None:
+        """Write the stage's state after `step`, the last one, to its disk.
+
+        Raises:
+            StageError: the state cannot be stored.
+        """
+        self._guard_saving(lambda snapshots: snapshots.save(step))
+
+    @_on_compute_thread
+    def reschedule(self, schedule: str, limits: dict[str, InFlightLimits]) -> None:
         """Go on under another schedule; between two rounds.
 
         Args:
             schedule: its name.
-            limits: of every stage, by name; of those that the assignment foresaw.
+            limits: of every stage, by name, as the assignment foresaw.
         """
-
-        def switch() -> None:
-            self._limits = limits[self.optimizer.stage]
-            self._compute.policy = policy(schedule)
-            self._backwards.splits = self._limits.splits
-
-        return self._compute.future(switch)
+        self._limits = limits[self.optimizer.stage]
+        self._compute.policy = policy(schedule)
+        self._backwards.splits = self._limits.splits
 
     def holding(self) -> DatasetInfo | None:
         """What this stage has built to load samples from, where it does so itself."""
@@ -282,72 +303,66 @@ class Stage:
         if self._feed is not None:
             self._feed.expect(drawn)
 
-    def digests(self) -> Future[Any]:
-        """`digest.tensor_line` of each parameter and buffer, by name."""
-        state = self.model.state_dict
-        return self._compute.future(
-            lambda: {name: tensors.tensor_line(name, value) for name, value in state().items()}
-        )
+    @_on_compute_thread
+    def digests(self) -> dict[str, str]:
+        """Return `tensors.tensor_line` of each parameter and buffer, by name."""
+        state = self.model.state_dict()
+        return {name: tensors.tensor_line(name, value) for name, value in state.items()}
 
-    def parameter_digests(self) -> Future[Any]:
-        """The same of the parameters alone."""
-        named = self.model.named_parameters
-        return self._compute.future(
-            lambda: {name: tensors.tensor_line(name, value) for name, value in named()}
-        )
+    @_on_compute_thread
+    def parameter_digests(self) -> dict[str, str]:
+        """Return `tensors.tensor_line` of each parameter, by name."""
+        named = self.model.named_parameters()
+        return {name: tensors.tensor_line(name, value) for name, value in named}
 
-    def state_dict(self) -> Future[Any]:
-        """Copies of the parameters and buffers, on the host, by name."""
-        state = self.model.state_dict
-        return self._compute.future(
-            lambda: {name: value.detach().cpu().clone() for name, value in state().items()}
-        )
+    @_on_compute_thread
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return copies of the parameters and buffers, on the host, by name."""
+        state = self.model.state_dict()
+        return {name: value.detach().cpu().clone() for name, value in state.items()}
 
     def state_names(self) -> list[str]:
         """The names of this stage's parameters and buffers in the unsplit model."""
         return list(self.model.state_dict())
 
-    def load_state_dict(self, state: dict[str, Tensor]) -> Future[Any]:
-        """Take over parameters and buffers by name."""
-        return self._compute.future(lambda: self.model.load_state_dict(state))
+    @_on_compute_thread
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Load parameters and buffers by name."""
+        self.model.load_state_dict(state)
 
     def live_state(self) -> dict[str, int]:
         """Counts of what a step must not leave behind."""
         return {**self._peers.live_state(), "pending": len(self._exchange)}
 
     def memory(self) -> dict[str, int]:
-        """Bytes of this process's memory: when it was idle, and at its peak."""
+        """Return bytes of this process's memory: "idle", after it was built, and "peak"."""
         return self._meter.read()
 
     def host(self) -> dict[str, str]:
         """What decides this host's bits."""
         return host_facts(self.model.device)
 
-    def trace(self, on: bool) -> Future[Any]:
-        """Record every action from now on, or stop it; answers with the name of this host."""
+    @_on_compute_thread
+    def trace(self, on: bool) -> str:
+        """Start or stop to record every action; returns the name of this host."""
+        self._compute.recorder.traces = on
+        return platform.node()
 
-        def switch() -> str:
-            self._compute.recorder.traces = on
-            return platform.node()
+    @_on_compute_thread
+    def take_spans(self) -> list[Span]:
+        """Return the next recorded actions, at most `rpcmp.worker.executor.AT_ONCE`."""
+        return self._compute.recorder.take_spans()
 
-        return self._compute.future(switch)
+    @_on_compute_thread
+    def follow(self) -> str:
+        """Start to keep the actions of the last steps; returns the name of this host."""
+        self._compute.recorder.follows = True
+        return platform.node()
 
-    def take_spans(self) -> Future[Any]:
-        """The actions that were recorded after those of the last answer."""
-        return self._compute.future(self._compute.recorder.take_spans)
-
-    def follow(self) -> Future[Any]:
-        """Keep the actions of the last steps from now on; answers with the name of this host."""
-
-        def switch() -> str:
-            self._compute.recorder.follows = True
-            return platform.node()
-
-        return self._compute.future(switch)
-
-    def recent(self, step: int, count: int) -> Future[Any]:
-        """The actions of the last `count` steps up to `step`."""
-        return self._compute.future(lambda: self._compute.recorder.recent(step, count))
+    @_on_compute_thread
+    def recent(self, step: int, count: int) -> list[Span]:
+        """Return the actions of the last `count` steps up to `step`."""
+        return self._compute.recorder.recent(step, count)
 
     def clock(self) -> int:
         """This host's clock, that of the spans."""

@@ -54,6 +54,7 @@ from rpcmp.tools.verify.reference.training import UnsplitModel
 from rpcmp.worker import process, weight_grad
 from rpcmp.worker.forward import Execution
 from rpcmp.worker.optimizer import StageOptimizer
+from rpcmp.worker.stage import Stage
 from tests.support.faults import Committed
 from tests.support.instances import noted
 from tests.support.localtransport import LocalTransport
@@ -213,7 +214,8 @@ class LocalGroup:
         losses = [event["loss"] for event in self.of("step")]
         scaler = self.training.progress.scaler
         skipped = 0 if scaler is None else scaler.skipped
-        state = parameter_names.under_all_names(self.group.state_dict(), self.config.tied_to)
+        merged = self.group.merge(Stage.state_dict)
+        state = parameter_names.under_all_names(merged, self.config.tied_to)
         return ComparedRun(losses, state, skipped=skipped)
 
     def committed(self) -> Committed:

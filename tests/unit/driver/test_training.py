@@ -84,6 +84,9 @@ class Stages:
         self.log.append("settle")
         return self._reports(self._done)
 
+    def everywhere(self, method: Callable[..., Any], *args: Any) -> Any:
+        return getattr(self, method.__name__)(*args)
+
     def save(self, step: int) -> None:
         self.log.append(f"save{step}")
 
@@ -205,6 +208,9 @@ class Recording:
         self.log: list[str] = []
         self.now = 0
         self._step = 0
+
+    def everywhere(self, method: Callable[..., Any], *args: Any) -> Any:
+        return getattr(self, method.__name__)(*args)
 
     def trace(self, on: bool) -> dict[str, str]:
         self.log.append(f"trace {on}")

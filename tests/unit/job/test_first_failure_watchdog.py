@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from typing import cast
 
 import pytest
 
 from rpcmp.errors import WorkerHungError
 from rpcmp.job.first_failure import Watchdog
-from rpcmp.job.worker_group import WorkerGroup
 from rpcmp.process.activity import NO_MICROBATCH, Doing
 from rpcmp.v1 import control_pb2 as pb
 
@@ -33,9 +31,9 @@ class Asked:
 
 def named(asked: Asked, driver: Doing | None = None) -> tuple[str, str]:
     """The stage that hangs, and in what."""
-    watchdog = Watchdog(SECONDS, cast(WorkerGroup, asked))
+    watchdog = Watchdog(SECONDS, asked.inspect)
     if driver is not None:
-        watchdog.note(driver)
+        watchdog.update_driver(driver)
     with pytest.raises(WorkerHungError) as error:
         asyncio.run(asyncio.wait_for(watchdog.run(), 60))
     return error.value.stage, error.value.phase

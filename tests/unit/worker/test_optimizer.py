@@ -11,6 +11,7 @@ import torch
 
 from rpcmp.checkpoint.stage_state import StageState
 from rpcmp.errors import CheckpointError, ConfigError
+from rpcmp.rpc.transport import result
 from rpcmp.worker.model import StageModel
 from rpcmp.worker.optimizer import StageOptimizer
 from tests.support.stageoptimizers import made, state
@@ -207,6 +208,10 @@ def test_a_stage_without_parameters_has_no_optimizer() -> None:
     assert optimizer.parts() == ({}, None, None, None, None)
 
 
+def load(optimizer: StageOptimizer, state: dict[str, Any]) -> None:
+    result(optimizer.load_state_dict(state), "stage0")
+
+
 FUSED = {"optimizer": {"callable": "torch.optim:AdamW", "kwargs": {"lr": 0.5, "fused": True}}}
 
 
@@ -214,22 +219,22 @@ def test_a_fused_kernel_gets_no_state_of_another_shape() -> None:
     """It writes where its parameter's elements would be, whatever memory there is."""
     model, optimizer = made(FUSED)
     train(model, optimizer)
-    whole = optimizer._state_dict()
+    whole = optimizer.state_dict().wait()
     name = next(iter(whole["state"]))
     for key in ("exp_avg", "exp_avg_sq"):
         short = {**whole["state"][name], key: torch.zeros(1)}
         with pytest.raises(CheckpointError, match=f"{key!r} of parameter {name!r} .* has shape"):
-            optimizer._load_state_dict({**whole, "state": {**whole["state"], name: short}})
-    optimizer._load_state_dict(whole)
+            load(optimizer, {**whole, "state": {**whole["state"], name: short}})
+    load(optimizer, whole)
     train(model, optimizer)
 
 
 def test_what_is_loaded_does_not_choose_the_kernel() -> None:
     model, optimizer = made(OWN)
     train(model, optimizer)
-    whole = optimizer._state_dict()
+    whole = optimizer.state_dict().wait()
     groups = [{**group, "fused": True} for group in whole["param_groups"][optimizer.stage]]
-    optimizer._load_state_dict({**whole, "param_groups": {optimizer.stage: groups}})
+    load(optimizer, {**whole, "param_groups": {optimizer.stage: groups}})
     assert optimizer._optimizer is not None
     assert not optimizer._optimizer.param_groups[0]["fused"]
 

@@ -11,7 +11,7 @@ import pytest
 from rpcmp.checkpoint.folder import CheckpointFolder, remove
 from rpcmp.checkpoint.manifest import BestMark, Manifest
 from rpcmp.config.loader import parse_config
-from rpcmp.job.best import BestCheckpoint, mark_of
+from rpcmp.job.best_checkpoint import BestCheckpoint, mark_of
 from rpcmp.process.channel import Message
 from tests.support.manifests import manifest
 
@@ -85,14 +85,14 @@ def test_nothing_is_kept_where_nothing_is_marked_or_wanted(run: Run) -> None:
 def test_a_run_that_goes_on_knows_the_best_unless_it_is_gone(run: Run) -> None:
     best = {"metric": "loss", "mode": "min", "value": 0.5, "step": 8}
     run.folder.commit(manifest(8, best=LOSS))
-    assert run.best.known_to(knowing(9, best)) == {"best": best}
-    assert run.best.known_to(knowing(9, None)) == {}
+    assert run.best.restored_from(knowing(9, best)) == {"best": best}
+    assert run.best.restored_from(knowing(9, None)) == {}
     assert run.events == []
     remove(run.folder.path_of(8))
-    assert run.best.known_to(knowing(9, best)) == {"best": None}
+    assert run.best.restored_from(knowing(9, best)) == {"best": None}
     (warning,) = run.events
     assert warning["text"] == "the best checkpoint, of step 8, is gone: the best begins anew"
-    assert Run(run.folder.path, best=None).best.known_to(knowing(9, best)) == {}
+    assert Run(run.folder.path, best=None).best.restored_from(knowing(9, best)) == {}
 
 
 def test_a_mark_that_cannot_be_written_is_a_warning(

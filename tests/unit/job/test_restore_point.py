@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rpcmp.checkpoint.slots import Slots
-from rpcmp.job.recovery import CommonSnapshot, HeldSnapshots, neighbours, newest_common
+from rpcmp.job.restore_point import CommonSnapshot, HeldSnapshots, mirrors, newest_common
 from tests.support.graphs import workers
 
 WORKERS = workers("a", "b", "c")
@@ -146,7 +146,7 @@ class Cluster:
         self.names = [f"stage{index}" for index in range(len(machines))]
         self.hosts = [Host() for _ in machines]
         self.holders = [
-            holder for holder in neighbours(machines, range(len(machines))) if holder is not None
+            holder for holder in mirrors(machines, range(len(machines))) if holder is not None
         ]
 
     def copies(self, stage: int) -> Host:
@@ -278,7 +278,7 @@ def test_closed_clusters_leave_no_memory_behind() -> None:
 def test_the_next_stage_on_another_machine_is_the_neighbour(
     machines: str, found: list[int | None]
 ) -> None:
-    assert neighbours(list(machines), range(len(machines))) == found
+    assert mirrors(list(machines), range(len(machines))) == found
 
 
 @pytest.mark.parametrize(
@@ -295,7 +295,7 @@ def test_the_next_stage_on_another_machine_is_the_neighbour(
 def test_replicas_hold_what_each_other_has(
     machines: str, stages: str, has_files: bool, found: list[int | None]
 ) -> None:
-    assert neighbours(list(machines), list(map(int, stages)), has_files) == found
+    assert mirrors(list(machines), list(map(int, stages)), has_files) == found
 
 
 def test_a_twin_has_what_a_lost_replica_had() -> None:
@@ -309,7 +309,7 @@ def test_a_twin_has_what_a_lost_replica_had() -> None:
 def test_every_server_holds_one_other_and_on_another_machine_if_any_shift_can_do_it(
     machines: list[str],
 ) -> None:
-    found = neighbours(machines, range(len(machines)))
+    found = mirrors(machines, range(len(machines)))
     count = len(machines)
     assert sorted(holder for holder in found if holder is not None) == list(range(count))
     assert all(index != holder for index, holder in enumerate(found))

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from rpcmp.config.loader import parse_config
-from rpcmp.job.run import opening
+from rpcmp.job.training_run import run_event
 from rpcmp.observability.events import Stamp
 
 TOWERS = {
@@ -28,9 +28,9 @@ TOWERS = {
 
 @pytest.fixture
 def told() -> dict[str, Any]:
-    addresses = ["a:1", "b:2", "c:3", "d:4"]
-    found: dict[str, Any] = json.loads(json.dumps(opening(parse_config(TOWERS), "4711", addresses)))
-    return found
+    event: dict[str, Any] = run_event(parse_config(TOWERS), "4711", ["a:1", "b:2", "c:3", "d:4"])
+    sent: dict[str, Any] = json.loads(json.dumps(event))
+    return sent
 
 
 def test_a_run_says_what_it_is(told: dict[str, Any]) -> None:
@@ -85,7 +85,7 @@ def test_workers_are_in_the_order_of_the_config(told: dict[str, Any]) -> None:
 
 
 def test_servers_that_are_yet_to_be_started_have_no_address() -> None:
-    told = opening(parse_config(TOWERS), "4711", [])
+    told = run_event(parse_config(TOWERS), "4711", [])
     assert [worker["address"] for worker in told["workers"]] == [""] * 4
 
 
