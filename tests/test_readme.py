@@ -44,7 +44,7 @@ RUN_BY = {
         "rpcmp drive config.toml --connect",
         "rpcmp status config.toml",
     ],
-    "system/test_lan.py::test_a_doctor_measures_every_way_and_finds_the_one_that_is_missing": [
+    "system/test_lan.py::test_doctor_measures_every_link_and_names_the_missing_one": [
         "rpcmp doctor config.toml --connect host-a,host-b --certs certs/driver",
     ],
     "unit/net/test_revocation.py::"
@@ -60,14 +60,14 @@ RUN_BY = {
     "cluster/test_openmetrics.py::test_a_run_and_its_servers_are_scraped_while_one_is_lost": [
         "rpcmp drive config.toml --metrics 127.0.0.1:9464",
     ],
-    "system/test_lan.py::test_nothing_but_the_one_port_of_each_server_answers": [
+    "system/test_lan.py::test_only_the_one_port_of_each_server_answers": [
         "rpcmp serve --stage 1 --certs stage1 --listen 0.0.0.0:50052 --metrics 0.0.0.0:9465",
     ],
     "system/test_confinement.py::"
-    "test_data_that_a_server_does_not_grant_is_refused_before_anything_starts": [
+    "test_data_not_granted_by_a_server_is_refused_before_anything_starts": [
         "rpcmp serve --stage 1 --certs stage1 --data /data",
     ],
-    "system/test_page.py::test_a_run_that_trains_loses_a_stage_comes_back_and_ends": [
+    "system/test_page.py::test_the_page_follows_a_run_through_a_fault_to_its_end": [
         "rpcmp drive config.toml --ui",
     ],
     "cli/test_report.py::test_the_command_writes_one_file_and_prints_its_path": [
@@ -77,7 +77,7 @@ RUN_BY = {
     "cli/test_report.py::test_the_command_prints_tables": [
         "rpcmp report runs/NAME-1 runs/NAME-2 --text",
     ],
-    "cluster/test_hosts.py::test_a_spare_takes_the_stage_of_a_host_that_stays_away": [
+    "cluster/test_hosts.py::test_a_spare_takes_the_stage_of_a_lost_host": [
         "rpcmp serve --spare --listen 127.0.0.1:50100",
     ],
     "cluster/test_servers.py::test_drain_ends_the_job_after_its_step_and_then_the_server": [
@@ -87,7 +87,7 @@ RUN_BY = {
         "rpcmp drive config.toml --resume",
         "rpcmp drive config.toml --resume --set 'model.balance=[1, 3]'",
     ],
-    "cluster/test_resume.py::test_an_export_is_the_unsplit_models_state": [
+    "cluster/test_resume.py::test_an_export_is_the_state_dict_of_the_unsplit_model": [
         "rpcmp export checkpoints model.safetensors",
     ],
     "cluster/test_resume.py::test_a_run_can_start_from_given_weights": [
@@ -109,7 +109,7 @@ RUN_BY = {
     "system/test_benchmarks.py::test_bench_prints_ours_beside_a_peer": [
         "rpcmp bench sleep --stages 8 --microbatches 16",
     ],
-    "system/test_benchmarks.py::test_bench_compares_ones_own_job": [
+    "system/test_benchmarks.py::test_bench_compares_an_own_job": [
         "rpcmp bench config.toml --peers torch-best --json",
     ],
     "unit/tools/bench/test_comparison.py::test_several_cases_are_a_table_each": [
@@ -126,14 +126,14 @@ CHECKED_BY = {
     "system/test_containers.py::test_the_dockerfile_is_valid": [
         "docker build -f deploy/Dockerfile -t rpcmp:0.1.0 .",
     ],
-    "system/test_containers.py::test_the_certificates_are_those_that_the_comment_makes": [
+    "system/test_containers.py::test_the_comments_commands_make_the_mounted_certificates": [
         "cd deploy",
         "rpcmp certs init certs --host stage0 --host stage1 --host stage2",
         "chmod 0750 certs/stage? certs/driver",
         "chmod 0640 certs/stage?/tls.key certs/driver/tls.key",
         "sudo chown -R root:10001 certs/stage? certs/driver",
     ],
-    "system/test_containers.py::test_the_composition_is_valid": [
+    "system/test_containers.py::test_the_compose_file_is_valid": [
         "docker compose up --detach",
         "docker compose logs --follow driver",
     ],
@@ -141,7 +141,7 @@ CHECKED_BY = {
         "kubectl apply -f deploy/kubernetes.yaml",
         "kubectl -n rpcmp logs -f -l app.kubernetes.io/component=driver",
     ],
-    "system/test_slurm.py::test_a_job_that_is_cut_short_saves_and_goes_on_the_next_time": [
+    "system/test_slurm.py::test_a_job_cut_short_saves_and_resumes_when_requeued": [
         "sbatch --nodes=2 --time=4:00:00 deploy/slurm.sh config.toml --set checkpoint.shared=true",
     ],
 }

@@ -59,5 +59,5 @@ def test_the_table_has_every_event_and_no_other() -> None:
 
 
 @pytest.mark.parametrize("kind", in_the_readme())
-def test_a_row_has_every_field_that_the_code_gives(kind: str) -> None:
+def test_each_row_lists_every_field_of_its_event(kind: str) -> None:
     assert in_the_code()[kind] - STAMPED <= in_the_readme()[kind]
