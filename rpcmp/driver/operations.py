@@ -34,7 +34,7 @@ OPTIMIZER_STATE = ("step", "state", "param_groups", "scheduler")
 
 
 class Effect(Enum):
-    """What a call of an operation does to the job, and so what recovery does with it."""
+    """The effect of a call on the job, which decides what recovery does with the call."""
 
     READS = "reads"
     """Model, gradients and optimizers stay as they are; never repeated."""
@@ -67,7 +67,6 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def _operation(effect: Effect) -> Callable[[Method], Method]:
-    """Enter a method of Operations into the table."""
 
     def register(method: Method) -> Method:
         OPERATIONS[method.__name__] = Operation(method, effect)
@@ -84,7 +83,6 @@ class Operations:
     from there.
 
     Args:
-        config, group: the job.
         state: `state` at the call that the group starts after.
         kept: the number of that call.
         metrics: those that the driver computes.
@@ -259,7 +257,6 @@ def serve(operations: Operations, fd: int, activity: Activity) -> None:
     Args:
         operations: on the group.
         fd: this process's end of the socket pair.
-        activity: records the operation that runs.
     """
     handoff = Handoff(socket.socket(fileno=fd))
     while True:

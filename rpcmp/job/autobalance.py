@@ -78,14 +78,8 @@ async def measure(
     """Measure all layers on each worker's host; returns the results in the workers' order.
 
     Args:
-        config: the job.
         addresses: of running servers, one per worker; empty: start servers on this machine.
         sample: inputs and targets of one micro-batch; see `rpcmp.rpc.tensors.dumps`.
-        forks: where the processes of servers on this machine come from.
-
-    Raises:
-        UnavailableError, VersionError, ConfigError: a server cannot be used.
-        RpcmpError: a layer fails.
     """
     orders = [_order(config, worker.stage_index) for worker in config.workers]
     equals = [orders.index(order) for order in orders]
@@ -183,17 +177,7 @@ MEASURED_STEPS = 3
 
 
 async def with_shares(config: Config, connect: Sequence[str] | None, forks: Forks) -> Config:
-    """Return the job with measured `shares` for all stages that have replicas.
-
-    Args:
-        config: the job, with its balance.
-        connect: addresses of running stage servers; see ServerPool.
-        forks: forks the processes.
-
-    Raises:
-        ConfigError: there is no `[data]` to train on.
-        RpcmpError: the job fails.
-    """
+    """Return the job with measured `shares` for all stages that have replicas."""
     unshared = [
         index
         for index, stage in enumerate(config.stages)
@@ -211,11 +195,7 @@ async def with_shares(config: Config, connect: Sequence[str] | None, forks: Fork
 
 
 def with_saved_shares(config: Config) -> Config:
-    """Return the job with the `shares` of the newest checkpoint instead of measured ones.
-
-    Raises:
-        CheckpointError: the folder of the checkpoints cannot be read.
-    """
+    """Return the job with the `shares` of the newest checkpoint instead of measured ones."""
     if not config.balance_replicas:
         return config
     run = newest_in(config.checkpoint_folder, config.name)
@@ -231,7 +211,6 @@ def with_saved_shares(config: Config) -> Config:
 async def _busy_seconds(
     config: Config, connect: Sequence[str] | None, forks: Forks
 ) -> dict[str, float]:
-    """Return the seconds that each worker computes in a step, by its label."""
     segments = Segments(config.without_schedulers(), connect, forks=forks)
     try:
         await segments.start()
@@ -268,17 +247,7 @@ class Balanced(NamedTuple):
 
 
 async def balanced(config: Config, connect: Sequence[str] | None, forks: Forks) -> Balanced:
-    """Measure what the config leaves open: the model's balance, the shares of replicas.
-
-    Args:
-        config: the job.
-        connect: addresses of running stage servers; see ServerPool.
-        forks: forks the processes.
-
-    Raises:
-        ConfigError: more stages than layers, no balance fits into memory, or there is no data.
-        RpcmpError: a layer or a host fails.
-    """
+    """Measure what the config leaves open: the model's balance, the shares of replicas."""
     prediction: Prediction | None = None
     if config.is_balanced_by_measurement:
         config, prediction = await _with_balance(config, connect, forks)
@@ -308,12 +277,6 @@ async def stage_hosts(
 
     Args:
         config: from `with_full_microbatches`; without a list of layers, each stage is one layer.
-        connect: addresses of running stage servers; see ServerPool.
-        forks: forks the processes.
-
-    Raises:
-        ConfigError: more stages than layers, or there is no data.
-        RpcmpError: a layer or a host fails.
     """
     held = inflight.held(config)
     addresses = config.addresses if connect is None else connect
@@ -343,8 +306,6 @@ def as_one(config: Config, index: int, replicas: Sequence[HostProfile]) -> HostP
     """Return the profiles of a stage's replicas as one.
 
     Args:
-        config: the job.
-        index: of the stage.
         replicas: their profiles.
     """
     stage, bundles = config.stage(index), inflight.num_bundles(config)
@@ -358,7 +319,6 @@ def as_one(config: Config, index: int, replicas: Sequence[HostProfile]) -> HostP
 
 
 async def _sample(config: Config, forks: Forks) -> bytes:
-    """Return one micro-batch in the form of `rpcmp.rpc.tensors.dumps`."""
     child = await Child.spawn("rpcmp.worker.profiler", compute_environment(threads=1), forks=forks)
     answer = await child.ask(
         {"op": "sample", "config": config.model_dump_json(), "folder": str(config.folder)}

@@ -33,13 +33,7 @@ def mark_of(progress: Mapping[str, Any]) -> BestMark | None:
 
 
 class BestCheckpoint:
-    """The best checkpoint in a run's folder.
-
-    Args:
-        config: the job.
-        folder: of its checkpoints.
-        report: called with the events "best", for each that is the best so far, and "warning".
-    """
+    """The best checkpoint in a run's folder."""
 
     def __init__(
         self, config: Config, folder: CheckpointFolder, report: Callable[[Message], None]
@@ -53,7 +47,6 @@ class BestCheckpoint:
         """Mark a checkpoint that was written before it turned out to be the best.
 
         Args:
-            step: its step.
             mark: its metric and value.
             driver: the driver's own state, which contains the best step as well.
 

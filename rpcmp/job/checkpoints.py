@@ -57,11 +57,6 @@ RNG = {"derivation": 1}
 class Checkpoints:
     """Completes checkpoints of the files that the stages have written.
 
-    Args:
-        config: the job.
-        pool: its stage servers.
-        report: called with the events "checkpoint" and "warning".
-
     Attributes:
         layers: of each stage, after `set_assignments`.
         generation: the number of the current group.
@@ -92,7 +87,6 @@ class Checkpoints:
         self.remove_elsewhere: Callable[[Path], Awaitable[None]] = _remove_nothing
 
     def set_assignments(self, assignments: Sequence[str]) -> None:
-        """Take the layers of each stage from the workers' assignments."""
         layers = [json.loads(assignment)["layers"] for assignment in assignments]
         workers = self._config.workers
         self.layers = {w.stage: own for w, own in zip(workers, layers, strict=True)}
@@ -132,7 +126,6 @@ class Checkpoints:
         return await self._complete(saved.step)
 
     def known_steps(self) -> list[int]:
-        """Return the steps whose driver state is known."""
         return list(self._progress)
 
     def progress_of(self, step: int) -> Message | None:
@@ -311,7 +304,6 @@ class Checkpoints:
             self._report({"event": "warning", "text": f"old checkpoints stay: {error}"})
 
     async def _save(self, worker: Member, common: CommonSnapshot) -> pb.Saved:
-        """Let the server that holds a worker's snapshot write it to its disk."""
         labels = [each.label for each in self._config.workers]
         holder = labels.index(common.holders[worker.label])
         request = pb.SaveRequest(

@@ -67,11 +67,7 @@ class FirstFailure:
         self._future.add_done_callback(failed)
 
     async def unless_failed(self, awaitable: Awaitable[Result]) -> Result:
-        """Return the result of `awaitable`.
-
-        Raises:
-            RpcmpError: there was a failure first; `awaitable` is cancelled.
-        """
+        """Return the result of `awaitable`."""
         task = asyncio.ensure_future(awaitable)
         try:
             futures: list[asyncio.Future[Any]] = [task, self._future]
@@ -92,7 +88,6 @@ class FirstFailure:
         return error if isinstance(error, RpcmpError) else None
 
     async def close(self) -> None:
-        """Cancel all background tasks."""
         self.ignore()
         for task in self._tasks:
             task.cancel()

@@ -53,15 +53,10 @@ class Generation:
     """The driver process and the workers of one generation.
 
     Args:
-        config: the job.
-        pool: its stage servers, opened.
         number: of the generation, counted from 1.
         load_data: whether the driver process loads the datasets of `[data]`.
-        fds: file descriptors for the driver process.
         settings: the schedules that the job may change to later.
         choose: chooses the state to start from.
-        vitals: records the state of the processes.
-        log: called with each log line of a worker or the driver process.
 
     Attributes:
         number: as given.
@@ -120,11 +115,7 @@ class Generation:
         self.restore_point = RestorePoint()
 
     async def start(self) -> None:
-        """Start all processes; returns when the driver may train.
-
-        Raises:
-            RpcmpError: they cannot be started; call `close` all the same.
-        """
+        """Start all processes; returns when the driver may train."""
         assignments = await self._failure.unless_failed(self._plan_and_claim())
         self._failure.supervise(self._watchdog.run())
         await self._failure.unless_failed(self._join(assignments))
@@ -165,7 +156,6 @@ class Generation:
         return {**self._workers.processes, DRIVER: {"host": platform.node(), "pid": pid}}
 
     def send(self, message: Message) -> None:
-        """Send a message to the driver process."""
         if self._driver is not None:
             self._driver.send(message)
 
@@ -174,11 +164,7 @@ class Generation:
         self.send(self._output_files.redirect(order))
 
     async def deliver(self) -> None:
-        """Move the files that the driver process has written to their destinations.
-
-        Raises:
-            ConfigError: one cannot be written there.
-        """
+        """Move the files that the driver process has written to their destinations."""
         await asyncio.to_thread(self._output_files.deliver)
 
     async def next_event(self) -> Message:
@@ -186,9 +172,6 @@ class Generation:
 
         The event "draining" means that a server is being stopped, "saved" that a server has written
         its part of a checkpoint.
-
-        Raises:
-            RpcmpError: the generation has failed.
         """
         if not self._events.empty():  # whatever was reported before the failure comes first
             return self._events.get_nowait()
@@ -204,18 +187,13 @@ class Generation:
         return await self._failure.reason(timeout)
 
     async def wait_for_end(self) -> None:
-        """Wait until the group has ended by itself."""
         self._failure.ignore()
         if self._driver is not None:
             await self._driver.wait(LEAVE_SECONDS)
         await self._drain_logs()
 
     async def remove_checkpoint(self, folder: Path) -> None:
-        """Remove a checkpoint from the disks of the other machines.
-
-        Raises:
-            CheckpointError: one cannot be removed.
-        """
+        """Remove a checkpoint from the disks of the other machines."""
         await self._workers.remove_checkpoint(folder)
 
     async def abandon(self) -> list[Message]:
@@ -265,7 +243,6 @@ class Generation:
         await self._link(joined["address"])
 
     async def _link(self, driver_address: str) -> None:
-        """Relay the connections between members that cannot reach each other directly."""
         network = await self._forks.network()
         exposed = {
             **self._workers.exposed,

@@ -51,11 +51,7 @@ class OutputFiles:
         return redirected
 
     def deliver(self) -> None:
-        """Copy the files that have been written to their destinations.
-
-        Raises:
-            ConfigError: one cannot be written there.
-        """
+        """Copy the files that have been written to their destinations."""
         for written, destination in self._destinations.items():
             if not os.path.lexists(written):  # a short run has no last steps
                 continue
@@ -70,11 +66,7 @@ class OutputFiles:
 
 
 def _copy(source: BinaryIO, target: BinaryIO) -> None:
-    """Copy a file up to its present size, unless it has holes, which the copy would fill.
-
-    Raises:
-        OSError: it has holes, or cannot be copied.
-    """
+    """Copy a file up to its present size, unless it has holes, which the copy would fill."""
     status = os.fstat(source.fileno())
     if status.st_size > status.st_blocks * 512 + MAX_HOLES:
         raise OSError(errno.EFBIG, f"it has {status.st_size} bytes, and most are not there")
@@ -85,11 +77,7 @@ def _copy(source: BinaryIO, target: BinaryIO) -> None:
 
 
 def _open_own(path: str, flags: int) -> int:
-    """Open a file only if the driver process has written it: this process may read others as well.
-
-    Raises:
-        OSError: it is a link, not a regular file, or has a second name elsewhere.
-    """
+    """Open a file only if the driver process has written it: this process may read more."""
     fd = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
     status = os.fstat(fd)
     if stat.S_ISREG(status.st_mode) and status.st_nlink == 1 and status.st_uid == os.geteuid():

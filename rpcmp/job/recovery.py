@@ -63,7 +63,7 @@ class FaultHistory:
 
 @dataclass(frozen=True)
 class Decision:
-    """What to do after a fault.
+    """The reaction to a fault.
 
     Attributes:
         error: why the run fails; None: it recovers.
@@ -145,7 +145,7 @@ def location(error: RpcmpError) -> Location | None:
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a run had come when a generation failed.
+    """The progress of a run when a generation failed.
 
     Attributes:
         is_new: whether it has come further than at the fault before.
@@ -160,7 +160,7 @@ class Progress:
 
 
 class Workload(ABC, Generic[Result]):
-    """What the generations of a job do: train to the end, or serve calls."""
+    """The work of a job's generations: to train to the end, or to serve calls."""
 
     @abstractmethod
     def next_generation(self) -> Generation:
@@ -168,11 +168,7 @@ class Workload(ABC, Generic[Result]):
 
     @abstractmethod
     async def run(self, generation: Generation) -> Result:
-        """Start a generation and let it do its work.
-
-        Raises:
-            RpcmpError: the fault that ended it.
-        """
+        """Start a generation and let it do its work."""
 
     @abstractmethod
     async def settle(
@@ -182,11 +178,7 @@ class Workload(ABC, Generic[Result]):
 
         Args:
             error: the fault that ended it.
-            generation: which one.
             unread: the events that it had reported and that `run` has not read.
-
-        Raises:
-            RpcmpError: the run ends here, and there is nothing to give up.
         """
 
     @abstractmethod
@@ -205,8 +197,6 @@ class RecoveryLoop(Generic[Result]):
     """Runs a workload over as many generations as it takes.
 
     Args:
-        recovery: the config's options.
-        pool: the job's stage servers, opened.
         workload: what each generation does.
 
     Attributes:
@@ -223,11 +213,7 @@ class RecoveryLoop(Generic[Result]):
         self.generation: Generation | None = None
 
     async def run(self) -> Result:
-        """Run the workload, and recover from faults until it returns.
-
-        Raises:
-            RpcmpError: the fault that it cannot recover from.
-        """
+        """Run the workload, and recover from faults until it returns."""
         while True:
             try:
                 return await self.attempt()
@@ -240,11 +226,7 @@ class RecoveryLoop(Generic[Result]):
         return await self._workload.run(self.generation)
 
     async def recover(self, error: RpcmpError) -> None:
-        """End the generation that failed and return when the servers are ready for the next.
-
-        Raises:
-            RpcmpError: there will be no other generation.
-        """
+        """End the generation that failed and return when the servers are ready for the next."""
         if (generation := self.generation) is None:
             raise AssertionError("only a generation can fail")
         unread = await generation.abandon()
@@ -269,6 +251,5 @@ class RecoveryLoop(Generic[Result]):
         await generation.close()
 
     async def close(self) -> None:
-        """End the newest generation, if there is one."""
         if self.generation is not None:
             await self.generation.close()

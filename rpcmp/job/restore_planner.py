@@ -1,4 +1,4 @@
-"""Where each generation of a run starts: from memory, from a disk, or from the config.
+"""The restore point of each generation of a run: in memory, on a disk, or the config.
 
 `RestorePlanner` chooses. `CheckpointResolver` finds the newest complete checkpoint, wherever its
 files are: every host reports which of them it has on its disk, and whether their hashes are right.
@@ -32,8 +32,6 @@ class CheckpointResolver:
     """Finds the checkpoint that a run can go on from.
 
     Args:
-        config: the job.
-        pool: its stage servers, opened.
         report: called with a "warning" for each checkpoint that cannot be used.
     """
 
@@ -99,7 +97,6 @@ class CheckpointResolver:
         return pb.CheckpointFile(path=str(path), sha256=file.sha256, size=file.size)
 
     async def _send(self, file: pb.CheckpointFile, address: str) -> None:
-        """Send a file of this host to a server, which writes it to its disk."""
         async with self._pool.client(address) as client:
             try:
                 await client.put(_parts(self._pool.job_id, file))
@@ -112,7 +109,6 @@ class CheckpointResolver:
 
     @staticmethod
     async def _check_here(path: Path, file: StageFile) -> str:
-        """Return the state of a file on this host's disk: "ok", "damaged" or "missing"."""
         try:
             return await asyncio.to_thread(files.check, path, file.sha256, file.size)
         except OSError as error:
@@ -123,11 +119,7 @@ class CheckpointResolver:
             return await client.check(request)
 
     async def _holders(self, manifest: Manifest) -> dict[str, list[str]]:
-        """Return the servers that have each complete file, or none if only this host has it.
-
-        Raises:
-            CheckpointError: neither a server nor this host has one of the files.
-        """
+        """Return the servers that have each complete file, or none if only this host has it."""
         wanted = [self._file(manifest, file) for file in manifest.stages]
         request = pb.CheckRequest(files=wanted)
         states = await asyncio.gather(*(self._check(a, request) for a in self._pool.addresses))
@@ -168,15 +160,7 @@ MOST_OTHERS = 3
 
 
 class RestorePlanner:
-    """Chooses the restore point of each generation of a run.
-
-    Args:
-        config: the job.
-        pool: its stage servers.
-        checkpoints: of this run.
-        report: called with the events "resumed" and "warning".
-        start: where the first generation starts.
-    """
+    """Chooses the restore point of each generation of a run."""
 
     def __init__(
         self,

@@ -68,7 +68,6 @@ class RestorePoint:
 
         Args:
             common: the step and its holders.
-            workers: all.
             addresses: their servers, in the same order.
         """
         address_of = {w.label: address for w, address in zip(workers, addresses, strict=True)}
@@ -88,7 +87,6 @@ ChooseRestorePoint = Callable[[list[str], dict[str, HeldSnapshots]], Awaitable[R
 
 
 async def from_config(assignments: list[str], holdings: dict[str, HeldSnapshots]) -> RestorePoint:
-    """Choose to start from the config; a ChooseRestorePoint."""
     return RestorePoint()
 
 
@@ -98,7 +96,6 @@ def newest_common(
     """Return the newest step of which every worker's snapshot is in some server's memory.
 
     Args:
-        workers: all.
         holdings: the snapshots that each worker's server holds, by the worker's label.
         known: the steps of which the driver has its own state.
     """

@@ -37,10 +37,7 @@ class Segments:
     """A group that is started once and trains one segment after the other.
 
     Args:
-        config: the job; its number of steps or epochs is ignored.
-        connect: addresses of running stage servers; see ServerPool.
         settings: the schedules that it may change to, besides the config's own.
-        forks: forks the processes; see ServerPool.
     """
 
     def __init__(
@@ -63,11 +60,6 @@ class Segments:
         return self._started
 
     async def start(self) -> None:
-        """Start the group.
-
-        Raises:
-            RpcmpError: it cannot be started; call `close` all the same.
-        """
         await self._pool.open()
         self._started = Generation(self._config, self._pool, settings=self._settings)
         await self._started.start()
@@ -78,11 +70,7 @@ class Segments:
         self._generation.send({"op": "reschedule", "setting": setting.model_dump()})
 
     async def run(self, steps: int) -> Segment:
-        """Train the next `steps` steps.
-
-        Raises:
-            RpcmpError: the job has failed, or a server is being stopped.
-        """
+        """Train the next `steps` steps."""
         self._generation.send({"op": "segment", "steps": steps})
         busy: defaultdict[str, float] = defaultdict(float)
         while (event := await self._generation.next_event())["event"] != "segment":
@@ -95,7 +83,6 @@ class Segments:
         )
 
     async def close(self) -> None:
-        """End all processes and free every server."""
         if self._started is not None:
             await self._started.close()
         await self._pool.free(generation=1)

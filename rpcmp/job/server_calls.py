@@ -60,7 +60,6 @@ def dialer_for(config: Config, addresses: Sequence[str], drives: bool = True) ->
     """Return a dialer for the servers at `addresses`.
 
     Args:
-        config: the job.
         addresses: of running servers; empty: servers that are started on this machine.
         drives: whether to run a job there, or only to ask for their status.
 
@@ -152,7 +151,6 @@ async def drain(address: str, wait: bool, security: Security) -> str:
 
     Args:
         wait: return only when the server has ended.
-        security: how to connect to it.
 
     Raises:
         UnreachableError: there is no server at the address.
@@ -174,11 +172,7 @@ def shipped_code(config: Config) -> list[pb.CodeFile]:
 
 
 def collect_code(folder: Path) -> list[pb.CodeFile]:
-    """Return the modules and packages beside a config: *.py, and folders with an __init__.py.
-
-    Raises:
-        ConfigError: there is more code than a model has.
-    """
+    """Return the modules and packages beside a config: *.py, and folders with an __init__.py."""
     files: list[pb.CodeFile] = []
     size = 0
     for path in python_files(folder):

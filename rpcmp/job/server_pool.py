@@ -41,7 +41,6 @@ class LocalServers:
     """Stage servers on this machine: `rpcmp serve` as child processes.
 
     Args:
-        forks: where their workers come from.
         options: further options of `rpcmp serve`; see `serve_options`.
     """
 
@@ -57,7 +56,6 @@ class LocalServers:
         return await asyncio.gather(*(self._start(index) for index in range(len(workers))))
 
     def has_ended(self, index: int) -> bool:
-        """Return whether the process of a worker's server has ended."""
         return self._processes[index].returncode is not None
 
     async def restart(self, index: int) -> str:
@@ -66,7 +64,6 @@ class LocalServers:
         return await self._start(index)
 
     async def stop(self) -> None:
-        """Stop all servers; returns when they have ended."""
         await asyncio.gather(*map(_end, self._processes.values()))
         self._processes.clear()
 
@@ -100,11 +97,7 @@ class LocalServers:
 
 
 def serve_options(config: Config) -> list[str]:
-    """Return the options of `rpcmp serve` for a job: its checkpoints, and what its code may open.
-
-    Raises:
-        ConfigError: a path that the code reads does not exist.
-    """
+    """Return options of `rpcmp serve` for a job: its checkpoints, and what its code may open."""
     options = ["--checkpoints", str(config.checkpoint_folder)]
     if not config.security.confine:
         return options
@@ -135,12 +128,8 @@ class ServerPool:
     """The stage servers of one job.
 
     Args:
-        config: the job.
         connect: addresses of running servers, one per worker; None uses the config's or, if it has
             none, starts servers on this machine.
-        report: called with the events "waiting" and "replaced".
-        forks: forks the driver process and the workers of servers on this machine; None: the pool
-            has its own.
 
     Raises:
         ConfigError: not one address per worker, or one that is not on loopback and there are no
@@ -184,20 +173,11 @@ class ServerPool:
         return Reach(hidden=hidden).reading(config.folder, *config.data_paths)
 
     async def open(self) -> None:
-        """Start servers on this machine if the job has no others.
-
-        Raises:
-            JobError: a server does not start.
-        """
         if self._local is not None and not self.addresses:
             self.addresses = await self._local.start(self._config.workers)
 
     async def wait_until_ready(self) -> None:
-        """Return when every worker has a server that is ready for the next generation.
-
-        Raises:
-            RecoveryTimeoutError: a server did not come back in time.
-        """
+        """Return when every worker has a server that is ready for the next generation."""
         async with task_group() as tasks:
             for index in range(len(self.addresses)):
                 tasks.create_task(self._wait_for(index))
@@ -291,14 +271,8 @@ async def connected(
     """Connect to stage servers without running a job there, to measure or inspect their hosts.
 
     Args:
-        config: the job.
-        dialer: connects to the servers.
         addresses: of running servers, one per worker; empty: start servers on this machine.
         num_local: how many servers to start there, for the first workers.
-        forks: where their processes come from.
-
-    Raises:
-        JobError: a server does not start.
     """
     local = LocalServers(forks, serve_options(config))
     async with contextlib.AsyncExitStack() as stack:

@@ -36,12 +36,7 @@ DriverState = dict[str, Any]
 
 
 class Service(Workload[int]):
-    """The group that serves a pipeline's calls; a generation results in the call it starts after.
-
-    Args:
-        config: the job.
-        connect: addresses of running stage servers; see ServerPool.
-    """
+    """Serves a pipeline's calls; the result of a generation is the call that it starts after."""
 
     def __init__(self, config: Config, connect: Sequence[str] | None) -> None:
         self._config = config
@@ -55,7 +50,6 @@ class Service(Workload[int]):
 
     @property
     def draining(self) -> str:
-        """The name of a stage whose server is being stopped; empty: none."""
         generation = self._loop.generation
         return generation.draining if generation is not None else ""
 
@@ -64,9 +58,6 @@ class Service(Workload[int]):
 
         Args:
             connection: the driver process reads its calls from it.
-
-        Raises:
-            RpcmpError: the group cannot be formed; nothing is left running.
         """
         self._connection = connection
         try:
@@ -86,13 +77,9 @@ class Service(Workload[int]):
         """Form the next group after a fault; returns the last call whose effect it has.
 
         Args:
-            error: the fault.
             connection: the driver process reads its calls from it.
             states: the driver's state after each call that a group can start after.
             has_new_call: whether a call has completed since the last recovery.
-
-        Raises:
-            RpcmpError: there will be no other group.
         """
         self._connection, self._states, self._has_new_call = connection, states, has_new_call
         self._recovering = asyncio.current_task()
@@ -100,7 +87,6 @@ class Service(Workload[int]):
         return await self._loop.run()
 
     async def end(self) -> None:
-        """Wait until the group has ended by itself, and free all servers."""
         try:
             if self._recovering is not None and not self._recovering.done():
                 self._recovering.cancel()
@@ -111,7 +97,6 @@ class Service(Workload[int]):
             await self.close()
 
     async def close(self) -> None:
-        """End all processes and free all servers."""
         await self._loop.close()
         await self._pool.free(self._number)
 
@@ -230,7 +215,6 @@ class CallHistory:
         """Record that a call has been answered.
 
         Args:
-            call: which one.
             state: the driver's state after it, as plain values.
             kept: the newest version that all stages have kept.
         """
@@ -283,7 +267,6 @@ class BackgroundLoop:
 
     @property
     def is_alive(self) -> bool:
-        """Whether it can run anything."""
         return self._thread.is_alive()
 
     def run(self, coroutine: Coroutine[Any, Any, Result]) -> Result:

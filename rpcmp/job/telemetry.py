@@ -25,11 +25,6 @@ class LogCollector:
     """Passes the log lines of a generation's workers on, in order, and reports gaps.
 
     A stage server numbers its worker's lines and keeps only the newest ones.
-
-    Args:
-        labels: of the workers.
-        generation: their group.
-        log: called with each line.
     """
 
     def __init__(
@@ -53,7 +48,6 @@ class LogCollector:
             self._added.notify_all()
 
     async def wait_for_line(self, label: str, number: int) -> None:
-        """Return when the worker's line with this number has been logged."""
         async with self._added:
             await self._added.wait_for(lambda: self._numbers[label] >= number)
 
@@ -95,7 +89,6 @@ class _TrafficCount(NamedTuple):
     rates: dict[str, tuple[float, float]]
 
     def next(self, at: float, traffic: list[PeerTraffic]) -> _TrafficCount:
-        """Return the count after this one."""
         seconds = at - self.at
         if seconds < MIN_RATE_SECONDS:
             return self
@@ -153,7 +146,6 @@ class Vitals:
         """Record a heartbeat of the driver process.
 
         Args:
-            pid: of the process.
             doing: its current action.
             connections: its TCP traffic; see rpcmp.process.tcp_stats.
             round_trips: seconds to the peers on other hosts; see rpcmp.net.relay.
@@ -180,7 +172,6 @@ class Vitals:
         }
 
     def add_driver_address(self, address: str) -> None:
-        """Record where the driver's RPC agent listens."""
         self._agent_addresses[address] = DRIVER
 
     def mark_lost(self, label: str) -> None:

@@ -110,7 +110,6 @@ def run_event(config: Config, job_id: str, addresses: Sequence[str]) -> Message:
     """Return the event `run`: the job, its stages, its workers and their addresses.
 
     Args:
-        config: the job; its balance may still be "auto".
         job_id: unique for each run.
         addresses: of the stage servers, by worker; empty: the run starts them on this machine, and
             the event `generation` has their addresses.
@@ -160,11 +159,7 @@ class TrainingRun:
     """One run: measures what the config leaves open, trains, and stops on signals.
 
     Args:
-        config: the job.
-        connect: addresses of running stage servers; see ServerPool.
-        report: called with every event.
         start: whether to go on from the newest checkpoint.
-        forks: forks the processes.
 
     Attributes:
         signals: those that have been received.
@@ -191,18 +186,10 @@ class TrainingRun:
 
     @property
     def step(self) -> int:
-        """The last step that was reported."""
         return self._log.step
 
     async def train(self, order: Message) -> Message:
-        """Train to the end of the run; returns its summary.
-
-        Args:
-            order: for the driver process.
-
-        Raises:
-            RpcmpError: why the run did not come to its end.
-        """
+        """Train to the end of the run; returns its summary."""
         config, resumes = self._config, self._start == "resume"
         if resumes:
             config = with_saved_shares(config)
@@ -260,7 +247,6 @@ class TrainingRun:
         await self._workload.checkpoints.leave()
 
     async def close(self) -> None:
-        """Free all servers."""
         if self._workload is not None:
             await self._workload.wait_for_removal()
         if self._loop is not None:

@@ -23,13 +23,7 @@ class TrainingWorkload(Workload[Message]):
     """Trains a job; the result is the summary event.
 
     Args:
-        config: the job, with its balance.
-        pool: its stage servers.
-        report: called with every event.
         log: drops events that a replay repeats.
-        vitals: of the job's processes.
-        start: where the first generation starts.
-        order: for the driver process.
         signals: those that have been received; grows.
 
     Attributes:
@@ -73,7 +67,6 @@ class TrainingWorkload(Workload[Message]):
             self._generation.send({"op": "finish_step", "save": save})
 
     async def wait_for_removal(self) -> None:
-        """Return when surplus checkpoints have been removed."""
         if self._removal is not None:
             await asyncio.gather(self._removal, return_exceptions=True)
 
@@ -142,7 +135,6 @@ class TrainingWorkload(Workload[Message]):
             self._first_step = step
 
     async def _train(self, generation: Generation) -> Message:
-        """Handle the events of the driver process until it is done; returns its summary."""
         self.is_training = True
         summary: Message = {}
         try:

@@ -47,15 +47,9 @@ class WorkerGroup:
     """The workers of one generation of one job.
 
     Args:
-        config: the job.
-        identity: the generation.
         addresses: of the stage servers, one per worker.
         run_folder: the name of the folder of the run's checkpoints.
-        dialer: connects to the servers.
-        failure: takes what goes wrong at a worker.
         report: called when a server is being stopped ("draining") and when one has saved ("saved").
-        vitals: records the state of the workers.
-        log: called with each log line of a worker.
     """
 
     def __init__(
@@ -92,11 +86,7 @@ class WorkerGroup:
         self._may_drain = asyncio.Event()
 
     async def claim(self, code: list[pb.CodeFile]) -> None:
-        """Claim every server, which spawns its worker, and start to watch it.
-
-        Raises:
-            UnavailableError, VersionError, ConfigError: a server cannot be claimed.
-        """
+        """Claim every server, which spawns its worker, and start to watch it."""
         await gather_all(_naming_stage(client, client.connect()) for client in self._clients)
         self._claims = await gather_all(
             _naming_stage(client, self._claim(index, code))
@@ -147,7 +137,6 @@ class WorkerGroup:
         return sorted({claim.keeps_nothing for claim in self._claims if claim.keeps_nothing})
 
     def membership(self, rank: int) -> dict[str, Any]:
-        """Return the members of the group and the rank of one of them."""
         return {"members": member_names(self._workers), "rank": rank}
 
     async def link(self, network: str, driver_address: str) -> list[RelayPeer]:
@@ -159,9 +148,6 @@ class WorkerGroup:
 
         Returns:
             The workers that the driver process cannot reach directly.
-
-        Raises:
-            WorkerDiedError: an address is taken on a host that cannot create networks.
         """
         workers = [
             (
@@ -202,9 +188,6 @@ class WorkerGroup:
         Args:
             assignments: of each worker, JSON of rpcmp.pipelining.assignment.Assignment.
             restore_point: the state that the workers start from.
-
-        Raises:
-            CheckpointError, UnavailableError: the state of a stage cannot be restored.
         """
         mirrors = mirrors_of(self._config, [claim.machine for claim in self._claims])
         await gather_all(
@@ -231,7 +214,6 @@ class WorkerGroup:
         )
 
     async def wait_until_running(self) -> None:
-        """Return when every worker has joined the group."""
         await self._all_running.wait()
 
     async def inspect(self) -> dict[str, pb.InspectResponse]:
@@ -263,11 +245,7 @@ class WorkerGroup:
                 await asyncio.gather(*map(catch_up, self._clients), return_exceptions=True)
 
     async def remove_checkpoint(self, folder: Path) -> None:
-        """Remove a checkpoint from the disks of the other machines.
-
-        Raises:
-            CheckpointError: one cannot be removed.
-        """
+        """Remove a checkpoint from the disks of the other machines."""
         request, here = pb.RemoveRequest(folder=str(folder)), machine()
         elsewhere = {
             claim.machine: client for client, claim in self._claimed() if claim.machine != here
@@ -283,14 +261,12 @@ class WorkerGroup:
         await asyncio.gather(*(client.close() for client in self._clients))
 
     def _is_on_another_machine(self, rank: int, mirror: int | None) -> bool:
-        """Return whether a worker has to wait until its snapshots are on another machine."""
         return mirror is not None and self._claims[mirror].machine != self._claims[rank].machine
 
     def _stage_of(self, rank: int | None) -> int | None:
         return None if rank is None else self._workers[rank].stage_index
 
     def _mirror_request(self, rank: int, step: int) -> pb.MirrorRequest:
-        """Return the order to mirror the snapshots of one worker."""
         claim = self._claims[rank]
         section = self._config.checkpoint
         return pb.MirrorRequest(
@@ -356,7 +332,6 @@ class WorkerGroup:
         raise DrainingError(f"stage {client.name!r} at {client.address} ended the job")
 
     async def _release_when_ended(self, client: StageClient) -> None:
-        """Release a server that is being stopped as soon as the group has ended."""
         await self._may_drain.wait()
         await client.close()
 
