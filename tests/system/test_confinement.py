@@ -49,7 +49,7 @@ def leftover(temporary: Path) -> list[Path]:
 def test_confined_code_opens_no_key_and_no_home_and_trains_the_same(
     job: JobFolder, tmp_path: Path, temporary: Path
 ) -> None:
-    certs = issue(job.folder / "certs", HERE, HERE)  # beside the config, as the README has it
+    certs = issue(job.folder / "certs", HERE, HERE)  # beside the config, as the guide has it
     home = tmp_path / "home"
     home.write_text("private")
     keys = [certs / "ca.key", *(certs / f"{who}/tls.key" for who in ("stage0", "stage1", "driver"))]

@@ -127,6 +127,7 @@ def test_the_wheel_has_the_package_the_protos_and_the_license(built: dict[str, P
         "py.typed",
         "examples/digits.toml",
         "tools/new/my_model.py",
+        "guide/README.md",
         "v1/control_pb2.pyi",
         "observability/dashboard/assets/index.html",
         "observability/dashboard/assets/vendor/uPlot.iife.min.js",
@@ -141,6 +142,7 @@ def test_the_sdist_can_be_tested_and_built_again(
     sdist = names(built["sdist"])
     deployed = {f"deploy/{path.name}" for path in (ROOT / "deploy").iterdir() if path.is_file()}
     papers = {"README.md", "CHANGELOG.md", "LICENSE", "pyproject.toml", ".ci/run", "PKG-INFO"}
+    papers |= {".pre-commit-config.yaml", ".git-blame-ignore-revs"}
     folders = shipped("rpcmp") | shipped("protos") | shipped("tests") | shipped(".github")
     assert sdist == folders | deployed | papers | {".gitignore"}
 
@@ -197,6 +199,7 @@ def test_the_wheel_in_a_fresh_environment_makes_a_model_and_trains_it(
         return done.stdout
 
     assert run("--version").split()[-1] == rpcmp.__version__
+    assert run("guide", "examples").startswith("# Examples")
     run("new", "my_model")
     assert {path.name for path in empty.iterdir()} == {"my_model.py", "my_model.toml"}
     with (empty / "my_model.py").open("a") as model:
