@@ -13,7 +13,6 @@ import contextlib
 import socket
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from types import TracebackType
 from typing import Any, Self, TypeVar, TypeVarTuple
 
 from torch import Tensor
@@ -52,8 +51,8 @@ def launch(config: Config, connect: Sequence[str] | None = None) -> Pipeline:
         config: from `rpcmp.load_config`, or built in code. `epochs` and `steps` are not used, nor
             is `data` except to measure layers for `balance = "auto"`: the caller brings the
             mini-batches.
-        connect: addresses of running stage servers, one for each stage, or for each replica of it;
-            None uses the config's or, where it has none, starts servers on this machine.
+        connect: addresses of running stage servers, one per stage, or per replica of it;
+            None uses the config's or, if it has none, starts servers on this machine.
 
     Raises:
         RpcmpError: why the job cannot start; nothing is left running.
@@ -70,7 +69,7 @@ class Pipeline:
     have not: launch again.
 
     Raises:
-        JobError: every call, that of its optimizer too, once the pipeline is closed.
+        JobError: every call, also of its optimizer, once the pipeline is closed.
         WorkerDiedError, UnavailableError: every such call, if a process or host is lost and
             recovery is off or has failed.
 
@@ -211,12 +210,7 @@ class Pipeline:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _call(
@@ -255,11 +249,7 @@ class Pipeline:
                 self._recover(error)
 
     def _recover(self, error: RpcmpError) -> None:
-        """Form the next group and repeat the calls that it has not seen.
-
-        Raises:
-            RpcmpError: that has failed; the pipeline cannot be used any more.
-        """
+        """Form the next group and repeat the calls that it has not seen; raises if that fails."""
         while not self._closed:
             try:
                 self._form_again(error)
