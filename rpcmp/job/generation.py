@@ -18,18 +18,17 @@ import asyncio
 import contextlib
 import platform
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 from rpcmp.config.schema import Config, ScheduleOptions
 from rpcmp.config.topology import DRIVER
-from rpcmp.errors import DrainingError, RpcmpError, WorkerDiedError, from_wire
+from rpcmp.errors import DrainingError, WorkerDiedError, from_wire
 from rpcmp.job.first_failure import FirstFailure, Watchdog, task_group
 from rpcmp.job.output_files import OutputFiles
 from rpcmp.job.restore_point import ChooseRestorePoint, RestorePoint, from_config
 from rpcmp.job.server_calls import shipped_code
 from rpcmp.job.server_pool import ServerPool
 from rpcmp.job.telemetry import Vitals
-from rpcmp.job.worker_group import Identity, WorkerGroup
+from rpcmp.job.worker_group import WorkerGroup
 from rpcmp.net.relay import Relay
 from rpcmp.process import interpreter
 from rpcmp.process.channel import Message
@@ -60,6 +59,8 @@ class Generation:
 
     Attributes:
         number: as given.
+        workers: of the group.
+        failure: why it has failed, if it has.
         draining: the name of a stage whose server is being stopped; empty: none.
         restore_point: the state that it started from.
     """
@@ -84,10 +85,10 @@ class Generation:
         self._output_files = OutputFiles(None)
         self._forks = pool.forks
         self._dialer = pool.dialer
-        self._identity = Identity(pool.job_id, number)
-        self._failure = FirstFailure()
+        self._job_id = pool.job_id
+        self.failure = FirstFailure()
         self._relay = Relay(
-            *(pool.job_id, number, DRIVER), pool.forks, pool.dialer, self._failure.fail
+            *(pool.job_id, number, DRIVER), pool.forks, pool.dialer, self.failure.fail
         )
         self._store: StoreProxy | None = None
         self._settings = settings
@@ -96,35 +97,27 @@ class Generation:
         self._has_drained_logs = False
         self._events: asyncio.Queue[Message] = asyncio.Queue()
         self._vitals = vitals or Vitals()
-        self._workers = WorkerGroup(
-            config,
-            self._identity,
-            pool.addresses,
-            pool.run_folder,
-            pool.dialer,
-            self._failure,
-            self._receive_from_worker,
-            self._vitals,
-            log,
+        self.workers = WorkerGroup(
+            config, pool, number, self.failure, self._receive_from_worker, self._vitals, log
         )
         self._driver: Child | None = None
         self._listening: asyncio.Task[None] | None = None
         self._heartbeat = HeartbeatMonitor(config.recovery.heartbeat_timeout)
-        self._watchdog = Watchdog(config.recovery.watchdog, self._workers.inspect)
+        self._watchdog = Watchdog(config.recovery.watchdog, self.workers.inspect)
         self.draining = ""
         self.restore_point = RestorePoint()
 
     async def start(self) -> None:
         """Start all processes; returns when the driver may train."""
-        assignments = await self._failure.unless_failed(self._plan_and_claim())
-        self._failure.supervise(self._watchdog.run())
-        await self._failure.unless_failed(self._join(assignments))
+        assignments = await self.failure.unless_failed(self._plan_and_claim())
+        self.failure.supervise(self._watchdog.run())
+        await self.failure.unless_failed(self._join(assignments))
 
     async def _plan_and_claim(self) -> list[str]:
         code = shipped_code(self._config)
         async with task_group() as tasks:
             plan = tasks.create_task(self._plan())
-            tasks.create_task(self._workers.claim(code))
+            tasks.create_task(self.workers.claim(code))
         return plan.result()
 
     async def _plan(self) -> list[str]:
@@ -134,7 +127,7 @@ class Generation:
             "rpcmp.driver", environment, self._fds, self._forks, self._log_driver, self._reach
         )
         self._driver, self._output_files = driver, OutputFiles(driver.scratch)
-        self._listening = self._failure.supervise(self._listen(driver))
+        self._listening = self.failure.supervise(self._listen(driver))
         self.send(
             {
                 "op": "plan",
@@ -145,15 +138,14 @@ class Generation:
             }
         )
         planned = await self._expect("planned")
-        self._failure.supervise(self._kill_driver_if_silent(driver))
+        self.failure.supervise(self._kill_driver_if_silent(driver))
         assignments: list[str] = planned["assignments"]
         return assignments
 
     @property
-    def processes(self) -> dict[str, Message]:
-        """Host and pid of every process by its label, after the servers have been claimed."""
-        pid = 0 if self._driver is None else self._driver.pid
-        return {**self._workers.processes, DRIVER: {"host": platform.node(), "pid": pid}}
+    def driver_place(self) -> Message:
+        """The host and pid of the driver process."""
+        return {"host": platform.node(), "pid": 0 if self._driver is None else self._driver.pid}
 
     def send(self, message: Message) -> None:
         if self._driver is not None:
@@ -175,33 +167,25 @@ class Generation:
         """
         if not self._events.empty():  # whatever was reported before the failure comes first
             return self._events.get_nowait()
-        return await self._failure.unless_failed(self._events.get())
+        return await self.failure.unless_failed(self._events.get())
 
     def kill_driver_on_failure(self) -> None:
         """Kill the driver process on a failure, so that its caller stops waiting."""
         if self._driver is not None:
-            self._failure.when_failed(self._driver.kill)
-
-    async def failure_reason(self, timeout: float) -> RpcmpError | None:
-        """Return why the generation has failed; waits up to `timeout` seconds for a failure."""
-        return await self._failure.reason(timeout)
+            self.failure.when_failed(self._driver.kill)
 
     async def wait_for_end(self) -> None:
-        self._failure.ignore()
+        self.failure.ignore()
         if self._driver is not None:
             await self._driver.wait(LEAVE_SECONDS)
         await self._drain_logs()
-
-    async def remove_checkpoint(self, folder: Path) -> None:
-        """Remove a checkpoint from the disks of the other machines."""
-        await self._workers.remove_checkpoint(folder)
 
     async def abandon(self) -> list[Message]:
         """Kill the driver process and return its events that have not been read.
 
         The servers stay claimed, so that no other job takes them before the next generation does.
         """
-        self._failure.ignore()
+        self.failure.ignore()
         if self._driver is not None:
             await self._driver.kill()
         await self._drain_logs()
@@ -212,50 +196,46 @@ class Generation:
             unread.append(self._events.get_nowait())
         return unread
 
-    def release_draining(self) -> None:
-        """Release the servers that are being stopped: the group does not need them any more."""
-        self._workers.release_draining()
-
     async def close(self) -> None:
         """End all processes; the servers end their workers when they are no longer watched."""
-        self._failure.ignore()
+        self.failure.ignore()
         if self._driver is not None:
             await self._driver.kill()
         await self._drain_logs()
-        await self._failure.close()
+        await self.failure.close()
         await self._relay.close()
         if self._store is not None:
             await self._store.close()
-        await self._workers.close()
+        await self.workers.close()
 
     async def _join(self, assignments: list[str]) -> None:
         """Let all members join the group; returns when they reach each other."""
-        self.restore_point = await self._choose(assignments, self._workers.holdings)
-        await self._workers.start(assignments, self.restore_point)
+        self.restore_point = await self._choose(assignments, self.workers.holdings)
+        await self.workers.start(assignments, self.restore_point)
         self._store = StoreProxy.at(
-            self._workers.rendezvous, self._dialer, **vars(self._identity), tell=self.send
+            self.workers.rendezvous, self._dialer, self._job_id, self.number, self.send
         )
         await self._forks.add_address(len(assignments))
-        self.send({"op": "join", **self._workers.membership(rank=len(assignments))})
+        self.send({"op": "join", **self.workers.membership(rank=len(assignments))})
         joined = await self._expect("joined")
         self._vitals.add_driver_address(joined["address"])
-        await self._workers.wait_until_running()
+        await self.workers.wait_until_running()
         await self._link(joined["address"])
 
     async def _link(self, driver_address: str) -> None:
         network = await self._forks.network()
         exposed = {
-            **self._workers.exposed,
+            **self.workers.exposed,
             **({"driver": network.reason} if network.reason else {}),
         }
         if exposed:
             where, why = ", ".join(exposed), "; ".join(sorted(set(exposed.values())))
             text = f"other users of their hosts can reach the processes of {where}: {why}"
             self._events.put_nowait({"event": "warning", "text": text})
-        if problems := self._workers.checkpoint_problems:
+        if problems := self.workers.checkpoint_problems:
             text = f"a run that has to give up leaves nothing: {'; '.join(problems)}"
             self._events.put_nowait({"event": "warning", "text": text})
-        unreachable = await self._workers.link(network.name, driver_address)
+        unreachable = await self.workers.link(network.name, driver_address)
         await self._relay.open(driver_address, unreachable)
         for peer in unreachable:
             self._relay.wait_for(peer)
@@ -291,7 +271,7 @@ class Generation:
                     await asyncio.sleep(EXPLAIN_SECONDS)
                 raise error
             case "done":  # connections that break from here on belong to an orderly end
-                self._failure.ignore()
+                self.failure.ignore()
         self._events.put_nowait(message)
 
     def _receive_from_worker(self, event: Message) -> None:
@@ -316,7 +296,7 @@ class Generation:
         """Log the last lines of the workers, once, when the group ends."""
         if not self._has_drained_logs:
             self._has_drained_logs = True
-            await self._workers.drain_logs()
+            await self.workers.drain_logs()
 
     def _log_driver(self, line: Line) -> None:
         with contextlib.suppress(OSError):  # the output is closed: the next event ends the run

@@ -241,7 +241,7 @@ class RecoveryLoop(Generic[Result]):
             if is_final or not self._recovery.enabled:
                 raise self._workload.explain(decision.error or error)
             self._workload.report_fault(error, generation)
-            generation.release_draining()
+            generation.workers.release_draining()
             await asyncio.sleep(decision.pause)
             await self._pool.wait_until_ready()
         except RpcmpError:

@@ -103,7 +103,7 @@ class Service(Workload[int]):
     async def failure_reason(self) -> RpcmpError | None:
         """Return why the group is lost, if that is known."""
         generation = self._loop.generation
-        return None if generation is None else await generation.failure_reason(EXPLAIN_SECONDS)
+        return None if generation is None else await generation.failure.reason(EXPLAIN_SECONDS)
 
     def next_generation(self) -> Generation:
         if self._connection is None:

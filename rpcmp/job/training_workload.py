@@ -89,7 +89,7 @@ class TrainingWorkload(Workload[Message]):
         step = generation.restore_point.step
         self._report_start(generation, step)
         self._has_begun = True
-        self.checkpoints.remove_elsewhere = generation.remove_checkpoint
+        self.checkpoints.remove_elsewhere = generation.workers.remove_checkpoint
         await self.checkpoints.remove_left_behind(ended_well=False)
         generation.train({**self._order, "progress": self.checkpoints.progress_of(step)})
         summary = await self._train(generation)
@@ -114,10 +114,8 @@ class TrainingWorkload(Workload[Message]):
 
     def _report_start(self, generation: Generation, step: int) -> None:
         """Report the group, and the steps up to the restored one that were not reported before."""
-        processes = generation.processes
-        workers = {label: place for label, place in processes.items() if label != DRIVER}
-        group = {"step": step, "workers": workers, "driver": processes[DRIVER]}
-        self._report({"event": "generation", **group})
+        workers, driver = generation.workers.places, generation.driver_place
+        self._report({"event": "generation", "step": step, "workers": workers, "driver": driver})
         if self._lost_at is not None:
             self._report(
                 {
@@ -185,7 +183,8 @@ class TrainingWorkload(Workload[Message]):
     def report_fault(self, error: RpcmpError, generation: Generation) -> None:
         self._first_fault = self._first_fault or error
         self._lost_at = time.monotonic() if self._lost_at is None else self._lost_at
-        self._hosts |= {label: place["host"] for label, place in generation.processes.items()}
+        self._hosts |= {label: place["host"] for label, place in generation.workers.places.items()}
+        self._hosts[DRIVER] = generation.driver_place["host"]
         self._report(
             {
                 "event": "fault",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,8 +14,8 @@ from rpcmp.errors import DrainingError, RpcmpError, from_wire
 from rpcmp.job.first_failure import FirstFailure
 from rpcmp.job.restore_point import HeldSnapshots, RestorePoint, mirrors_of
 from rpcmp.job.server_calls import gather_all
+from rpcmp.job.server_pool import ServerPool
 from rpcmp.job.telemetry import LogCollector, Vitals
-from rpcmp.net.dialer import Dialer
 from rpcmp.net.relay import RelayPeer
 from rpcmp.process.channel import Message
 from rpcmp.process.logging.records import Entry
@@ -30,53 +29,37 @@ LAST_LINES_SECONDS = 0.5
 """How long to wait for the log lines that workers wrote before something went wrong."""
 
 
-@dataclass(frozen=True)
-class Identity:
-    """Identifies a generation in every message about it.
-
-    Attributes:
-        job_id: unique for each run.
-        generation: counts the groups of a run, from 1.
-    """
-
-    job_id: str
-    generation: int
-
-
 class WorkerGroup:
     """The workers of one generation of one job.
 
     Args:
-        addresses: of the stage servers, one per worker.
-        run_folder: the name of the folder of the run's checkpoints.
+        generation: its number.
         report: called when a server is being stopped ("draining") and when one has saved ("saved").
     """
 
     def __init__(
         self,
         config: Config,
-        identity: Identity,
-        addresses: Sequence[str],
-        run_folder: str,
-        dialer: Dialer,
+        pool: ServerPool,
+        generation: int,
         failure: FirstFailure,
         report: Callable[[Message], None],
         vitals: Vitals,
         log: Callable[[Entry], None],
     ) -> None:
         self._config = config
-        self._identity: dict[str, Any] = vars(identity)
-        self._addresses = list(addresses)
-        self._run_folder = run_folder
+        self._identity: dict[str, Any] = {"job_id": pool.job_id, "generation": generation}
+        self._addresses = list(pool.addresses)
+        self._run_folder = pool.run_folder
         self._failure = failure
         self._report = report
         self._vitals = vitals
         self._workers = config.workers
         labels = [worker.label for worker in config.workers]
-        self._logs = LogCollector(labels, identity.generation, log)
+        self._logs = LogCollector(labels, generation, log)
         self._clients = [
-            StageClient(worker.label, address, dialer, worker.stage_index)
-            for worker, address in zip(config.workers, addresses, strict=True)
+            StageClient(worker.label, address, pool.dialer, worker.stage_index)
+            for worker, address in zip(config.workers, pool.addresses, strict=True)
         ]
         self._agent_addresses: dict[str, str] = {}
         self._devices: dict[str, str] = {}
@@ -106,7 +89,7 @@ class WorkerGroup:
         }
 
     @property
-    def processes(self) -> dict[str, dict[str, Any]]:
+    def places(self) -> dict[str, dict[str, Any]]:
         """Server address, host, pid and device of every worker by its label; empty before `claim`.
 
         The device is empty until the worker runs.

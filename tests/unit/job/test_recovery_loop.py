@@ -31,6 +31,7 @@ class FakeGeneration:
 
     def __init__(self, log: list[str]) -> None:
         self._log = log
+        self.workers = self
 
     async def abandon(self) -> list[Message]:
         self._log.append("abandon")
