@@ -1,4 +1,4 @@
-"""The first error ends the job, whoever waits for whatever."""
+"""FirstFailure and task groups: the first error ends everything that waits."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ async def never() -> None:
 
 
 @in_a_loop
-async def test_the_first_failure_is_raised_to_all_who_wait() -> None:
+async def test_all_waiters_raise_the_first_failure() -> None:
     failure = FirstFailure()
     waiting = [asyncio.ensure_future(failure.unless_failed(never())) for _ in range(2)]
     failure.supervise(raises(BusyError("first")))
@@ -49,7 +49,7 @@ async def test_the_first_failure_is_raised_to_all_who_wait() -> None:
 
 
 @in_a_loop
-async def test_without_a_failure_the_value_comes_through() -> None:
+async def test_unless_failed_returns_the_result_without_a_failure() -> None:
     failure = FirstFailure()
     assert await failure.unless_failed(gives(7)) == 7
     assert await failure.reason(0) is None
@@ -57,7 +57,7 @@ async def test_without_a_failure_the_value_comes_through() -> None:
 
 
 @in_a_loop
-async def test_what_is_awaited_may_fail_by_itself() -> None:
+async def test_unless_failed_raises_the_error_of_its_awaitable() -> None:
     failure = FirstFailure()
     with pytest.raises(BusyError):
         await failure.unless_failed(raises(BusyError("own")))
@@ -65,7 +65,7 @@ async def test_what_is_awaited_may_fail_by_itself() -> None:
 
 
 @in_a_loop
-async def test_a_bug_in_a_follower_is_no_silence() -> None:
+async def test_an_unexpected_error_in_a_background_task_is_a_failure() -> None:
     failure = FirstFailure()
     failure.supervise(raises(ZeroDivisionError("oops")))
     error = await failure.reason(5)
@@ -74,7 +74,7 @@ async def test_a_bug_in_a_follower_is_no_silence() -> None:
 
 
 @in_a_loop
-async def test_when_the_job_ends_nothing_counts_any_more() -> None:
+async def test_failures_are_ignored_once_the_generation_ends() -> None:
     failure = FirstFailure()
     failure.ignore()
     failure.fail(JobError("a connection broke"))

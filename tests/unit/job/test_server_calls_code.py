@@ -1,4 +1,4 @@
-"""The Python files that a job brings along."""
+"""The Python files that a job sends to its stage servers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_modules_and_packages_beside_the_config_are_collected(tmp_path: Path) ->
     ]
 
 
-def test_other_files_and_folders_stay_behind(tmp_path: Path) -> None:
+def test_other_files_and_folders_are_not_collected(tmp_path: Path) -> None:
     write(tmp_path, "config.toml", "weights.bin", "model.pyc", "notes.py.txt")
     write(tmp_path, ".hidden.py", ".venv/__init__.py", ".venv/lib.py")
     write(tmp_path, "scripts/tool.py")  # no package
@@ -42,7 +42,7 @@ def test_other_files_and_folders_stay_behind(tmp_path: Path) -> None:
     assert collected(tmp_path) == ["zoo/__init__.py"]
 
 
-def test_files_travel_byte_by_byte(tmp_path: Path) -> None:
+def test_collected_files_keep_their_bytes(tmp_path: Path) -> None:
     content = "# -*- coding: latin-1 -*-\r\nname = 'é'\r\n".encode("latin-1")
     (tmp_path / "model.py").write_bytes(content)
     (file,) = collect_code(tmp_path)

@@ -1,4 +1,4 @@
-"""Which calls of a program's a group that is formed again has to repeat."""
+"""The calls of a program that a group which is formed again has to repeat."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_calls_that_change_something_are_numbered() -> None:
     assert names(history.since(0)) == sorted(CHANGING)
 
 
-def test_before_the_first_is_kept_a_group_begins_at_nothing() -> None:
+def test_a_group_starts_at_call_zero_before_any_version_is_kept() -> None:
     history = CallHistory()
     assert history.states == {0: {}}
     make(history, "load_state_dict", {})
@@ -65,7 +65,7 @@ def test_before_the_first_is_kept_a_group_begins_at_nothing() -> None:
     assert names(history.since(0)) == ["load_state_dict", "forward_backward"]
 
 
-def test_what_a_group_has_not_seen_is_repeated_in_order() -> None:
+def test_since_returns_the_unseen_calls_in_order() -> None:
     history = CallHistory()
     train(history, 1, 2)
     make(history, "forward_backward", 1, step=2, kept=2)
@@ -83,7 +83,7 @@ def test_what_a_group_has_not_seen_is_repeated_in_order() -> None:
     assert list(history.since(6)) == []
 
 
-def test_the_newest_that_were_kept_are_known() -> None:
+def test_states_has_the_newest_kept_versions() -> None:
     history = CallHistory()
     for step in range(1, 10):
         train(history, step, step)
@@ -91,7 +91,7 @@ def test_the_newest_that_were_kept_are_known() -> None:
         assert all(state == after(version) for version, state in history.states.items())
 
 
-def test_what_is_forgotten_cannot_be_repeated() -> None:
+def test_since_raises_for_versions_before_the_oldest_kept_one() -> None:
     history = CallHistory()
     train(history, 1, 5)
     assert len(list(history.since(3))) == 2
@@ -100,7 +100,7 @@ def test_what_is_forgotten_cannot_be_repeated() -> None:
             history.since(version)
 
 
-def test_repeated_calls_are_no_new_ones() -> None:
+def test_repeated_calls_are_not_recorded_again() -> None:
     history = CallHistory()
     train(history, 1, 2)
     make(history, "forward_backward", step=2, kept=2)
@@ -123,7 +123,7 @@ def test_calls_may_change_while_they_are_repeated() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(CHANGING - DIFFERENTIATING))
-def test_a_call_that_failed_and_differentiates_nothing_changes_nothing(name: str) -> None:
+def test_a_failed_call_that_does_not_differentiate_is_not_recorded(name: str) -> None:
     history = CallHistory()
     make(history, "forward_backward", 1)
     history.record_failed(history.new_call(name, (2,)))
@@ -135,7 +135,7 @@ def test_a_call_that_failed_and_differentiates_nothing_changes_nothing(name: str
 
 
 @pytest.mark.parametrize("name", sorted(DIFFERENTIATING))
-def test_a_step_that_failed_leaves_no_gradients(name: str) -> None:
+def test_a_failed_step_is_recorded_as_zero_grad(name: str) -> None:
     history = CallHistory()
     make(history, "forward_backward", 1)
     failed = history.new_call(name, (2,))
@@ -149,7 +149,7 @@ def test_a_step_that_failed_leaves_no_gradients(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", READING)
-def test_a_call_that_only_reads_leaves_nothing_even_if_it_fails(name: str) -> None:
+def test_reading_calls_are_never_recorded(name: str) -> None:
     history = CallHistory()
     history.record_failed(history.new_call(name, ()))
     make(history, name)
@@ -157,7 +157,7 @@ def test_a_call_that_only_reads_leaves_nothing_even_if_it_fails(name: str) -> No
     assert history.new_call("train_step", ()).version == 1
 
 
-def test_it_is_said_once_that_a_call_has_ended() -> None:
+def test_take_has_new_call_is_true_once_per_completed_call() -> None:
     history = CallHistory()
     assert not history.take_has_new_call()
     call = make(history, "train_step")
@@ -173,7 +173,7 @@ class Batch:
     """What only the history keeps alive."""
 
 
-def test_the_arguments_of_what_is_forgotten_are_let_go() -> None:
+def test_arguments_of_forgotten_calls_are_freed() -> None:
     history = CallHistory()
     alive: list[weakref.ref[Batch]] = []
 
@@ -205,7 +205,7 @@ CALLS = st.lists(
 
 @settings(deadline=None, derandomize=True, max_examples=300)
 @given(CALLS)
-def test_from_each_known_version_the_repeated_calls_lead_to_the_same_model(
+def test_repeating_calls_from_any_kept_version_gives_the_same_model(
     calls: list[tuple[str, str]],
 ) -> None:
     history = CallHistory()

@@ -1,4 +1,4 @@
-"""How the processes of a run are, made of what the servers and the driver process say."""
+"""Vitals of a run's processes, from the reports of stage servers and driver process."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def links(vitals: Vitals) -> dict[tuple[str, str], dict[str, Any]]:
     return {(link["from"], link["to"]): link for link in told(vitals)["links"]}
 
 
-def test_a_worker_is_what_its_server_says() -> None:
+def test_a_workers_vitals_are_those_that_its_server_reports() -> None:
     vitals = Vitals()
     vitals.start_generation()
     vitals.update_worker("a", said())
@@ -82,7 +82,7 @@ def test_a_worker_is_what_its_server_says() -> None:
     }
 
 
-def test_a_change_without_vitals_changes_the_state_alone() -> None:
+def test_a_change_without_vitals_changes_only_the_state() -> None:
     vitals = Vitals()
     vitals.start_generation()
     vitals.update_worker("a", pb.WatchResponse(state=pb.SERVER_STATE_CLAIMED))
@@ -93,7 +93,7 @@ def test_a_change_without_vitals_changes_the_state_alone() -> None:
     assert (worker["state"], worker["memory"]) == ("running", 1000)
 
 
-def test_links_add_up_what_both_ends_have_opened() -> None:
+def test_links_add_up_the_connections_of_both_ends() -> None:
     vitals = Vitals()
     vitals.start_generation()
     vitals.update_worker(
@@ -114,7 +114,7 @@ def test_links_add_up_what_both_ends_have_opened() -> None:
     assert found[DRIVER, "a"]["rtt_s"] == 0.04  # between the hosts, not to the own supervisor
 
 
-def test_rates_are_of_the_time_between_two_counts_whenever_they_are_heard(clock: Clock) -> None:
+def test_rates_use_the_time_between_counts_and_not_between_reports(clock: Clock) -> None:
     vitals = Vitals()
     vitals.start_generation()
     vitals.update_worker("b", said(listens=B))
@@ -135,7 +135,7 @@ def test_rates_are_of_the_time_between_two_counts_whenever_they_are_heard(clock:
         assert found["a", "b"]["bytes"] == count
 
 
-def test_a_process_that_was_lost_is_so_until_the_next_one_is_there() -> None:
+def test_a_process_is_lost_until_the_next_one_reports() -> None:
     vitals = Vitals()
     vitals.start_generation()
     for label in ("a", "b"):
@@ -154,7 +154,7 @@ def test_a_process_that_was_lost_is_so_until_the_next_one_is_there() -> None:
     assert (fresh["state"], fresh["pid"], fresh["restarts"]) == ("claimed", 8, 1)
 
 
-def test_a_loss_that_nobody_can_name_changes_nothing() -> None:
+def test_a_loss_without_a_label_changes_nothing() -> None:
     vitals = Vitals()
     vitals.start_generation()
     vitals.update_worker("a", said())
@@ -163,7 +163,7 @@ def test_a_loss_that_nobody_can_name_changes_nothing() -> None:
     assert told(vitals)["workers"] == before
 
 
-def test_who_was_lost_before_it_was_heard_of_is_not_told_of_at_all() -> None:
+def test_a_process_lost_before_its_first_vitals_is_not_reported() -> None:
     vitals = Vitals()
     for _ in range(2):
         vitals.start_generation()
@@ -173,7 +173,7 @@ def test_who_was_lost_before_it_was_heard_of_is_not_told_of_at_all() -> None:
             assert (told(vitals)["workers"], told(vitals)["driver"]) == ({}, {})
 
 
-def test_the_driver_is_one_of_them() -> None:
+def test_the_driver_has_vitals_too() -> None:
     vitals = Vitals()
     vitals.start_generation()
     vitals.update_driver(9, Doing("plan", 0, -1, 0.1), [], {}, [])
@@ -187,7 +187,7 @@ def test_the_driver_is_one_of_them() -> None:
     assert told(vitals)["driver"]["state"] == "lost"
 
 
-def test_tensors_that_take_another_way_count_where_they_are_more(clock: Clock) -> None:
+def test_links_count_tensors_if_they_exceed_the_connections(clock: Clock) -> None:
     vitals = Vitals()
     vitals.start_generation()
     vitals.update_worker("a:1", said(listens=A))

@@ -1,4 +1,4 @@
-"""What is told of a run before anything else, and the stamp on all that follows."""
+"""The event `run`, and the stamp on all events."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ def told() -> dict[str, Any]:
     return sent
 
 
-def test_a_run_says_what_it_is(told: dict[str, Any]) -> None:
+def test_the_run_event_describes_the_job(told: dict[str, Any]) -> None:
     assert (told["event"], told["name"], told["job_id"]) == ("run", "towers", "4711")
     assert (told["driver"], told["pid"]) == (platform.node(), os.getpid())
     assert told["versions"]["torch"] == metadata.version("torch")
     assert told["config"]["optimizer"]["kwargs"]["lr"] == 0.5
 
 
-def test_what_was_given_in_confidence_is_not_told(told: dict[str, Any]) -> None:
+def test_the_run_event_redacts_secrets(told: dict[str, Any]) -> None:
     assert told["config"]["optimizer"]["kwargs"]["token"].startswith("sha256:")
     assert "hush" not in json.dumps(told)
 
@@ -84,12 +84,12 @@ def test_workers_are_in_the_order_of_the_config(told: dict[str, Any]) -> None:
     ]
 
 
-def test_servers_that_are_yet_to_be_started_have_no_address() -> None:
+def test_workers_have_no_address_before_their_servers_are_started() -> None:
     told = run_event(parse_config(TOWERS), "4711", [])
     assert [worker["address"] for worker in told["workers"]] == [""] * 4
 
 
-def test_every_event_says_when_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_event_has_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[dict[str, Any]] = []
     now = iter((7.5, 8.5))
     monkeypatch.setattr("rpcmp.observability.events.time.time", lambda: next(now))
