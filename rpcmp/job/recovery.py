@@ -176,6 +176,8 @@ class Workload(ABC, Generic[Result]):
     ) -> Progress:
         """Account for a generation that was abandoned.
 
+        Raises `error` if the run ends here without anything to give up.
+
         Args:
             error: the fault that ended it.
             unread: the events that it had reported and that `run` has not read.
