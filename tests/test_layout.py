@@ -30,7 +30,7 @@ ELSEWHERE = {
     "cluster/test_balance_auto.py": """
         job/autobalance process/task server/services worker/profiler/process
     """,
-    "cluster/test_believed.py": "job/output_files server/snapshot_service",
+    "cluster/test_believed.py": "job/output_files process/channel server/snapshot_service",
     "cluster/test_bench.py": """
         tools/bench/peers/group tools/bench/peers/process tools/bench/peers/trainers
     """,
@@ -89,7 +89,6 @@ ELSEWHERE = {
     """,
     "unit/observability/prometheus/test_run.py": "observability/prometheus/registry",
     "unit/observability/run_folder/test_compare.py": "observability/run_folder/reader",
-    "unit/observability/test_events.py": "process/channel",
     "unit/observability/test_observers_loggers.py": "cli/observing",
     "unit/observability/test_tensorboard.py": "observability/tensorboard_file",
     "unit/observability/trace/test_analysis.py": "observability/trace/critical_path",

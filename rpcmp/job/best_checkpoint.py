@@ -17,7 +17,8 @@ from rpcmp.checkpoint.folder import CheckpointFolder, look
 from rpcmp.checkpoint.manifest import BestMark, Manifest
 from rpcmp.config.schema import Config
 from rpcmp.errors import RpcmpError
-from rpcmp.process.channel import Message
+from rpcmp.observability.events.definitions import BestEvent, WarningEvent
+from rpcmp.observability.events.event import BestStep, Event
 
 
 def mark_of(progress: Mapping[str, Any]) -> BestMark | None:
@@ -36,7 +37,7 @@ class BestCheckpoint:
     """The best checkpoint in a run's folder."""
 
     def __init__(
-        self, config: Config, folder: CheckpointFolder, report: Callable[[Message], None]
+        self, config: Config, folder: CheckpointFolder, report: Callable[[Event], None]
     ) -> None:
         section = config.checkpoint
         self._is_on = section is not None and section.best is not None
@@ -61,17 +62,17 @@ class BestCheckpoint:
             await asyncio.to_thread(self._folder.commit, manifest)
         except RpcmpError as error:
             text = f"step {step} is the best and cannot be marked so: {error}; the run goes on"
-            self._report({"event": "warning", "text": text})
+            self._report(WarningEvent(text=text))
             return False
         self.report_if_best(manifest)
         return True
 
     def report_if_best(self, manifest: Manifest) -> None:
         """Report a checkpoint that has just been written, if it is the best so far."""
-        if manifest.best is not None:
-            self._report({"event": "best", "step": manifest.step, **manifest.best.model_dump()})
+        if (best := manifest.best) is not None:
+            self._report(BestEvent(step=manifest.step, metric=best.metric, value=best.value))
 
-    def restored_from(self, manifest: Manifest) -> Message:
+    def restored_from(self, manifest: Manifest) -> dict[str, Any]:
         """Return the "best" of the driver's state in a run that goes on from a checkpoint.
 
         If the best checkpoint is gone, it could not be exported: the search for the best restarts.
@@ -83,22 +84,23 @@ class BestCheckpoint:
         if marked is not None and marked.best is not None:
             return {"best": best}
         text = f"the best checkpoint, of step {best['step']}, is gone: the best begins anew"
-        self._report({"event": "warning", "text": text})
+        self._report(WarningEvent(text=text))
         return {"best": None}
 
-    def kept(self) -> Message | None:
-        """Return "step", "metric", "value" and "path" of the best checkpoint, if there is one."""
+    def kept(self) -> BestStep | None:
+        """Return the best checkpoint, if there is one."""
         if not self._is_on:
             return None
         try:
             manifest = self._folder.best()
         except RpcmpError as error:
-            self._report({"event": "warning", "text": f"which checkpoint is the best? {error}"})
+            self._report(WarningEvent(text=f"which checkpoint is the best? {error}"))
             return None
         if manifest is None or manifest.best is None:
             return None
         path = str(self._folder.path_of(manifest.step))
-        return {"step": manifest.step, **manifest.best.model_dump(), "path": path}
+        best = manifest.best
+        return {"step": manifest.step, "metric": best.metric, "value": best.value, "path": path}
 
     def _manifest(self, step: int) -> Manifest | None:
         checkpoint = look(self._folder.path_of(step))

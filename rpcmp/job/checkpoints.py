@@ -28,6 +28,8 @@ from rpcmp.errors import CheckpointError, RpcmpError, SavingError
 from rpcmp.job.best_checkpoint import BestCheckpoint, mark_of
 from rpcmp.job.restore_point import CommonSnapshot, newest_common
 from rpcmp.job.server_pool import ServerPool
+from rpcmp.observability.events.definitions import CheckpointEvent, StepEvent, WarningEvent
+from rpcmp.observability.events.event import Event
 from rpcmp.process.channel import Message
 from rpcmp.server.connection import versions
 from rpcmp.v1 import control_pb2 as pb
@@ -66,7 +68,7 @@ class Checkpoints:
         remove_elsewhere: removes a checkpoint from the disks of the other machines.
     """
 
-    def __init__(self, config: Config, pool: ServerPool, report: Callable[[Message], None]) -> None:
+    def __init__(self, config: Config, pool: ServerPool, report: Callable[[Event], None]) -> None:
         self._config = config
         self._pool = pool
         self._report = report
@@ -136,10 +138,10 @@ class Checkpoints:
         since = time.monotonic() - self._saved_at
         return {**progress, "is_saved": step == self.saved, "since_saved": since}
 
-    def step_events_up_to(self, step: int) -> list[Message]:
+    def step_events_up_to(self, step: int) -> list[StepEvent]:
         """Return the events of the known steps up to `step`."""
         events = [self._progress[each]["told"] for each in sorted(self._progress) if each <= step]
-        return [event for event in events if event is not None]
+        return [StepEvent.from_json(event, complete=True) for event in events if event is not None]
 
     def resume_from(self, manifest: Manifest) -> list[str]:
         """Go on from a checkpoint; returns the keys of the config that have changed since."""
@@ -182,18 +184,17 @@ class Checkpoints:
             await asyncio.to_thread(self._folder.commit, manifest)
         except RpcmpError as error:
             self._failed.append(f"no checkpoint of step {step}: {error}")
-            self._report({"event": "warning", "text": f"{self._failed[-1]}; the run goes on"})
+            self._report(WarningEvent(text=f"{self._failed[-1]}; the run goes on"))
             return step
         self._failed.clear()
         self.saved, self._saved_at = step, time.monotonic()
         self._report(
-            {
-                "event": "checkpoint",
-                "step": step,
-                "path": str(self._folder.path_of(step)),
-                "seconds": self._saved_at - started_at,
-                "bytes": sum(part.size for part in parts.values()),
-            }
+            CheckpointEvent(
+                step=step,
+                path=str(self._folder.path_of(step)),
+                seconds=self._saved_at - started_at,
+                bytes=sum(part.size for part in parts.values()),
+            )
         )
         self.best.report_if_best(manifest)
         return step
@@ -266,7 +267,7 @@ class Checkpoints:
                 await asyncio.to_thread(remove, folder)
                 await self.remove_elsewhere(folder)
         except RpcmpError as error:
-            self._report({"event": "warning", "text": f"old checkpoints stay: {error}"})
+            self._report(WarningEvent(text=f"old checkpoints stay: {error}"))
 
     async def left_behind(self) -> list[RunCheckpoints]:
         """Return the checkpoints that runs of this job left when they had to end, newest first."""
@@ -301,7 +302,7 @@ class Checkpoints:
                 with contextlib.suppress(OSError):  # it is not there, or not empty
                     self._config.checkpoint_folder.rmdir()
         except RpcmpError as error:
-            self._report({"event": "warning", "text": f"old checkpoints stay: {error}"})
+            self._report(WarningEvent(text=f"old checkpoints stay: {error}"))
 
     async def _save(self, worker: Member, common: CommonSnapshot) -> pb.Saved:
         labels = [each.label for each in self._config.workers]

@@ -30,6 +30,8 @@ from rpcmp.job.server_pool import ServerPool
 from rpcmp.job.telemetry import Vitals
 from rpcmp.job.worker_group import WorkerGroup
 from rpcmp.net.relay import Relay
+from rpcmp.observability.events.definitions import WarningEvent, parse
+from rpcmp.observability.events.event import Event, ProcessPlace
 from rpcmp.process import interpreter
 from rpcmp.process.channel import Message
 from rpcmp.process.child import Child
@@ -43,6 +45,9 @@ LEAVE_SECONDS = 15.0
 
 LAST_WORDS_SECONDS = 1.0
 """How long to read the messages of a driver process that has ended."""
+
+DRIVER_MESSAGES = ("planned", "joined", "progress", "segment", "done")
+"""The messages of the driver process besides the events of the run."""
 
 EXPLAIN_SECONDS = 2.0
 """How long to wait for a server to explain a lost connection, which by itself says little."""
@@ -95,7 +100,7 @@ class Generation:
         self._choose = choose
         self._log = log
         self._has_drained_logs = False
-        self._events: asyncio.Queue[Message] = asyncio.Queue()
+        self._events: asyncio.Queue[Event | Message] = asyncio.Queue()
         self._vitals = vitals or Vitals()
         self.workers = WorkerGroup(
             config, pool, number, self.failure, self._receive_from_worker, self._vitals, log
@@ -143,7 +148,7 @@ class Generation:
         return assignments
 
     @property
-    def driver_place(self) -> Message:
+    def driver_place(self) -> ProcessPlace:
         """The host and pid of the driver process."""
         return {"host": platform.node(), "pid": 0 if self._driver is None else self._driver.pid}
 
@@ -159,11 +164,11 @@ class Generation:
         """Move the files that the driver process has written to their destinations."""
         await asyncio.to_thread(self._output_files.deliver)
 
-    async def next_event(self) -> Message:
-        """Return the driver process's next event.
+    async def next_event(self) -> Event | Message:
+        """Return the next event of the run, or the next message about its course.
 
-        The event "draining" means that a server is being stopped, "saved" that a server has written
-        its part of a checkpoint.
+        Messages are "draining" (a server is being stopped), "saved" (one has written its part of a
+        checkpoint), and the driver process's "progress", "segment" and "done".
         """
         if not self._events.empty():  # whatever was reported before the failure comes first
             return self._events.get_nowait()
@@ -180,7 +185,7 @@ class Generation:
             await self._driver.wait(LEAVE_SECONDS)
         await self._drain_logs()
 
-    async def abandon(self) -> list[Message]:
+    async def abandon(self) -> list[Event | Message]:
         """Kill the driver process and return its events that have not been read.
 
         The servers stay claimed, so that no other job takes them before the next generation does.
@@ -231,10 +236,10 @@ class Generation:
         if exposed:
             where, why = ", ".join(exposed), "; ".join(sorted(set(exposed.values())))
             text = f"other users of their hosts can reach the processes of {where}: {why}"
-            self._events.put_nowait({"event": "warning", "text": text})
+            self._events.put_nowait(WarningEvent(text=text))
         if problems := self.workers.checkpoint_problems:
             text = f"a run that has to give up leaves nothing: {'; '.join(problems)}"
-            self._events.put_nowait({"event": "warning", "text": text})
+            self._events.put_nowait(WarningEvent(text=text))
         unreachable = await self.workers.link(network.name, driver_address)
         await self._relay.open(driver_address, unreachable)
         for peer in unreachable:
@@ -272,25 +277,30 @@ class Generation:
                 raise error
             case "done":  # connections that break from here on belong to an orderly end
                 self.failure.ignore()
-        self._events.put_nowait(message)
+        event = message if message["event"] in DRIVER_MESSAGES else parse(message)
+        if event is None:
+            raise ValueError(f"{message['event']!r} is no event of a run")
+        self._events.put_nowait(event)
 
-    def _receive_from_worker(self, event: Message) -> None:
-        if event["event"] == "draining":
+    def _receive_from_worker(self, message: Message) -> None:
+        if message["event"] == "draining":
             if self.draining:
                 return
-            self.draining = event["stage"]
-        self._events.put_nowait(event)
+            self.draining = message["stage"]
+        self._events.put_nowait(message)
 
     async def _kill_driver_if_silent(self, driver: Child) -> None:
         self._heartbeat.beat()
         seconds = await self._heartbeat.lost()
         raise await driver.hung(DRIVER, seconds)
 
-    async def _expect(self, event: str) -> Message:
-        while (message := await self._events.get())["event"] != event:
+    async def _expect(self, name: str) -> Message:
+        while True:
+            match await self._events.get():
+                case dict() as message if message["event"] == name:
+                    return message
             if self.draining:
                 raise DrainingError(f"the server of stage {self.draining!r} is being stopped")
-        return message
 
     async def _drain_logs(self) -> None:
         """Log the last lines of the workers, once, when the group ends."""

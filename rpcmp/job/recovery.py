@@ -38,6 +38,7 @@ from rpcmp.errors import (
 )
 from rpcmp.job.generation import Generation
 from rpcmp.job.server_pool import ServerPool
+from rpcmp.observability.events.event import Event
 from rpcmp.process.channel import Message
 
 LONGEST_PAUSE = 10.0
@@ -172,7 +173,7 @@ class Workload(ABC, Generic[Result]):
 
     @abstractmethod
     async def settle(
-        self, error: RpcmpError, generation: Generation, unread: list[Message]
+        self, error: RpcmpError, generation: Generation, unread: list[Event | Message]
     ) -> Progress:
         """Account for a generation that was abandoned.
 

@@ -24,7 +24,8 @@ from rpcmp.errors import CheckpointError
 from rpcmp.job.checkpoints import Checkpoints
 from rpcmp.job.restore_point import HeldSnapshots, RestorePoint, newest_common
 from rpcmp.job.server_pool import ServerPool
-from rpcmp.process.channel import Message
+from rpcmp.observability.events.definitions import ResumedEvent, WarningEvent
+from rpcmp.observability.events.event import Event
 from rpcmp.v1 import control_pb2 as pb
 
 
@@ -35,7 +36,7 @@ class CheckpointResolver:
         report: called with a "warning" for each checkpoint that cannot be used.
     """
 
-    def __init__(self, config: Config, pool: ServerPool, report: Callable[[Message], None]) -> None:
+    def __init__(self, config: Config, pool: ServerPool, report: Callable[[Event], None]) -> None:
         self._config = config
         self._pool = pool
         self._report = report
@@ -69,7 +70,7 @@ class CheckpointResolver:
                 problems.append(str(error))
                 continue
             for problem in problems:
-                self._report({"event": "warning", "text": f"skipped a checkpoint: {problem}"})
+                self._report(WarningEvent(text=f"skipped a checkpoint: {problem}"))
             return restore_point, manifest
         if problems:
             raise CheckpointError("\n  ".join(["no checkpoint can be used:", *problems]))
@@ -167,7 +168,7 @@ class RestorePlanner:
         config: Config,
         pool: ServerPool,
         checkpoints: Checkpoints,
-        report: Callable[[Message], None],
+        report: Callable[[Event], None],
         start: Start,
     ) -> None:
         self._config = config
@@ -200,7 +201,7 @@ class RestorePlanner:
             except CheckpointError as error:
                 if in_memory is None:
                     raise
-                self._report({"event": "warning", "text": str(error)})
+                self._report(WarningEvent(text=str(error)))
         if in_memory is None:
             return RestorePoint()
         return RestorePoint.in_memory(in_memory, workers, self._pool.addresses)
@@ -221,7 +222,7 @@ class RestorePlanner:
                     f"an earlier run left a checkpoint in {left[0]}; --resume goes on from it, a "
                     "run that ends well removes it"
                 )
-                self._report({"event": "warning", "text": text})
+                self._report(WarningEvent(text=text))
         return RestorePoint()
 
     async def _other_runs(self) -> str:
@@ -238,11 +239,11 @@ class RestorePlanner:
     async def _from_disk(self, assignments: list[str], run: str | None) -> RestorePoint:
         newest = await self._on_disk.newest(assignments, run)
         if newest is None:
-            self._report({"event": "resumed", "step": 0, "changed": []})
+            self._report(ResumedEvent(step=0, changed=[]))
             return RestorePoint()
         restore_point, manifest = newest
         changed = self._checkpoints.resume_from(manifest)
         if run is None:
-            resumed = {"step": restore_point.step, "run": manifest.run, "changed": changed}
-            self._report({"event": "resumed", **resumed})
+            step, run = restore_point.step, manifest.run
+            self._report(ResumedEvent(step=step, run=run, changed=changed))
         return restore_point

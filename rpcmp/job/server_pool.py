@@ -26,7 +26,8 @@ from rpcmp.job.first_failure import task_group
 from rpcmp.job.restore_point import HeldSnapshots
 from rpcmp.job.server_calls import ANSWER_SECONDS, describe, dialer_for, require_addresses
 from rpcmp.net.dialer import Dialer
-from rpcmp.process.channel import Message
+from rpcmp.observability.events.definitions import ReplacedEvent, WaitingEvent
+from rpcmp.observability.events.event import Event
 from rpcmp.process.confinement import Reach, hidden_by
 from rpcmp.process.fork_client import DRIVERS, WORKERS, Forks
 from rpcmp.process.logging import display
@@ -148,7 +149,7 @@ class ServerPool:
         self,
         config: Config,
         connect: Sequence[str] | None = None,
-        report: Callable[[Message], None] = lambda event: None,
+        report: Callable[[Event], None] = lambda event: None,
         forks: Forks | None = None,
     ) -> None:
         self.addresses = list(config.addresses if connect is None else connect)
@@ -233,7 +234,7 @@ class ServerPool:
                 )
             if not is_reported:
                 is_reported = True
-                self._report({"event": "waiting", "stage": stage, "address": self.addresses[index]})
+                self._report(WaitingEvent(stage=stage, address=self.addresses[index]))
             await asyncio.sleep(RETRY_SECONDS)
 
     async def _is_ready(self, index: int) -> bool:
@@ -253,7 +254,7 @@ class ServerPool:
             if is_free and spare in self._spares:  # another stage may have taken it meanwhile
                 self._spares.remove(spare)
                 lost, self.addresses[index] = self.addresses[index], spare
-                self._report({"event": "replaced", "stage": stage, "lost": lost, "address": spare})
+                self._report(ReplacedEvent(stage=stage, lost=lost, address=spare))
                 return True
         return False
 

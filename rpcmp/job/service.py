@@ -25,6 +25,7 @@ from rpcmp.job.generation import Generation
 from rpcmp.job.recovery import Progress, RecoveryLoop, Workload
 from rpcmp.job.restore_point import HeldSnapshots, RestorePoint, newest_common
 from rpcmp.job.server_pool import ServerPool
+from rpcmp.observability.events.event import Event
 from rpcmp.pipelining import pytree
 from rpcmp.process.channel import Message
 
@@ -126,7 +127,7 @@ class Service(Workload[int]):
         return step
 
     async def settle(
-        self, error: RpcmpError, generation: Generation, unread: list[Message]
+        self, error: RpcmpError, generation: Generation, unread: list[Event | Message]
     ) -> Progress:
         is_new, self._has_new_call = self._has_new_call, False
         return Progress(is_new)

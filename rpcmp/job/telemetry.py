@@ -13,9 +13,10 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from rpcmp.config.topology import DRIVER, member_name
+from rpcmp.observability.events.definitions import VitalsEvent
+from rpcmp.observability.events.event import LinkTraffic, ProcessVitals
 from rpcmp.process import liveness
 from rpcmp.process.activity import Doing
-from rpcmp.process.channel import Message
 from rpcmp.process.logging.records import Entry, Line, entry_of
 from rpcmp.process.tcp_stats import PeerTraffic
 from rpcmp.v1 import control_pb2 as pb
@@ -105,8 +106,8 @@ class Vitals:
     """The state of every process of a run."""
 
     def __init__(self) -> None:
-        self._workers: dict[str, Message] = {}
-        self._driver: Message = {}
+        self._workers: dict[str, ProcessVitals] = {}
+        self._driver: ProcessVitals = {}
         self._restarts = -1
         self._agent_addresses: dict[str, str] = {}
         self._connections: dict[str, _TrafficCount] = {}
@@ -181,28 +182,27 @@ class Vitals:
         """
         for known, process in [*self._workers.items(), (DRIVER, self._driver)]:
             if known == label and "pid" in process:
-                process.update(state=LOST, memory=0, in_flight=0, pid=0)
+                process.update({"state": LOST, "memory": 0, "in_flight": 0, "pid": 0})
 
     async def wait(self) -> None:
         """Return when there is something to report."""
         await self._is_known.wait()
 
-    def event(self, step: int) -> Message:
+    def event(self, step: int) -> VitalsEvent:
         """Return the event `vitals`.
 
         Args:
             step: the last step that was reported.
         """
         workers = self._workers.items()
-        return {
-            "event": "vitals",
-            "step": step,
-            "workers": {label: dict(worker) for label, worker in workers if "pid" in worker},
-            "driver": dict(self._driver),
-            "links": self._links(),
-        }
+        return VitalsEvent(
+            step=step,
+            workers={label: worker.copy() for label, worker in workers if "pid" in worker},
+            driver=self._driver.copy(),
+            links=self._links(),
+        )
 
-    def _links(self) -> list[Message]:
+    def _links(self) -> list[LinkTraffic]:
         """Return the traffic between all members.
 
         It is what all connections that either of them opened have carried, or the tensors alone if
@@ -211,8 +211,8 @@ class Vitals:
         links = _links(self._connections, self._agent_addresses)
         for pair, of_tensors in _links(self._tensors, self._labels_by_name()).items():
             link = links.setdefault(pair, of_tensors)
-            for key in ("bytes", "bytes_per_s"):
-                link[key] = max(link[key], of_tensors[key])
+            link["bytes"] = max(link["bytes"], of_tensors["bytes"])
+            link["bytes_per_s"] = max(link["bytes_per_s"], of_tensors["bytes_per_s"])
         return list(links.values())
 
     def _labels_by_name(self) -> dict[str, str]:
@@ -235,9 +235,11 @@ def _count(
     counts[label] = _TrafficCount(at, now, {}) if before is None else before.next(at, now)
 
 
-def _links(counts: Mapping[str, _TrafficCount], labels: Mapping[str, str]) -> dict[Link, Message]:
+def _links(
+    counts: Mapping[str, _TrafficCount], labels: Mapping[str, str]
+) -> dict[Link, LinkTraffic]:
     """Add up what all members have counted; `labels` maps their peers to members."""
-    links: dict[Link, Message] = {}
+    links: dict[Link, LinkTraffic] = {}
     for label, count in counts.items():
         for way in count.traffic:
             if (peer := labels.get(way.peer)) is None:
@@ -248,8 +250,16 @@ def _links(counts: Mapping[str, _TrafficCount], labels: Mapping[str, str]) -> di
     return links
 
 
-def _add(links: dict[Link, Message], pair: Link, sent: int, rate: float, seconds: float) -> None:
-    empty = {"from": pair[0], "to": pair[1], "bytes": 0, "bytes_per_s": 0.0, "rtt_s": 0.0}
+def _add(
+    links: dict[Link, LinkTraffic], pair: Link, sent: int, rate: float, seconds: float
+) -> None:
+    empty: LinkTraffic = {
+        "from": pair[0],
+        "to": pair[1],
+        "bytes": 0,
+        "bytes_per_s": 0.0,
+        "rtt_s": 0.0,
+    }
     link = links.setdefault(pair, empty)
     link["bytes"] += sent
     link["bytes_per_s"] += rate
@@ -257,7 +267,7 @@ def _add(links: dict[Link, Message], pair: Link, sent: int, rate: float, seconds
     link["rtt_s"] = min(known, default=0.0)
 
 
-def _from_proto(vitals: pb.Vitals) -> Message:
+def _from_proto(vitals: pb.Vitals) -> ProcessVitals:
     return {
         "host": vitals.host,
         "pid": vitals.pid,

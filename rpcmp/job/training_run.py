@@ -17,7 +17,7 @@ import platform
 import signal
 import statistics
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from dataclasses import asdict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,14 +33,22 @@ from rpcmp.job.server_pool import ServerPool, forks_for
 from rpcmp.job.telemetry import VITALS_SECONDS, Vitals
 from rpcmp.job.training_workload import TrainingWorkload
 from rpcmp.net.security import INSECURE, WARN_SECONDS, Security, watch
-from rpcmp.observability.events import EventLog, Stamp
+from rpcmp.observability.events.definitions import (
+    PlanEvent,
+    RunEvent,
+    SharesEvent,
+    SummaryEvent,
+    WarningEvent,
+)
+from rpcmp.observability.events.event import Event, PlanOutcome, StagePlan
+from rpcmp.observability.events.stream import EventStream
 from rpcmp.pipelining.cost_model import Prediction
 from rpcmp.process.channel import Message
 from rpcmp.process.fork_client import Forks
 from rpcmp.process.signals import handled_by, wishes
 from rpcmp.server.connection import versions
 
-Report = Callable[[Message], None]
+Report = Callable[[Event], None]
 
 
 async def drive(
@@ -54,7 +62,7 @@ async def drive(
     timeline: float = 0.0,
     last_steps: Path | None = None,
     forks: Forks | None = None,
-) -> Message:
+) -> SummaryEvent:
     """Train `config` to its end, and recover from faults on the way.
 
     The first SIGINT, SIGTERM or SIGHUP lets the running step finish. Another SIGINT or SIGTERM ends
@@ -62,11 +70,8 @@ async def drive(
 
     Args:
         config: the job.
-        report: called with every event, with the `time` and the `generation` in which it was
-            reported: run (the first one), plan (of a balance that was measured), shares,
-            generation, start, step, eval, early_stop, report, checkpoint, best, fault, recovered,
-            waiting, replaced, resumed, warning, log (a log line of a worker or the driver process,
-            see rpcmp.process.logging.records), summary; and about once per second vitals.
+        report: called with every event from `RunEvent` to `SummaryEvent`, stamped, and about once
+            per second with `VitalsEvent`; see rpcmp.observability.events.definitions.
         connect: addresses of running stage servers; see ServerPool.
         evaluate: whether to evaluate and write the report as well.
         save_state: where to save the final parameters and buffers, as safetensors.
@@ -80,7 +85,7 @@ async def drive(
         forks: forks the processes; None: the run has its own.
 
     Returns:
-        The summary event.
+        The last event.
 
     Raises:
         RpcmpError: why the job did not come to its end; InterruptedJobError for a signal.
@@ -106,7 +111,7 @@ async def drive(
                 await run.close()
 
 
-def run_event(config: Config, job_id: str, addresses: Sequence[str]) -> Message:
+def run_event(config: Config, job_id: str, addresses: Sequence[str]) -> RunEvent:
     """Return the event `run`: the job, its stages, its workers and their addresses.
 
     Args:
@@ -117,19 +122,18 @@ def run_event(config: Config, job_id: str, addresses: Sequence[str]) -> Message:
     software = versions()
     addresses = list(addresses) or [""] * len(config.workers)
     graph, names = config.graph(), config.stage_names
-    return {
-        "event": "run",
-        "name": config.name,
-        "config": redacted(config.model_dump(mode="json")),
-        "versions": {
+    return RunEvent(
+        name=config.name,
+        config=redacted(config.model_dump(mode="json")),
+        versions={
             "rpcmp": software.rpcmp,
             "torch": software.torch,
             "python": software.python,
         },
-        "driver": platform.node(),
-        "pid": os.getpid(),
-        "job_id": job_id,
-        "graph": {
+        driver=platform.node(),
+        pid=os.getpid(),
+        job_id=job_id,
+        graph={
             "stages": [  # in the graph's order, as the rows of a pipeline diagram
                 {
                     "name": name,
@@ -142,7 +146,7 @@ def run_event(config: Config, job_id: str, addresses: Sequence[str]) -> Message:
                 for row, name in enumerate(graph.stages)
             ]
         },
-        "workers": [
+        workers=[
             {
                 "label": worker.label,
                 "stage": worker.stage,
@@ -152,7 +156,7 @@ def run_event(config: Config, job_id: str, addresses: Sequence[str]) -> Message:
             }
             for worker, address in zip(config.workers, addresses, strict=True)
         ],
-    }
+    )
 
 
 class TrainingRun:
@@ -178,17 +182,17 @@ class TrainingRun:
         self._forks = forks
         self._pool: ServerPool | None = None
         self._workload: TrainingWorkload | None = None
-        self._loop: RecoveryLoop[Message] | None = None
+        self._loop: RecoveryLoop[SummaryEvent] | None = None
         self._vitals = Vitals()
-        self._report = Stamp(report, self._generation_number)
-        self._log = EventLog(self._report)
+        self._events = EventStream(report, self._generation_number)
+        self._report = self._events.emit
         self.signals: list[int] = []
 
     @property
     def step(self) -> int:
-        return self._log.step
+        return self._events.step
 
-    async def train(self, order: Message) -> Message:
+    async def train(self, order: Message) -> SummaryEvent:
         """Train to the end of the run; returns its summary."""
         config, resumes = self._config, self._start == "resume"
         if resumes:
@@ -203,16 +207,16 @@ class TrainingRun:
         ):
             return await self._train(config, pool, order)
 
-    async def _train(self, config: Config, pool: ServerPool, order: Message) -> Message:
+    async def _train(self, config: Config, pool: ServerPool, order: Message) -> SummaryEvent:
         config, prediction = await balanced(config, self._connect, self._forks)
         for text in config.warnings:
-            self._report({"event": "warning", "text": text})
+            self._report(WarningEvent(text=text))
         if prediction is not None:
-            self._report({"event": "plan", **asdict(prediction)})
+            self._report(_plan_event(prediction))
         if config.balance_replicas:
-            self._report({"event": "shares", "shares": config.shares})
+            self._report(SharesEvent(shares=config.shares))
         workload = self._workload = TrainingWorkload(
-            config, pool, self._report, self._log, self._vitals, self._start, order, self.signals
+            config, pool, self._events, self._vitals, self._start, order, self.signals
         )
         if config.checkpoint is not None:
             await asyncio.to_thread(require_place, config.checkpoint_folder)
@@ -220,11 +224,11 @@ class TrainingRun:
         self._loop = RecoveryLoop(config.recovery, pool, workload)
         summary = await self._loop.run()
         if prediction is not None:
-            summary["plan"] = _compared(prediction, self._log.step_seconds)
+            summary = replace(summary, plan=_compared(prediction, self._events.step_seconds))
         self._report(summary)
         return summary
 
-    def interrupt(self, signum: int, task: asyncio.Future[Message]) -> None:
+    def interrupt(self, signum: int, task: asyncio.Future[SummaryEvent]) -> None:
         """Stop the run after its step on the first signal while training, else at once."""
         before = wishes(self.signals)
         self.signals.append(signum)
@@ -264,7 +268,7 @@ class TrainingRun:
         """Warn each minute that the job is insecure, if it is; otherwise watch its certificates."""
 
         def warn(text: str) -> None:
-            self._report({"event": "warning", "text": text})
+            self._report(WarningEvent(text=text))
 
         while self._config.security.insecure:
             warn(INSECURE)
@@ -286,7 +290,26 @@ async def _in_background(coroutine: Coroutine[Any, Any, None]) -> AsyncIterator[
         await asyncio.gather(task, return_exceptions=True)
 
 
-def _compared(prediction: Prediction, step_seconds: Sequence[float]) -> Message:
+def _plan_event(prediction: Prediction) -> PlanEvent:
+    stages: dict[str, StagePlan] = {
+        name: {
+            "num_layers": stage.num_layers,
+            "busy_s": stage.busy_s,
+            "bubble": stage.bubble,
+            "memory_bytes": stage.memory_bytes,
+            "limit_bytes": stage.limit_bytes,
+        }
+        for name, stage in prediction.stages.items()
+    }
+    return PlanEvent(
+        balance=prediction.balance,
+        step_s=prediction.step_s,
+        bubble=prediction.bubble,
+        stages=stages,
+    )
+
+
+def _compared(prediction: Prediction, step_seconds: Sequence[float]) -> PlanOutcome:
     """Compare a prediction with the median of the steps without the first, which warms up."""
     counted = step_seconds[1:] or step_seconds
     return {

@@ -17,6 +17,7 @@ from rpcmp.job.server_calls import gather_all
 from rpcmp.job.server_pool import ServerPool
 from rpcmp.job.telemetry import LogCollector, Vitals
 from rpcmp.net.relay import RelayPeer
+from rpcmp.observability.events.event import WorkerPlace
 from rpcmp.process.channel import Message
 from rpcmp.process.logging.records import Entry
 from rpcmp.server.client import StageClient
@@ -89,7 +90,7 @@ class WorkerGroup:
         }
 
     @property
-    def places(self) -> dict[str, dict[str, Any]]:
+    def places(self) -> dict[str, WorkerPlace]:
         """Server address, host, pid and device of every worker by its label; empty before `claim`.
 
         The device is empty until the worker runs.

@@ -28,6 +28,7 @@ from rpcmp import metrics
 from rpcmp.config import importing, user_code
 from rpcmp.config.types import Factory
 from rpcmp.errors import ConfigError, FactoryError
+from rpcmp.observability.events.event import Memory
 from rpcmp.pipelining import devices, layers, microbatch, pytree
 from rpcmp.pipelining.assignment import Assignment
 from rpcmp.rpc.messages import Evaluated, MicrobatchMeta, Mode
@@ -282,7 +283,7 @@ class Meter:
         self._device = device
         self._idle = self._now()
 
-    def read(self) -> dict[str, int]:
+    def read(self) -> Memory:
         """Bytes: "idle", when the stage had been built, and "peak", the most since then."""
         return {"idle": self._idle, "peak": max(self._idle, self._peak())}
 

@@ -29,6 +29,7 @@ from torch.futures import Future
 from rpcmp.config.topology import DRIVER, Port, ReplicaShare
 from rpcmp.data.stage_loader import StageDataLoader
 from rpcmp.errors import RpcmpError, StageError, one_line
+from rpcmp.observability.events.event import Memory
 from rpcmp.observability.trace.spans import Span
 from rpcmp.pipelining.assignment import Assignment
 from rpcmp.pipelining.devices import host_facts
@@ -334,7 +335,7 @@ class Stage:
         """Counts of what a step must not leave behind."""
         return {**self._peers.live_state(), "pending": len(self._exchange)}
 
-    def memory(self) -> dict[str, int]:
+    def memory(self) -> Memory:
         """Return bytes of this process's memory: "idle", after it was built, and "peak"."""
         return self._meter.read()
 

@@ -20,6 +20,7 @@ from rpcmp.errors import (
 from rpcmp.job.generation import Generation
 from rpcmp.job.recovery import Progress, RecoveryLoop, Workload
 from rpcmp.job.server_pool import ServerPool
+from rpcmp.observability.events.event import Event
 from rpcmp.process.channel import Message
 
 RECOVERY = ["abandon", "settle", "report fault", "release", "wait for servers", "close"]
@@ -33,7 +34,7 @@ class FakeGeneration:
         self._log = log
         self.workers = self
 
-    async def abandon(self) -> list[Message]:
+    async def abandon(self) -> list[Event | Message]:
         self._log.append("abandon")
         return []
 
@@ -75,7 +76,7 @@ class FakeWorkload(Workload[str]):
         return "done"
 
     async def settle(
-        self, error: RpcmpError, generation: Generation, unread: list[Message]
+        self, error: RpcmpError, generation: Generation, unread: list[Event | Message]
     ) -> Progress:
         self.log.append("settle")
         if isinstance(error, InterruptedJobError):

@@ -12,7 +12,6 @@ import pytest
 
 from rpcmp.config.loader import parse_config
 from rpcmp.job.training_run import run_event
-from rpcmp.observability.events import Stamp
 
 TOWERS = {
     "name": "towers",
@@ -28,8 +27,8 @@ TOWERS = {
 
 @pytest.fixture
 def told() -> dict[str, Any]:
-    event: dict[str, Any] = run_event(parse_config(TOWERS), "4711", ["a:1", "b:2", "c:3", "d:4"])
-    sent: dict[str, Any] = json.loads(json.dumps(event))
+    event = run_event(parse_config(TOWERS), "4711", ["a:1", "b:2", "c:3", "d:4"])
+    sent: dict[str, Any] = json.loads(json.dumps(event.to_json()))
     return sent
 
 
@@ -85,20 +84,5 @@ def test_workers_are_in_the_order_of_the_config(told: dict[str, Any]) -> None:
 
 
 def test_workers_have_no_address_before_their_servers_are_started() -> None:
-    told = run_event(parse_config(TOWERS), "4711", [])
-    assert [worker["address"] for worker in told["workers"]] == [""] * 4
-
-
-def test_every_event_has_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    events: list[dict[str, Any]] = []
-    now = iter((7.5, 8.5))
-    monkeypatch.setattr("rpcmp.observability.events.time.time", lambda: next(now))
-    stamp = Stamp(events.append, lambda: 3)
-    said = {"event": "start", "steps": 9}
-    stamp(said)
-    stamp({"event": "fault", "generation": 2})
-    assert events == [
-        {"event": "start", "steps": 9, "time": 7.5, "generation": 3},
-        {"event": "fault", "time": 8.5, "generation": 2},
-    ]
-    assert said == {"event": "start", "steps": 9}
+    event = run_event(parse_config(TOWERS), "4711", [])
+    assert [worker["address"] for worker in event.workers] == [""] * 4
