@@ -111,6 +111,9 @@ class Stages:
         self.may_answer.set()
         self.error: JobError | None = None
 
+    def everywhere(self, method: Callable[..., Any], *args: Any) -> Any:
+        return getattr(self, method.__name__)(*args)
+
     def follow(self) -> dict[str, str]:
         return dict.fromkeys(STAGES, "host-a")
 
