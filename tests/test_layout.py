@@ -19,7 +19,7 @@ MOST = 149
 
 ELSEWHERE = {
     "cli/test_doctor.py": """
-        cli/findingtable job/server_calls server/doctor_service server/host_facts/facts
+        cli/findingtable server/doctor_service server/host_facts/facts
         server/host_facts/process tools/doctor/checkup
     """,
     "cli/test_explain.py": "cli/explanation tools/explain/gather",
@@ -28,21 +28,21 @@ ELSEWHERE = {
     "cli/test_report.py": "cli/runtable",
     "cli/test_trace.py": "cli/sharetable",
     "cluster/test_balance_auto.py": """
-        job/autobalance job/status process/task server/services worker/profiler/process
+        job/autobalance process/task server/services worker/profiler/process
     """,
-    "cluster/test_believed.py": "job/outputs server/snapshot_service",
+    "cluster/test_believed.py": "job/output_files process/channel server/snapshot_service",
     "cluster/test_bench.py": """
         tools/bench/peers/group tools/bench/peers/process tools/bench/peers/trainers
     """,
-    "cluster/test_drive.py": "cli/drive driver/process job/drive rpc/store",
+    "cluster/test_drive.py": "cli/drive driver/process rpc/store",
     "cluster/test_faults.py": "worker/process",
     "cluster/test_front.py": "server/endpoints",
     "cluster/test_hosts.py": "job/server_pool server/snapshot_saver server/snapshot_store",
-    "cluster/test_launch.py": "driver/calls",
+    "cluster/test_launch.py": "driver/operations",
     "cluster/test_leftovers.py": "job/restore_planner",
     "cluster/test_openmetrics.py": "observability/prometheus/server",
     "cluster/test_output_lost.py": "process/signals",
-    "cluster/test_recovery.py": "process/liveness worker/snapshots",
+    "cluster/test_recovery.py": "job/training_workload process/liveness worker/snapshots",
     "cluster/test_resume.py": "job/checkpoints",
     "cluster/test_run_log.py": "job/worker_group",
     "cluster/test_secrets.py": "config/redaction",
@@ -88,7 +88,6 @@ ELSEWHERE = {
     """,
     "unit/observability/prometheus/test_run.py": "observability/prometheus/registry",
     "unit/observability/run_folder/test_compare.py": "observability/run_folder/reader",
-    "unit/observability/test_events.py": "process/channel",
     "unit/observability/test_observers_loggers.py": "cli/observing",
     "unit/observability/test_tensorboard.py": "observability/tensorboard_file",
     "unit/observability/trace/test_analysis.py": "observability/trace/critical_path",

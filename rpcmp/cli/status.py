@@ -28,11 +28,11 @@ def status(config: Path, overrides: tuple[str, ...], connect: str | None, as_jso
       rpcmp status config.toml
     """
     from rpcmp.cli.table import stage_table
-    from rpcmp.job.status import ask_all
+    from rpcmp.job.server_calls import status_of_all
 
     job = loader.load_config(config, overrides)
     found = addresses_of(connect, job) or job.addresses or addresses_of("default", job) or []
-    stages = asyncio.run(ask_all(job, found))
+    stages = asyncio.run(status_of_all(job, found))
     if as_json:
         echo(json.dumps({"stages": stages}))
     else:

@@ -28,14 +28,16 @@ from typing import NamedTuple
 from rpcmp.config import importing
 from rpcmp.config.schema import Config, ScheduleOptions
 from rpcmp.data.batch_server import BatchServer
-from rpcmp.driver import calls
 from rpcmp.driver.datasets import Datasets
 from rpcmp.driver.metrics import Metrics
+from rpcmp.driver.operations import Operations, serve
 from rpcmp.driver.progress import TrainingProgress
 from rpcmp.driver.stage_group import StageGroup
 from rpcmp.driver.tracing import StepSampler, Tracer
 from rpcmp.driver.training import Training
 from rpcmp.errors import JobError, RpcmpError, one_line, to_wire
+from rpcmp.observability.events.definitions import StartEvent, SummaryEvent
+from rpcmp.observability.events.event import Event
 from rpcmp.pipelining import assignment, inflight
 from rpcmp.pipelining.assignment import Assignment
 from rpcmp.process import liveness
@@ -44,6 +46,7 @@ from rpcmp.rpc import transport, unpickler
 from rpcmp.rpc.store import ChannelStore
 from rpcmp.rpc.tensors import save_tensors
 from rpcmp.rpc.transport import TorchRpc
+from rpcmp.worker.stage import Stage
 
 
 class Planned(NamedTuple):
@@ -135,8 +138,9 @@ class DriverProcess:
             self._datasets = Datasets.at_stages(config, group)
         match work["op"]:
             case "serve":
-                model = calls.Calls(config, group, work["state"], work["kept"], self._metrics)
-                calls.serve(model, self._fds[0], self._activity)
+                state, kept = work["state"], work["kept"]
+                operations = Operations(config, group, state, kept, self._metrics)
+                serve(operations, self._fds[0], self._activity)
             case "train":
                 self._train(config, group, work)
             case "segments":
@@ -164,13 +168,13 @@ class DriverProcess:
     def _train(self, config: Config, group: StageGroup, order: Message) -> None:
         tracer = Tracer(config, group) if order["trace"] else None
         seconds = order["timeline"]
-        follower = StepSampler(config, group, self._channel.send, seconds) if seconds else None
+        follower = StepSampler(config, group, self._report, seconds) if seconds else None
         tracers = [each for each in (tracer, follower) if each is not None]
         begin = TrainingProgress.from_message(order["progress"]) if order["progress"] else None
         if begin is not None and begin.scaler is not None:
             group.optimizer.load_scaler(begin.scaler)
         training = self._training = self._make_training(config, group, tracers, begin)
-        self._channel.send({"event": "start", "steps": training.total_steps()})
+        self._report(StartEvent(steps=training.total_steps()))
         training.run(evaluate=order["evaluate"])
         if self._saves_at_end or config.checkpoint is not None:
             training.save()
@@ -182,21 +186,22 @@ class DriverProcess:
             tracer.write(Path(order["trace"]))
         self._activity.end()
         training.saves.wait()
-        memory = group.memory()  # before anything is copied for a file
+        memory = group.everywhere(Stage.memory)  # before anything is copied for a file
         if order["save_state"]:
-            save_tensors(group.state_dict(), Path(order["save_state"]))
-        self._channel.send(
-            {
-                "event": "summary",
-                "steps": training.progress.step,
-                "is_cut_short": self._stop.is_set(),
-                "loss": training.progress.loss,
-                "metrics": training.progress.metrics,
-                **_scaling(training.progress),
-                "parameters_sha256": group.parameters_sha256(),
-                "hosts": group.hosts(),
-                "memory": memory,
-            }
+            save_tensors(group.merge(Stage.state_dict), Path(order["save_state"]))
+        scaler = training.progress.scaler
+        self._report(
+            SummaryEvent(
+                steps=training.progress.step,
+                is_cut_short=self._stop.is_set(),
+                loss=training.progress.loss,
+                metrics=training.progress.metrics,
+                loss_scale=None if scaler is None else scaler.scale,
+                skipped_steps=None if scaler is None else scaler.skipped,
+                parameters_sha256=group.parameters_sha256(),
+                hosts=group.everywhere(Stage.host),
+                memory=memory,
+            )
         )
         self._channel.send({"event": "done"})
 
@@ -223,18 +228,21 @@ class DriverProcess:
     ) -> Training:
         if self._datasets is None:
             raise JobError("the driver process was told to train without having loaded its data")
-        send = self._channel.send
         return Training(
             config,
             self._datasets,
             group,
-            send,
+            self._report,
+            self._channel.send,
             self._stop,
             begin,
             self._activity,
             tracers,
             self._metrics,
         )
+
+    def _report(self, event: Event) -> None:
+        self._channel.send(event.to_json())
 
     def _expect(self, op: str) -> Message:
         message = self._messages.get()
@@ -256,12 +264,6 @@ class DriverProcess:
                 case _:
                     self._messages.put(message)
         os._exit(128 + signal.SIGHUP)
-
-
-def _scaling(progress: TrainingProgress) -> Message:
-    """What a summary says of the loss scaler, where there is one."""
-    scaler = progress.scaler
-    return {} if scaler is None else {"loss_scale": scaler.scale, "skipped_steps": scaler.skipped}
 
 
 def _unexpected(error: Exception) -> JobError:

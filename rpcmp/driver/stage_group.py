@@ -9,9 +9,10 @@ from __future__ import annotations
 import contextlib
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar, TypeVarTuple, overload
 
 import torch
+from torch.futures import Future
 
 from rpcmp.config.schema import Config
 from rpcmp.config.topology import DRIVER, Member
@@ -40,6 +41,9 @@ from rpcmp.rpc.messages import (
 )
 from rpcmp.rpc.transport import Transport, result, results
 from rpcmp.worker.stage import Stage
+
+Arguments = TypeVarTuple("Arguments")
+Result = TypeVar("Result")
 
 
 class StageGroup:
@@ -116,7 +120,7 @@ class StageGroup:
     def reschedule(self, config: Config) -> None:
         """Switch to schedule options that the plan foresaw, between two rounds."""
         self._rounds.reschedule(config)
-        self._everywhere(Stage.reschedule, config.schedule, inflight.limits(config))
+        self.everywhere(Stage.reschedule, config.schedule, inflight.limits(config))
         self._config = config
 
     def start_step(
@@ -207,24 +211,37 @@ class StageGroup:
         Raises:
             StageError: the last step failed in a weight gradient or an optimizer.
         """
-        found = self._everywhere(Stage.settle)
+        found = self.everywhere(Stage.settle)
         return {name: report for name, report in found.items() if report is not None}
 
-    def keep(self, version: int) -> None:
-        """Have all stages keep what they are, now that they have done all, as `version`.
+    @overload
+    def everywhere(
+        self, method: Callable[[Stage, *Arguments], Future[Result]], *args: *Arguments
+    ) -> dict[str, Result]: ...
+
+    @overload
+    def everywhere(
+        self, method: Callable[[Stage, *Arguments], Result], *args: *Arguments
+    ) -> dict[str, Result]: ...
+
+    def everywhere(
+        self, method: Callable[[Stage, *Arguments], Any], *args: *Arguments
+    ) -> dict[str, Any]:
+        """Call a method of every worker's stage, on all at once; returns the results by worker.
 
         Raises:
-            StageError: what a stage is cannot be stored.
+            RpcmpError: the first error of any of them.
         """
-        self._everywhere(Stage.keep, version)
+        return self._workers.everywhere(method, *args)
 
-    def save(self, step: int) -> None:
-        """Have all stages save what they were after `step`, the last one.
+    def merge(self, method: Callable[[Stage], Future[dict[str, Result]]]) -> dict[str, Result]:
+        """Call a method of each stage's first replica and return the union of the results.
 
-        Raises:
-            StageError: what a stage is cannot be stored.
+        For example, the parameters and buffers of the unsplit model, with tied ones once, are
+        `merge(Stage.state_dict)`.
         """
-        self._everywhere(Stage.save, step)
+        parts = self._workers.on_firsts(method).values()
+        return {name: value for part in parts for name, value in part.items()}
 
     def evaluate(self, batch: Batch, step: int, own: Metrics | None = None) -> Evaluation:
         """Return the loss and metrics of a mini-batch; changes no parameters or gradients.
@@ -265,14 +282,10 @@ class StageGroup:
         """
         if self._config.is_replicated:
             replica_check.require_equal(self._workers)
-        lines: dict[str, str] = self._merge(Stage.digests)
+        lines = self.merge(Stage.digests)
         tied = self._config.tied_to.items()
         tied_lines = {name: tensors.renamed_line(lines[first], name) for name, first in tied}
         return tensors.combine_digests({**lines, **tied_lines})
-
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        """Parameters and buffers of the unsplit model, on the host; tied ones once."""
-        return self._merge(Stage.state_dict)
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
         """Take over the parameters and buffers of the unsplit model; each stage gets its own.
@@ -322,18 +335,6 @@ class StageGroup:
         for worker in self._readers:
             self._workers.on(worker, Stage.prefetch, list(batches))
 
-    def hosts(self) -> dict[str, dict[str, str]]:
-        """What decides the bits of each stage's host; see rpcmp.pipelining.devices."""
-        return self._everywhere(Stage.host)
-
-    def record_spans(self, steps: int) -> dict[str, tuple[str, int]]:
-        """Have all workers keep the actions of their last `steps` steps.
-
-        Returns:
-            The name of each worker's host, and a cursor for `request_spans`, by label.
-        """
-        return self._everywhere(Stage.record_spans, steps)
-
     def request_spans(
         self, cursors: Mapping[str, int], first_step: int, last_step: int
     ) -> Callable[[], dict[str, tuple[int, list[Span]]]]:
@@ -356,18 +357,14 @@ class StageGroup:
         now: int = result(self._workers.on(worker, Stage.clock), worker.label)
         return now
 
-    def memory(self) -> dict[str, dict[str, int]]:
-        """Each stage's bytes: "idle", when it had been built, and "peak"."""
-        return self._everywhere(Stage.memory)
-
     def live_state(self) -> dict[str, dict[str, int]]:
         """For each stage and the driver, counts of what a step must not leave behind."""
-        return {**self._everywhere(Stage.live_state), DRIVER: self._peers.live_state()}
+        return {**self.everywhere(Stage.live_state), DRIVER: self._peers.live_state()}
 
     def close(self) -> None:
         """Let all workers leave the group, and drop the references to them."""
         self._rounds.close()
-        self._everywhere(Stage.finish)
+        self.everywhere(Stage.finish)
         self.optimizer.release()
         self._workers.release()
 
@@ -389,14 +386,7 @@ class StageGroup:
 
     def _sum_round(self, round_number: int) -> None:
         if self._config.sums_gradients:
-            self._everywhere(Stage.sum_gradients, round_number)
-
-    def _merge(self, method: Callable[..., Any]) -> dict[str, Any]:
-        parts = self._workers.on_firsts(method).values()
-        return {name: value for part in parts for name, value in part.items()}
-
-    def _everywhere(self, method: Callable[..., Any], *args: Any) -> dict[str, Any]:
-        return self._workers.everywhere(method, *args)
+            self.everywhere(Stage.sum_gradients, round_number)
 
 
 def _unexpected(error: Exception, step: int) -> JobError:

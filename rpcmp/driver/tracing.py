@@ -19,6 +19,8 @@ from rpcmp.config.schema import Config
 from rpcmp.config.topology import Member
 from rpcmp.driver.stage_group import StageGroup
 from rpcmp.errors import RpcmpError, one_line
+from rpcmp.observability.events.definitions import WarningEvent
+from rpcmp.observability.events.event import Event
 from rpcmp.observability.trace import chrome
 from rpcmp.observability.trace.analysis import timeline
 from rpcmp.observability.trace.spans import (
@@ -32,8 +34,8 @@ from rpcmp.observability.trace.spans import (
     estimate,
     producers,
 )
-from rpcmp.process.channel import Message
 from rpcmp.worker.measurements import SPANS_PER_ANSWER
+from rpcmp.worker.stage import Stage
 
 PINGS = 20
 """Requests for each worker's clock, of which the one with the shortest round trip counts."""
@@ -104,7 +106,7 @@ class SpanReader:
 
     def __init__(self, group: StageGroup, steps: int) -> None:
         self._group = group
-        recording = group.record_spans(steps)
+        recording = group.everywhere(Stage.record_spans, steps)
         self.hosts = {label: host for label, (host, _) in recording.items()}
         self._start = {label: cursor for label, (_, cursor) in recording.items()}
         self._cursors = self._start
@@ -159,7 +161,7 @@ class StepSampler:
         self,
         config: Config,
         group: StageGroup,
-        report: Callable[[Message], None],
+        report: Callable[[Event], None],
         seconds: float,
     ) -> None:
         self._report = report
@@ -223,7 +225,7 @@ class StepSampler:
 
     def _warn(self, what: str, error: Exception) -> None:
         why = error if isinstance(error, RpcmpError) else one_line(error)
-        self._report({"event": "warning", "text": f"{what}: {why}"})
+        self._report(WarningEvent(text=f"{what}: {why}"))
 
     def _trace(self, spans: dict[str, list[Span]]) -> Trace:
         tracks = (

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from rpcmp.observability.events.event import Memory
 from rpcmp.observability.trace.spans import Kind, Span
 
 SPANS_PER_ANSWER = 10_000
@@ -87,7 +88,7 @@ class Meter:
         self._device = device
         self._idle = self._now()
 
-    def read(self) -> dict[str, int]:
+    def read(self) -> Memory:
         """Return bytes: "idle", when the stage had been built, and "peak" since then."""
         return {"idle": self._idle, "peak": max(self._idle, self._peak())}
 

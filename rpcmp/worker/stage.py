@@ -56,6 +56,7 @@ from torch.futures import Future
 from rpcmp.config.topology import DRIVER, Port, ReplicaShare
 from rpcmp.data.stage_loader import StageDataLoader
 from rpcmp.errors import RpcmpError, StageError, one_line
+from rpcmp.observability.events.event import Memory
 from rpcmp.observability.trace.spans import Span
 from rpcmp.pipelining.assignment import Assignment
 from rpcmp.pipelining.devices import host_facts
@@ -341,7 +342,7 @@ class Stage:
         """Return counts of what a step must not leave behind."""
         return {**self._transport.live_state(), "pending": len(self._requests)}
 
-    def memory(self) -> dict[str, int]:
+    def memory(self) -> Memory:
         """Return bytes of this process's memory: "idle", after it was built, and "peak"."""
         return self._meter.read()
 

@@ -43,6 +43,7 @@ from rpcmp.driver.progress import TrainingProgress
 from rpcmp.driver.stage_group import StageGroup
 from rpcmp.driver.training import Training
 from rpcmp.errors import JobError, from_wire
+from rpcmp.observability.events.event import Json
 from rpcmp.pipelining import assignment, parameter_names
 from rpcmp.pipelining.assignment import Assignment
 from rpcmp.process.activity import Activity
@@ -54,6 +55,7 @@ from rpcmp.tools.verify.reference.training import UnsplitModel
 from rpcmp.worker import process, weight_grad
 from rpcmp.worker.forward import Execution
 from rpcmp.worker.optimizer import StageOptimizer
+from rpcmp.worker.stage import Stage
 from tests.support.faults import Committed
 from tests.support.instances import noted
 from tests.support.localtransport import LocalTransport
@@ -181,7 +183,7 @@ class LocalGroup:
     workers: list[LocalWorker]
     group: StageGroup
     begin: Begin | None = None
-    events: list[Message] = field(default_factory=list)
+    events: list[Json] = field(default_factory=list)
 
     @cached_property
     def training(self) -> Training:
@@ -194,16 +196,22 @@ class LocalGroup:
         progress = None if self.begin is None else self.begin.progress
         if progress is not None and progress.scaler is not None:
             self.group.optimizer.load_scaler(progress.scaler)
-        told, stop = self.events.append, threading.Event()
         return Training(
-            self.config, datasets, self.group, told, stop, progress, metrics=self.metrics
+            self.config,
+            datasets,
+            self.group,
+            lambda event: self.events.append(event.to_json()),
+            lambda progress: None,
+            threading.Event(),
+            progress,
+            metrics=self.metrics,
         )
 
     @property
     def metrics(self) -> Metrics:
         return self.planned.metrics
 
-    def of(self, kind: str) -> list[Message]:
+    def of(self, kind: str) -> list[Json]:
         """The events of a kind."""
         return [event for event in self.events if event["event"] == kind]
 
@@ -213,7 +221,8 @@ class LocalGroup:
         losses = [event["loss"] for event in self.of("step")]
         scaler = self.training.progress.scaler
         skipped = 0 if scaler is None else scaler.skipped
-        state = parameter_names.under_all_names(self.group.state_dict(), self.config.tied_to)
+        merged = self.group.merge(Stage.state_dict)
+        state = parameter_names.under_all_names(merged, self.config.tied_to)
         return ComparedRun(losses, state, skipped=skipped)
 
     def committed(self) -> Committed:

@@ -12,11 +12,12 @@ import torch
 
 from rpcmp.config.schema import Config
 from rpcmp.errors import MismatchError, WorkerDiedError, from_wire
-from rpcmp.job.autobalance import balanced, shares_of_before
-from rpcmp.job.drive import drive
+from rpcmp.job.autobalance import balanced, with_saved_shares
+from rpcmp.job.training_run import drive
+from rpcmp.observability.events.definitions import LogEvent, StepEvent
+from rpcmp.observability.events.event import Event
 from rpcmp.pipelining import devices, parameter_names
 from rpcmp.process import interpreter
-from rpcmp.process.channel import Message
 from rpcmp.process.child import Child
 from rpcmp.process.fork_client import DRIVERS, WORKERS, Forks
 from rpcmp.process.interpreter import compute_environment
@@ -82,7 +83,7 @@ def verify(config: Config, connect: Sequence[str] | None = None) -> Verified:
 
     Args:
         config: the job, with `steps`.
-        connect: addresses of running stage servers; see rpcmp.job.drive.
+        connect: addresses of running stage servers; see rpcmp.job.training_run.
 
     Raises:
         MismatchError: the first difference; not with a `wire_dtype`, which is expected to differ.
@@ -161,7 +162,7 @@ async def _both(
     """The job with its balance, and the two runs of it."""
     with tempfile.TemporaryDirectory(prefix="rpcmp-verify-") as folder:
         async with Forks([WORKERS, DRIVERS]) as forks:
-            given = shares_of_before(config)  # those of a run that has left checkpoints, if any
+            given = with_saved_shares(config)  # those of a run that has left checkpoints, if any
             config, _ = await balanced(given, connect, forks)  # the same stages for both
             pipelined = await _pipelined(config, connect, Path(folder) / "pipelined", forks)
             return config, pipelined, await _reference(config, Path(folder) / "reference", forks)
@@ -172,18 +173,18 @@ async def _pipelined(
 ) -> ComparedRun:
     losses: list[float] = []
 
-    def note(event: Message) -> None:
-        if event["event"] == "step":
-            losses.append(event["loss"])
-        elif event["event"] == "log":
-            pass_on(event)
+    def note(event: Event) -> None:
+        if isinstance(event, StepEvent):
+            losses.append(event.loss)
+        elif isinstance(event, LogEvent):
+            pass_on(event.to_json())
 
     # A proof leaves nothing behind, whatever happens to it.
     kept_nothing = config.without_recovery()
     summary = await drive(kept_nothing, note, connect, evaluate=False, save_state=path, forks=forks)
-    skipped = summary.get("skipped_steps", 0)
+    skipped = summary.skipped_steps or 0
     state = parameter_names.under_all_names(load_tensors(path), config.tied_to)
-    return ComparedRun(losses, state, summary["hosts"], skipped)
+    return ComparedRun(losses, state, summary.hosts, skipped)
 
 
 async def _reference(config: Config, path: Path, forks: Forks) -> ComparedRun:

@@ -1,4 +1,4 @@
-"""What is told of a run before anything else, and the stamp on all that follows."""
+"""The event `run`, and the stamp on all events."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from rpcmp.config.loader import parse_config
-from rpcmp.job.run import opening
-from rpcmp.observability.events import Stamp
+from rpcmp.job.training_run import run_event
 
 TOWERS = {
     "name": "towers",
@@ -28,19 +27,19 @@ TOWERS = {
 
 @pytest.fixture
 def told() -> dict[str, Any]:
-    addresses = ["a:1", "b:2", "c:3", "d:4"]
-    found: dict[str, Any] = json.loads(json.dumps(opening(parse_config(TOWERS), "4711", addresses)))
-    return found
+    event = run_event(parse_config(TOWERS), "4711", ["a:1", "b:2", "c:3", "d:4"])
+    sent: dict[str, Any] = json.loads(json.dumps(event.to_json()))
+    return sent
 
 
-def test_a_run_says_what_it_is(told: dict[str, Any]) -> None:
+def test_the_run_event_describes_the_job(told: dict[str, Any]) -> None:
     assert (told["event"], told["name"], told["job_id"]) == ("run", "towers", "4711")
     assert (told["driver"], told["pid"]) == (platform.node(), os.getpid())
     assert told["versions"]["torch"] == metadata.version("torch")
     assert told["config"]["optimizer"]["kwargs"]["lr"] == 0.5
 
 
-def test_what_was_given_in_confidence_is_not_told(told: dict[str, Any]) -> None:
+def test_the_run_event_redacts_secrets(told: dict[str, Any]) -> None:
     assert told["config"]["optimizer"]["kwargs"]["token"].startswith("sha256:")
     assert "hush" not in json.dumps(told)
 
@@ -84,21 +83,6 @@ def test_workers_are_in_the_order_of_the_config(told: dict[str, Any]) -> None:
     ]
 
 
-def test_servers_that_are_yet_to_be_started_have_no_address() -> None:
-    told = opening(parse_config(TOWERS), "4711", [])
-    assert [worker["address"] for worker in told["workers"]] == [""] * 4
-
-
-def test_every_event_says_when_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    events: list[dict[str, Any]] = []
-    now = iter((7.5, 8.5))
-    monkeypatch.setattr("rpcmp.observability.events.time.time", lambda: next(now))
-    stamp = Stamp(events.append, lambda: 3)
-    said = {"event": "start", "steps": 9}
-    stamp(said)
-    stamp({"event": "fault", "generation": 2})
-    assert events == [
-        {"event": "start", "steps": 9, "time": 7.5, "generation": 3},
-        {"event": "fault", "time": 8.5, "generation": 2},
-    ]
-    assert said == {"event": "start", "steps": 9}
+def test_workers_have_no_address_before_their_servers_are_started() -> None:
+    event = run_event(parse_config(TOWERS), "4711", [])
+    assert [worker["address"] for worker in event.workers] == [""] * 4
