@@ -11,8 +11,8 @@ numbers and summing still go micro-batch by micro-batch, so bits do not depend o
 
 Every bundle has the header of its round, instead of the first message per worker and round.
 Messages overtake each other and rounds are aborted: with the header in each of them, any message
-can start its round at a stage, and no stage keeps headers that a late message could miss. That
-costs about 100 bytes of pickle.
+can start its round at a stage, and no stage keeps headers that a late message could miss. A bundle
+is 141 bytes of pickle, however many micro-batches it has.
 """
 
 from __future__ import annotations

@@ -1,25 +1,23 @@
 """One stage of the model at one worker: its parts, and the calls that driver and peers make of it.
 
 One training step, from the driver's loop to the optimizers and back. Comments in the code cite the
-numbers. Arrows with two lines are messages; each column is a process, and each bracket a thread.
+numbers. Double arrows are messages. Each column is a process, each bracket its compute thread.
 
     driver                    sink                                 other stages
-    ------                    ----                                 ------------
     [1] a step, one ahead
     [2] header, bundles ════> Stage.train
                               [3] per bundle: an autograd
                                   context, asks for the loss
                               [4] ask all inputs ════════════════> [4] and so on, to the first stage
-        batch's slices  <════ [5] from the driver, or ════════════ [5] loaded by the stage itself
+        batch's slices  <════ [5] of the driver, or the own loader [5]
                               [6] all arrived: submit <═════╗      [6]
-                              compute thread [              ║      compute thread [
+                              [                             ║      [
                               [7] forward of the layers     ║      [7]
-                              [8] answer the readers:       ╚═════ [8] one Boundary per bundle
-                                  the loss, to [3]
+                              [8] the loss, for [3]         ╚═════ [8] one Boundary per bundle
                               ]                                    ]
                               [9] backward from the loss; the
                                   engine waits in each Boundary ═> [9]
-                              compute thread [                     compute thread [
+                              [                                    [
                               [10] gradients of the inputs         [10]
                               [11] weight gradients                [11]
                               [12] sum over workers that share parameters
@@ -33,7 +31,7 @@ numbers. Arrows with two lines are messages; each column is a process, and each 
 bundle. [4] A stage that is asked first starts the round and asks all that it reads; no thread
 waits. [7] The schedule chooses the next action of the compute thread. [8] Answers are recorded by
 distributed autograd, as results of one node per bundle. [9] Gradients take the same way back, from
-Boundary to Boundary. [12] Every stage goes on by itself, and reports of [13] travel in the first
+Boundary to Boundary. [12] Every stage goes on by itself. The reports of [13] travel in the first
 answers of the next step.
 
 A failure is an answer as well: it travels down the answers, the stage records it, and the driver's
@@ -237,11 +235,7 @@ class Stage:
 
     @_on_compute_thread
     def settle(self) -> StepReport | None:
-        """Return the report of the last step, if there was one, once that is done.
-
-        Raises:
-            RpcmpError: that step failed here, in its weight gradients or its optimizer.
-        """
+        """Return the report of the last step, if there was one, once that is done."""
         if self._failures.broken is not None:
             raise self._failures.broken
         return self.optimizer.report
@@ -265,20 +259,12 @@ class Stage:
 
     @_on_compute_thread
     def keep(self, version: int) -> None:
-        """Take a snapshot of the stage as `version`.
-
-        Raises:
-            StageError: the state cannot be stored.
-        """
+        """Take a snapshot of the stage as `version`."""
         self._snapshot(lambda snapshots: snapshots.take(version))
 
     @_on_compute_thread
     def save(self, step: int) -> None:
-        """Write the stage's state after `step`, the last one, to its disk.
-
-        Raises:
-            StageError: the state cannot be stored.
-        """
+        """Write the stage's state after `step`, the last one, to its disk."""
         self._snapshot(lambda snapshots: snapshots.save(step))
 
     # Calls of the driver: data.
@@ -369,7 +355,6 @@ class Stage:
         return self.optimizer
 
     def finish(self) -> None:
-        """Let the worker leave the group."""
         self.finished.set()
 
     # Around a round, on the compute thread; see RoundHooks.
