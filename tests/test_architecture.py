@@ -202,7 +202,7 @@ def test_the_reference_shares_nothing_with_what_it_is_compared_to() -> None:
 def test_supervisors_and_the_command_line_do_not_import_torch() -> None:
     code = """
 import importlib, sys
-import rpcmp.cli, rpcmp.config.schema, rpcmp.job.drive, rpcmp.job.generation, rpcmp.job.status
+import rpcmp.cli, rpcmp.config.schema, rpcmp.job.training_run, rpcmp.job.server_calls
 import rpcmp.observability.observers, rpcmp.observability.tensorboard, rpcmp.observability.observers
 import rpcmp.observability.dashboard.html, rpcmp.observability.dashboard.server
 import rpcmp.server.serve, rpcmp.server.server, rpcmp.server.probe

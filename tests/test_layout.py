@@ -26,21 +26,21 @@ ELSEWHERE = {
     "cli/test_health.py": "server/probe",
     "cli/test_remedy.py": "cli/hints cli/options",
     "cluster/test_balance_auto.py": """
-        job/autobalance job/status process/task server/services worker/profiler/process
+        job/autobalance process/task server/services worker/profiler/process
     """,
-    "cluster/test_believed.py": "job/outputs process/channel server/snapshot_service",
+    "cluster/test_believed.py": "job/output_files process/channel server/snapshot_service",
     "cluster/test_bench.py": """
         tools/bench/peers/group tools/bench/peers/process tools/bench/peers/trainers
     """,
-    "cluster/test_drive.py": "cli/drive driver/process job/drive rpc/store",
+    "cluster/test_drive.py": "cli/drive driver/process rpc/store",
     "cluster/test_faults.py": "worker/process",
     "cluster/test_front.py": "server/endpoints",
     "cluster/test_hosts.py": "job/server_pool server/snapshot_saver server/snapshot_store",
-    "cluster/test_launch.py": "driver/calls",
+    "cluster/test_launch.py": "driver/operations",
     "cluster/test_leftovers.py": "job/restore_planner",
     "cluster/test_openmetrics.py": "observability/prometheus/server",
     "cluster/test_output_lost.py": "process/signals",
-    "cluster/test_recovery.py": "process/liveness worker/snapshots",
+    "cluster/test_recovery.py": "job/training_workload process/liveness worker/snapshots",
     "cluster/test_resume.py": "job/checkpoints",
     "cluster/test_run_log.py": "job/worker_group",
     "cluster/test_secrets.py": "config/redaction",
@@ -51,9 +51,8 @@ ELSEWHERE = {
     """,
     "cluster/test_tunnel.py": "net/dialer",
     "cluster/test_verify.py": "cli/verify tools/verify/reference/process",
-    "group/test_bits.py": "driver/stage_group driver/worker_refs worker/stage worker/step_runner",
+    "group/test_bits.py": "driver/stage_group driver/worker_refs worker/step_runner",
     "group/test_optimizers.py": "driver/optimizer",
-    "group/test_replicas.py": "driver/replica_check",
     "group/test_ties.py": "worker/grad_sync/tied",
     "system/test_examples.py": """
         examples/branches examples/encoder_decoder examples/hybrid_devices examples/llama
@@ -99,7 +98,6 @@ ELSEWHERE = {
     "unit/process/test_activity.py": "process/descriptors",
     "unit/process/sandbox/test_confinement.py": "process/sandbox/namespace",
     "unit/rpc/test_transport_payload.py": "rpc/messages",
-    "unit/rpc/test_unpickler.py": "worker/model",
     "unit/server/test_claim_log.py": "process/tempdirs",
     "unit/tools/bench/test_cases.py": "tools/bench/benchmark tools/bench/models",
     "unit/tools/bench/test_comparison.py": "tools/bench/report",
@@ -115,9 +113,9 @@ ELSEWHERE = {
     "unit/tools/verify/reference/test_training.py": """
         tools/verify/compare tools/verify/reference/parts
     """,
-    "unit/worker/grad_sync/test_bucket_allreduce.py": "worker/grad_sync/ready",
-    "unit/worker/grad_sync/test_sync.py": "worker/grad_sync/mailbox worker/option_overrides",
-    "unit/worker/test_optimizer_state.py": "worker/hidden_state worker/rehearsal",
+    "unit/worker/grad_sync/test_bucket_allreduce.py": "worker/grad_sync/buckets",
+    "group/test_replicas.py": "driver/replica_check worker/grad_sync/sync",
+    "unit/worker/test_optimizer_state.py": "worker/option_overrides worker/rehearsal",
 }
 """Modules without a test of their own, by the test that proves them."""
 

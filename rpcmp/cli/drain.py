@@ -24,7 +24,7 @@ def drain(address: str, certs: Path | None, insecure: bool, wait: bool) -> None:
     Example:
       rpcmp drain 127.0.0.1:50051
     """
-    from rpcmp.job.status import drain as run
+    from rpcmp.job.server_calls import drain as run
     from rpcmp.net.security import Security
 
     job = asyncio.run(run(address, wait, Security(certs, insecure)))

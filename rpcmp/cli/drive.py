@@ -84,7 +84,7 @@ def drive(
         seconds_between_timelines,
     )
     from rpcmp.cli.output import logged, printer
-    from rpcmp.job.drive import drive as run
+    from rpcmp.job.training_run import drive as run
     from rpcmp.observability.events.definitions import LogEvent
     from rpcmp.observability.observers import aside, watching
     from rpcmp.observability.run_folder.writer import TRACE

@@ -37,11 +37,11 @@ def status(config: Path, overrides: tuple[str, ...], connect: str | None, as_jso
     Example:
       rpcmp status config.toml
     """
-    from rpcmp.job.status import ask_all
+    from rpcmp.job.server_calls import status_of_all
 
     job = loader.load_config(config, overrides)
     servers = addresses_of(connect, job) or job.addresses or addresses_of("default", job) or []
-    stages = asyncio.run(ask_all(job, servers))
+    stages = asyncio.run(status_of_all(job, servers))
     if as_json:
         echo(json.dumps({"stages": stages}))
     else:

@@ -15,7 +15,7 @@ from torch.futures import Future
 
 from rpcmp.config.topology import DRIVER, ReplicaShare
 from rpcmp.data.batch_server import BatchServer
-from rpcmp.rpc.messages import Bundle, StageOutputs, microbatches_of
+from rpcmp.rpc.messages import Bundle, StageOutputs
 from rpcmp.rpc.transport import NOBODY, Raised, Transport, attempt, outcome, when_all
 
 GROUP = 8
@@ -55,8 +55,9 @@ class Slices:
             reader: which input of the stage it is for. Each gets tensors of its own, so that a
                 layer that works in place changes no other input.
         """
-        own = microbatches_of(bundle, self._own.numbers(bundle.num_bundles))
-        places = [own.index(work.microbatch) for work in bundle.works]
+        header = bundle.round
+        own = header.indices_in(self._own.numbers(header.num_bundles))
+        places = [own.index(index) for index in header.indices_in([bundle.number])]
         with self._lock:
             groups = [self._group(bundle, own, at, kind, path, reader) for at in places]
         answer: Future[Any] = Future()
@@ -79,11 +80,11 @@ class Slices:
         reader: int,
     ) -> Future[Any]:
         """The slices of the group that has the micro-batch `own[at]`."""
-        key = _Key(bundle.round, kind, path, reader, at // GROUP)
+        key = _Key(bundle.round.number, kind, path, reader, at // GROUP)
         group = self._groups.get(key)
         if group is None:
             wanted = list(own[key.group * GROUP :][:GROUP])
-            group = self._fetch(bundle.round, kind, path, wanted)
+            group = self._fetch(bundle.round.number, kind, path, wanted)
             self._groups[key], self._left[key] = group, len(wanted)
         self._left[key] -= 1
         if not self._left[key]:
@@ -98,7 +99,7 @@ class Slices:
         answer: Future[Any] = Future()
 
         def ask() -> None:
-            called = attempt(lambda: self._peers.call(DRIVER, BatchServer.slices, *what))
+            called = attempt(lambda: self._peers.call(DRIVER, BatchServer.slices, *what))  # [5]
             if isinstance(called, Raised):
                 answer.set_result(called)
             else:

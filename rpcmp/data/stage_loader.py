@@ -1,6 +1,6 @@
 """What a stage reads of mini-batches that it loads itself.
 
-driver: "you will be asked for 5, 6, 7" ──expect──> loaded in the background
+driver: "you will be asked for 5, 6, 7" ──prefetch─> loaded in the background
 a forward needs a slice of 5             ──get────> a copy of its own, once 5 is there
 
 The processes in which a stage loads samples, as the worker sees them.
@@ -37,7 +37,7 @@ from rpcmp.pipelining import microbatch
 from rpcmp.pipelining.inflight import STEPS_AHEAD
 from rpcmp.process import interpreter
 from rpcmp.rpc import transport
-from rpcmp.rpc.messages import BatchIndices, Bundle, DatasetInfo, MicrobatchMeta, StageOutputs
+from rpcmp.rpc.messages import BatchIndices, Bundle, DatasetInfo, RoundHeader, StageOutputs
 from rpcmp.rpc.tensors import Handoff
 from rpcmp.rpc.transport import NOBODY, Raised
 
@@ -219,11 +219,11 @@ class StageDataLoader:
         self._loaders.order(epoch, done)
         return answer
 
-    def expect(self, drawn: Sequence[BatchIndices]) -> None:
+    def prefetch(self, drawn: Sequence[BatchIndices]) -> None:
         """Load these mini-batches, one after the other."""
         for each in drawn:
             with self._lock:
-                mini_batch = self._mini_batch(each.number)
+                mini_batch = self._mini_batch(each.batch_id)
             self._loaders.load(each, mini_batch.parts.set_result)
 
     def get(self, bundle: Bundle, reference: Reference) -> Future[Any]:
@@ -231,18 +231,18 @@ class StageDataLoader:
 
         The mini-batch may be announced later: messages overtake each other.
         """
-        mini_batch = self._needed(bundle)
+        mini_batch = self._needed(bundle.round)
         answer: Future[Any] = Future()
 
         def loaded(found: list[Any]) -> None:
-            answer.set_result(_slices(found[0], bundle.works, reference))
+            answer.set_result(_slices(found[0], bundle, reference))
 
         transport.when_all([(NOBODY, mini_batch.parts)], loaded)
         return answer
 
-    def skip(self, bundle: Bundle) -> None:
-        """Hear of a round whose bundles are all for other replicas."""
-        self._needed(bundle)
+    def skip(self, header: RoundHeader) -> None:
+        """Record a round whose bundles are all for other replicas."""
+        self._needed(header)
 
     def forget(self, last: int) -> None:
         """Let go of all: the rounds up to `last` were aborted, and what comes is announced again.
@@ -253,15 +253,15 @@ class StageDataLoader:
             self._aborted_round = max(last, self._aborted_round)
             self._mini_batches.clear()
 
-    def _needed(self, bundle: Bundle) -> _MiniBatch:
+    def _needed(self, header: RoundHeader) -> _MiniBatch:
         with self._lock:
-            if bundle.round <= self._aborted_round:  # nobody would load it
+            if header.number <= self._aborted_round:  # nobody would load it
                 aborted = _MiniBatch()
-                aborted.parts.set_result(JobError(f"step {bundle.step} was aborted"))
+                aborted.parts.set_result(JobError(f"step {header.step} was aborted"))
                 return aborted
-            mini_batch = self._mini_batch(bundle.works[0].drawn)
-            mini_batch.round = bundle.round
-            self._let_go_before(bundle.round)
+            mini_batch = self._mini_batch(header.batch_id)
+            mini_batch.round = header.number
+            self._let_go_before(header.number)
         return mini_batch
 
     def _mini_batch(self, number: int) -> _MiniBatch:
@@ -274,15 +274,13 @@ class StageDataLoader:
             del self._mini_batches[number]
 
 
-def _slices(
-    parts: Parts | RpcmpError, works: Sequence[MicrobatchMeta], reference: Reference
-) -> Any:
+def _slices(parts: Parts | RpcmpError, bundle: Bundle, reference: Reference) -> Any:
     if isinstance(parts, StageError):  # which does not know the step
-        parts = StageError(**{**parts.fields, "step": works[0].step})
+        parts = StageError(**{**parts.fields, "step": bundle.round.step})
     if isinstance(parts, RpcmpError):
         return Raised(to_wire(parts))
     whole = parts[reference]
     return [
-        StageOutputs(microbatch.cut(whole, work.num_microbatches, work.microbatch))
-        for work in works
+        StageOutputs(microbatch.cut(whole, bundle.round.num_microbatches, meta.number))
+        for meta in bundle.microbatches
     ]

@@ -64,14 +64,14 @@ class Datasets:
             ConfigError: there is no `[data]`, a dataset is too small, or hosts have others.
         """
         section, seed = config.require_data("training"), config.seed
-        sizes = _common_sizes(group.holdings())
+        sizes = _common_sizes(group.dataset_infos())
         num_ahead = AHEAD * section.num_loaders
-        announcer = Announcer(group.announce, num_ahead, itertools.count(1))
+        announcer = Announcer(group.prefetch, num_ahead, itertools.count(1))
         orders = {}
         for name, samples in sizes.items():
             training = name == "train"
             require_enough(samples, f"data.{name}", section, training)
-            sampler = SampledThere(group.order) if training and section.sampler else None
+            sampler = SampledThere(group.epoch_order) if training and section.sampler else None
             orders[name] = SampleOrder(range(samples), section, seed, training, sampler)
         total = total_steps(config, len(orders["train"]))
         train = IndexBatches("train", orders["train"], announcer, total)

@@ -39,6 +39,7 @@ from rpcmp.observability.events.event import Event
 from rpcmp.pipelining.inflight import STEPS_AHEAD
 from rpcmp.process.activity import Activity
 from rpcmp.rpc.messages import AfterRound, StepReport
+from rpcmp.worker.stage import Stage
 
 Report = Callable[[Event], None]
 
@@ -160,7 +161,7 @@ class Training:
             # No stage knows any more what it was before its scheduler stepped.
             self.progress = replace(self.progress, has_ended_epoch=True)
         self._report_progress()
-        self._group.save(step)
+        self._group.everywhere(Stage.save, step)
 
     def segment(self, steps: int) -> SegmentTotals:
         """Train the next `steps` steps, and wait until all stages have done them.
@@ -234,7 +235,7 @@ class Training:
         save = self.saves.is_due(step.number)
         self._activity.start("step", step.number)
         version = step.number if save or self._is_kept(step.number) else 0
-        return self._group.start_step(step.batch, step.number, end, version, save)
+        return self._group.start_step(step.batch, step.number, end, version, save)  # [1]
 
     def _is_kept(self, step: int) -> bool:
         """Whether all stages keep in memory what they are right after `step`."""
@@ -243,7 +244,7 @@ class Training:
 
     def _finish(self, step: Step, started: RoundHandle) -> None:
         """Wait for a step; reports the one before, of which the stages have now spoken."""
-        trained = self._group.finish_step(started)
+        trained = self._group.finish_step(started)  # [16]
         self._report_step(trained.reports)
         if self._config.holds_steps:
             reports = self._group.end_step(started, trained.loss)

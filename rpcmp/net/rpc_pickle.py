@@ -34,10 +34,10 @@ _FUNCTIONS = {
 STAGES_CALL = {
     ("rpcmp.rpc.transport", "_dispatch"),
     ("rpcmp.worker.stage", "Stage.forward"),
-    ("rpcmp.worker.stage", "Stage.note_missing"),
-    ("rpcmp.worker.stage", "Stage.part"),
-    ("rpcmp.worker.stage", "Stage.posted"),
-    ("rpcmp.worker.stage", "Stage.total"),
+    ("rpcmp.worker.stage", "Stage.mark_none_gradients"),
+    ("rpcmp.worker.stage", "Stage.gradient_part"),
+    ("rpcmp.worker.stage", "Stage.get_tensors"),
+    ("rpcmp.worker.stage", "Stage.gradient_total"),
     ("rpcmp.data.batch_server", "BatchServer.slices"),
 }
 """What a stage may call, of others and of the driver."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,7 @@ from torch.futures import Future
 from rpcmp.errors import MismatchError
 from rpcmp.process.channel import Message
 from rpcmp.rpc import transport, unpickler
+from rpcmp.rpc.messages import Peer
 from rpcmp.worker.grad_sync.bucket_allreduce import BucketAllReduce
 
 PARAMETER_BYTES = 10**6
@@ -94,9 +95,8 @@ class Sum(Exchange):
         self._gradients = [torch.full((size,), rank + 1.0) for size in sizes]
         self._parameters = [nn.Parameter(torch.zeros(size)) for size in sizes]
         names = [f"rank:{rank}" for rank in range(self._world_size)]
-        self._summing = BucketAllReduce(
-            self._parameters, rank, self._world_size, _Others(names, rank)
-        )
+        peers = [cast(Peer, _Peer(name)) for name in names]
+        self._summing = BucketAllReduce(self._parameters, rank, peers)
         self._key = 0
         unpickler._CALLED.add((__name__, Served.__name__))
         store = FileStore(order["store"], self._world_size)
@@ -130,23 +130,20 @@ class Served:
 
     def total(self, key: int, bucket: int) -> Future[Any]:
         """See BucketAllReduce."""
-        return self._summing.sum_of_chunk(key, bucket)
+        return self._summing.chunk_total(key, bucket)
 
 
-class _Others:
-    """The other ranks, by torch RPC."""
+class _Peer:
+    """Another rank, by torch RPC."""
 
-    def __init__(self, names: list[str], own: int) -> None:
-        self._names, self._own = names, own
+    def __init__(self, name: str) -> None:
+        self.name = name
 
-    def part(self, member: int, key: int, bucket: int) -> Future[Any]:
-        return RPC.call(self._names[member], Served.part, self._own, key, bucket)
+    def gradient_part(self, rank: int, round_number: int, bucket: int) -> Future[Any]:
+        return RPC.call(self.name, Served.part, rank, round_number, bucket)
 
-    def total(self, member: int, key: int, bucket: int) -> Future[Any]:
-        return RPC.call(self._names[member], Served.total, key, bucket)
-
-    def name(self, member: int) -> str:
-        return self._names[member]
+    def gradient_total(self, round_number: int, bucket: int) -> Future[Any]:
+        return RPC.call(self.name, Served.total, round_number, bucket)
 
 
 def _require(found: torch.Tensor | None, value: float) -> None:

@@ -55,6 +55,7 @@ from rpcmp.tools.verify.reference.training import UnsplitModel
 from rpcmp.worker import process, weight_grad
 from rpcmp.worker.forward import Execution
 from rpcmp.worker.optimizer import StageOptimizer
+from rpcmp.worker.stage import Stage
 from tests.support.faults import Committed
 from tests.support.instances import noted
 from tests.support.localtransport import LocalTransport
@@ -154,7 +155,7 @@ class LocalWorker:
         if files:
             worker._restore(self.stage, 0, list(files))
         optimizer = self.stage.optimizer
-        optimizer._stepped = _meanwhile_others(optimizer._stepped)
+        optimizer._after_step = _meanwhile_others(optimizer._after_step)
 
     def end(self) -> None:
         """End its threads, and free its memory."""
@@ -220,7 +221,8 @@ class LocalGroup:
         losses = [event["loss"] for event in self.of("step")]
         scaler = self.training.progress.scaler
         skipped = 0 if scaler is None else scaler.skipped
-        state = parameter_names.under_all_names(self.group.state_dict(), self.config.tied_to)
+        merged = self.group.merge(Stage.state_dict)
+        state = parameter_names.under_all_names(merged, self.config.tied_to)
         return ComparedRun(losses, state, skipped=skipped)
 
     def committed(self) -> Committed:

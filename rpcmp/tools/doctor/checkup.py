@@ -15,11 +15,9 @@ from rpcmp.config.sections import StageConfig
 from rpcmp.config.topology import DRIVER, Member
 from rpcmp.config.types import Factory, parse_size
 from rpcmp.errors import ConfigError, RpcmpError, UnreachableError, VersionError
-from rpcmp.job import code
-from rpcmp.job.recovery import holders
-from rpcmp.job.server_calls import dialer_of, require_one_each
-from rpcmp.job.server_pool import forks_for
-from rpcmp.job.status import visiting
+from rpcmp.job.restore_point import mirrors_of
+from rpcmp.job.server_calls import collect_code, dialer_for, require_addresses
+from rpcmp.job.server_pool import connected, forks_for
 from rpcmp.net.dialer import Dialer
 from rpcmp.net.link_test import LinkSpeed
 from rpcmp.process.fork_client import Forks
@@ -135,11 +133,11 @@ async def check_up(config: Config, connect: Sequence[str] | None = None) -> list
         SecurityError: the driver's certificate cannot be used.
     """
     addresses = config.addresses if connect is None else connect
-    require_one_each(config, addresses)
-    dialer = dialer_of(config, [*addresses, *config.recovery.spares])
+    require_addresses(config, addresses)
+    dialer = dialer_for(config, [*addresses, *config.recovery.spares])
     async with (
         forks_for(config, connect) as forks,
-        visiting(config, dialer, addresses, len(config.workers), forks) as clients,
+        connected(config, dialer, addresses, len(config.workers), forks) as clients,
     ):
         checkup = Checkup(config, clients, dialer, forks)
         driver, stages, spares = await checkup.look()
@@ -163,7 +161,7 @@ class Checkup:
         self._config, self._clients = config, clients
         self._workers = dict(zip((client.name for client in clients), config.workers, strict=True))
         self._dialer, self._forks = dialer, forks
-        self._code = code.collect(config.folder) if config.ship_code else []
+        self._code = collect_code(config.folder) if config.ship_code else []
 
     async def look(self) -> tuple[HostReport, list[HostReport], list[HostReport]]:
         """The driver's host, and those of the stages and of the spares."""
@@ -190,7 +188,7 @@ class Checkup:
         machines = [facts[label].machine if label in facts else label for label in labels]
         data = self._config.data
         sends_batches = data is None or data.at == "driver"
-        held_by = holders(self._config, machines)
+        held_by = mirrors_of(self._config, machines)
         used = links(self._config.graph(), workers, held_by, sends_batches)
         there = [link for link in used if link.one in facts and link.other in facts]
         return [await self._try(link, facts) for link in there]

@@ -19,9 +19,8 @@ from rpcmp.config.schema import Config
 from rpcmp.config.topology import DRIVER
 from rpcmp.errors import ConfigError
 from rpcmp.job.autobalance import stage_hosts, with_full_microbatches
-from rpcmp.job.server_calls import dialer_of, require_one_each
-from rpcmp.job.server_pool import forks_for
-from rpcmp.job.status import visiting
+from rpcmp.job.server_calls import dialer_for, require_addresses
+from rpcmp.job.server_pool import connected, forks_for
 from rpcmp.net.security import is_loopback
 from rpcmp.pipelining import inflight
 from rpcmp.pipelining.cost_model import Prediction, predict, simulate, times_of
@@ -125,8 +124,8 @@ async def explain(
         RpcmpError: why there will be no such run.
     """
     addresses = config.addresses if connect is None else list(connect)
-    require_one_each(config, addresses)
-    dialer_of(config, [*addresses, *config.recovery.spares])  # for what it refuses
+    require_addresses(config, addresses)
+    dialer_for(config, [*addresses, *config.recovery.spares])  # for what it refuses
     inflight.limits(config)  # likewise
     if config.is_balanced_by_measurement and not measures:
         raise ConfigError('balance = "auto" is measured: explain it without --no-measure')
@@ -221,9 +220,9 @@ class _Gatherer:
     async def _look(self) -> dict[str, Whereabouts]:
         """Where everybody is, as the hosts say it."""
         config = self._config
-        dialer = dialer_of(config, [*self._addresses, *config.recovery.spares])
+        dialer = dialer_for(config, [*self._addresses, *config.recovery.spares])
         count = len(config.workers)
-        async with visiting(config, dialer, self._addresses, count, self._forks) as clients:
+        async with connected(config, dialer, self._addresses, count, self._forks) as clients:
             home, seen, _ = await Checkup(config, clients, dialer, self._forks).look()
         places = {}
         for one in (home, *seen):

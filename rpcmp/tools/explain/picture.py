@@ -26,7 +26,7 @@ from dataclasses import dataclass
 
 from rpcmp.config.schema import Config
 from rpcmp.config.topology import DRIVER
-from rpcmp.job.recovery import holders
+from rpcmp.job.restore_point import mirrors_of
 from rpcmp.pipelining.simulation import SimulatedRun
 from rpcmp.tools.doctor.findings import TENSORS, Link, links
 
@@ -232,7 +232,7 @@ def ways(
     """
     workers, data = config.workers, config.data
     labels = [worker.label for worker in workers]
-    held_by = holders(config, [places[label].machine for label in labels])
+    held_by = mirrors_of(config, [places[label].machine for label in labels])
     held = {(labels[holder], labels[i]) for i, holder in enumerate(held_by) if holder is not None}
     sends_batches = data is None or data.at == "driver"
     used = links(config.graph(), workers, held_by, sends_batches, tied)

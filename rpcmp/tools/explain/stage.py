@@ -15,7 +15,7 @@ from rpcmp.checkpoint.folder import require_none_asked_for
 from rpcmp.checkpoint.slots import RETAINED
 from rpcmp.config.schema import Config
 from rpcmp.errors import ConfigError
-from rpcmp.job import code
+from rpcmp.job.server_calls import collect_code
 from rpcmp.pipelining import inflight
 from rpcmp.pipelining.partition import StageHost
 from rpcmp.tools.explain.model_summary.count import LayerFacts, ModelSummary, StageFacts
@@ -241,7 +241,7 @@ def files(config: Config) -> list[File]:
 
 
 def _code(config: Config) -> File:
-    sent = code.collect(config.folder)
+    sent = collect_code(config.folder)
     size = sum(len(file.content) for file in sent)
     count = f"{len(sent)} Python file{'s' * (len(sent) != 1)}"
     return File("code", str(config.folder), f"{count} ({size:,} bytes), sent to each stage server")

@@ -12,8 +12,8 @@ import torch
 
 from rpcmp.config.schema import Config
 from rpcmp.errors import MismatchError, WorkerDiedError, from_wire
-from rpcmp.job.autobalance import balanced, shares_of_before
-from rpcmp.job.drive import drive
+from rpcmp.job.autobalance import balanced, with_saved_shares
+from rpcmp.job.training_run import drive
 from rpcmp.observability.events.definitions import LogEvent, StepEvent
 from rpcmp.observability.events.event import Event
 from rpcmp.pipelining import devices, parameter_names
@@ -83,7 +83,7 @@ def verify(config: Config, connect: Sequence[str] | None = None) -> Verified:
 
     Args:
         config: the job, with `steps`.
-        connect: addresses of running stage servers; see rpcmp.job.drive.
+        connect: addresses of running stage servers; see rpcmp.job.training_run.
 
     Raises:
         MismatchError: the first difference; not with a `wire_dtype`, which is expected to differ.
@@ -162,7 +162,7 @@ async def _both(
     """The job with its balance, and the two runs of it."""
     with tempfile.TemporaryDirectory(prefix="rpcmp-verify-") as folder:
         async with Forks([WORKERS, DRIVERS]) as forks:
-            given = shares_of_before(config)  # those of a run that has left checkpoints, if any
+            given = with_saved_shares(config)  # those of a run that has left checkpoints, if any
             config, _ = await balanced(given, connect, forks)  # the same stages for both
             pipelined = await _pipelined(config, connect, Path(folder) / "pipelined", forks)
             return config, pipelined, await _reference(config, Path(folder) / "reference", forks)

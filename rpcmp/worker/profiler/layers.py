@@ -24,7 +24,7 @@ from rpcmp.errors import JobError, RpcmpError
 from rpcmp.pipelining import devices, layers, optimizers, pytree
 from rpcmp.pipelining.assignment import Assignment
 from rpcmp.pipelining.layer_profile import HostProfile, LayerProfile, ProfileOrder
-from rpcmp.rpc.messages import MicrobatchMeta, Mode, StageOutputs
+from rpcmp.rpc.messages import MicrobatchMeta, Mode, RoundHeader, StageOutputs
 from rpcmp.worker.boundary import LocalTape
 from rpcmp.worker.model import StageModel
 from rpcmp.worker.weight_grad import Splitter
@@ -288,13 +288,5 @@ def _detached(tensor: Tensor) -> Tensor:
 
 def _work(inputs: Any, config: Config) -> MicrobatchMeta:
     samples = next((tensor.shape[0] for tensor in pytree.tensors(inputs) if tensor.dim()), 1)
-    return MicrobatchMeta(
-        round=1,
-        step=1,
-        microbatch=0,
-        num_microbatches=config.num_microbatches,
-        accumulated=0,
-        num_samples=samples,
-        total_samples=samples * config.num_microbatches,
-        mode=Mode.TRAIN,
-    )
+    count = config.num_microbatches
+    return MicrobatchMeta(RoundHeader(1, 1, Mode.TRAIN, samples * count, count, 1), 0, samples)

@@ -13,8 +13,9 @@ from rpcmp.config.topology import DRIVER, ReplicaAssignment, ReplicaShare
 from rpcmp.data.batch_prefetch import GROUP, Slices
 from rpcmp.data.batch_server import BatchServer
 from rpcmp.errors import ConfigError, JobError, to_wire
-from rpcmp.rpc.messages import Bundle, MicrobatchMeta, Mode, StageOutputs
+from rpcmp.rpc.messages import Bundle, StageOutputs
 from rpcmp.rpc.transport import Raised, Transport
+from tests.support.rounds import header
 
 SECONDS = 30.0  # after which a test that hangs fails
 LAST = 99
@@ -94,13 +95,9 @@ def driver() -> Driver:
     return Driver()
 
 
-def bundle(*microbatches: int, number: int = 1) -> Bundle:
-    """Micro-batches of round `number`."""
-    works = [
-        MicrobatchMeta(number, 1, microbatch, len(SLICES), 0, 1, len(SLICES), Mode.TRAIN)
-        for microbatch in microbatches
-    ]
-    return Bundle(0, 1, tuple(works))
+def bundle(microbatch: int, number: int = 1) -> Bundle:
+    """One micro-batch of round `number`."""
+    return Bundle(header(number, len(SLICES)), microbatch)
 
 
 def test_a_few_micro_batches_come_with_one_question(driver: Driver) -> None:
@@ -152,7 +149,8 @@ def test_a_slice_that_arrived_before_it_is_asked_for_is_given_at_once(driver: Dr
 
 def test_a_bundle_gets_its_slices_from_as_many_groups_as_they_lie_in(driver: Driver) -> None:
     slices = driver.reader()
-    answers = [slices.get(bundle(*range(a, b)), "target", (), 0) for a, b in ((0, 6), (6, 10))]
+    halves = header(1, len(SLICES), num_bundles=2).bundles()
+    answers = [slices.get(half, "target", (), 0) for half in halves]
     assert len(driver.questions(slices)) == 2
     driver.answer(0)
     assert [answer.done() for answer in answers] == [True, False]

@@ -87,7 +87,7 @@ def test_mini_batches_are_announced_before_they_are_needed_and_once() -> None:
             if len(asked) == 6:
                 break
     assert asked == told.drawn
-    assert [each.number for each in asked] == list(range(1, 7))
+    assert [each.batch_id for each in asked] == list(range(1, 7))
     assert [each.place for each in asked] == [(1, 1), (1, 2), (2, 0), (2, 1), (2, 2), (3, 0)]
 
 
@@ -121,10 +121,10 @@ class Stages:
     def __init__(self, **holdings: DatasetInfo) -> None:
         self._holdings = holdings
 
-    def holdings(self) -> dict[str, DatasetInfo]:
+    def dataset_infos(self) -> dict[str, DatasetInfo]:
         return self._holdings
 
-    def announce(self, drawn: Sequence[BatchIndices]) -> None:
+    def prefetch(self, drawn: Sequence[BatchIndices]) -> None:
         """Hear nothing."""
 
 

@@ -19,20 +19,21 @@ from rpcmp.data.loader_process import Parts
 from rpcmp.data.stage_loader import LoaderPool, StageDataLoader
 from rpcmp.errors import ConfigError, RpcmpError, StageError, WorkerDiedError, from_wire
 from rpcmp.pipelining import microbatch
-from rpcmp.rpc.messages import BatchIndices, Bundle, MicrobatchMeta, Mode
+from rpcmp.rpc.messages import BatchIndices, Bundle
 from rpcmp.rpc.transport import Raised
 from tests.support.processes import poll_for
+from tests.support.rounds import header
 
 INPUT, TARGET = Reference("input"), Reference("target")
 
 
 def bundle(drawn: int, round_number: int, *microbatches: int) -> Bundle:
     """Micro-batches of three of a mini-batch of seven samples."""
-    works = [
-        MicrobatchMeta(round_number, 5, index, 3, 0, 2, 7, Mode.TRAIN, drawn=drawn)
-        for index in microbatches
-    ]
-    return Bundle(0, 1, tuple(works))
+    keys = {"step": 5, "num_samples": 7, "batch_id": drawn}
+    if len(microbatches) == 1:
+        return Bundle(header(round_number, 3, **keys), microbatches[0])
+    assert microbatches == (0, 1)
+    return Bundle(header(round_number, 3, num_bundles=2, **keys), 0)
 
 
 def drawn(number: int) -> BatchIndices:
@@ -47,7 +48,7 @@ class Given:
         self.asked: dict[int, Callable[[Parts | RpcmpError], None]] = {}
 
     def load(self, drawn: BatchIndices, done: Callable[[Parts | RpcmpError], None]) -> None:
-        self.asked[drawn.number] = done
+        self.asked[drawn.batch_id] = done
 
 
 @pytest.fixture
@@ -68,7 +69,7 @@ def values(answer: Any) -> list[Any]:
 
 
 def test_slices_are_given_when_the_mini_batch_is_there(given: Given, feed: StageDataLoader) -> None:
-    feed.expect([drawn(1), drawn(2)])
+    feed.prefetch([drawn(1), drawn(2)])
     early = feed.get(bundle(1, 1, 0, 1), INPUT)
     assert list(given.asked) == [1, 2]
     assert not early.done()
@@ -82,13 +83,13 @@ def test_slices_are_given_when_the_mini_batch_is_there(given: Given, feed: Stage
 
 def test_a_question_may_overtake_the_announcement(given: Given, feed: StageDataLoader) -> None:
     answer = feed.get(bundle(1, 1, 0), TARGET)
-    feed.expect([drawn(1)])
+    feed.prefetch([drawn(1)])
     given.asked[1](PARTS)
     assert values(answer)[0].tolist() == [0, 1, 2]
 
 
 def test_every_answer_is_a_copy_of_its_own(given: Given, feed: StageDataLoader) -> None:
-    feed.expect([drawn(1)])
+    feed.prefetch([drawn(1)])
     given.asked[1](PARTS)
     first, second = (values(feed.get(bundle(1, 1, 0), TARGET))[0] for _ in range(2))
     first += 1
@@ -98,7 +99,7 @@ def test_every_answer_is_a_copy_of_its_own(given: Given, feed: StageDataLoader) 
 def test_what_is_done_is_let_go_of_and_what_is_announced_is_kept(
     given: Given, feed: StageDataLoader
 ) -> None:
-    feed.expect([drawn(number) for number in range(1, 7)])
+    feed.prefetch([drawn(number) for number in range(1, 7)])
     for number in range(1, 5):
         feed.get(bundle(number, number, 0), INPUT)
         assert len(feed) == 6 - max(0, number - 2)
@@ -110,13 +111,13 @@ def test_a_question_that_an_abort_has_overtaken_is_answered(
     given: Given, feed: StageDataLoader
 ) -> None:
     """Nothing would ever be loaded for it: the job hung instead of saying what had failed."""
-    feed.expect([drawn(1)])
+    feed.prefetch([drawn(1)])
     feed.forget(1)
     raised = feed.get(bundle(1, 1, 0), INPUT).value()
     assert isinstance(raised, Raised)
     assert str(from_wire(raised.error)) == "step 5 was aborted"
     assert len(feed) == 0
-    feed.expect([drawn(2)])
+    feed.prefetch([drawn(2)])
     answer = feed.get(bundle(2, 2, 0), TARGET)
     given.asked[2](PARTS)
     assert values(answer)[0].tolist() == [0, 1, 2]
@@ -125,7 +126,7 @@ def test_a_question_that_an_abort_has_overtaken_is_answered(
 def test_what_went_wrong_is_the_answer_and_names_the_step(
     given: Given, feed: StageDataLoader
 ) -> None:
-    feed.expect([drawn(1), drawn(2)])
+    feed.prefetch([drawn(1), drawn(2)])
     given.asked[1](StageError("a", "data", "ValueError: x", "the traceback"))
     given.asked[2](WorkerDiedError("gone"))
     raised = [feed.get(bundle(number, number, 0), INPUT).value() for number in (1, 2)]

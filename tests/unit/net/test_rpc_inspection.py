@@ -33,7 +33,7 @@ from rpcmp.net.rpc_inspection import (
 )
 from rpcmp.observability.trace.spans import Kind, Span
 from rpcmp.rpc import transport
-from rpcmp.worker.executor import AT_ONCE
+from rpcmp.worker.measurements import SPANS_PER_ANSWER
 from rpcmp.worker.optimizer import StageOptimizer
 from rpcmp.worker.stage import Stage
 from tests.support.pipes import Agents, Conversation
@@ -310,7 +310,13 @@ def called(function: object, *args: object) -> bytes:
 
 
 def test_stages_call_what_stages_call() -> None:
-    for function in (Stage.forward, Stage.note_missing, Stage.part, Stage.posted, Stage.total):
+    for function in (
+        Stage.forward,
+        Stage.mark_none_gradients,
+        Stage.gradient_part,
+        Stage.gradient_total,
+        Stage.get_tensors,
+    ):
         for peer in ("stage1:0", "driver"):
             rpc_pickle.require(called(function, 1, "a", [None]), peer, is_call=True)
     rpc_pickle.require(called(BatchServer.slices), "stage1:0", is_call=True)
@@ -387,7 +393,10 @@ def test_whatever_the_pickler_writes_is_read(value: object, length: int) -> None
 
 
 def test_all_that_a_stage_recorded_passes_at_once() -> None:
-    spans = [Span(Kind.FORWARD, n, n, 10**12 + n, 10**13 + n, 10**14 + n) for n in range(AT_ONCE)]
+    spans = [
+        Span(Kind.FORWARD, n, n, 10**12 + n, 10**13 + n, 10**14 + n)
+        for n in range(SPANS_PER_ANSWER)
+    ]
     rpc_pickle.require(pickle.dumps(spans, protocol=4), "stage1:0", is_call=False)
 
 

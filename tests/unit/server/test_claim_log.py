@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from rpcmp.errors import ConfigError
-from rpcmp.job import code
+from rpcmp.job.server_calls import collect_code
 from rpcmp.process import tempdirs
 from rpcmp.server import claim_log
 from rpcmp.v1 import control_pb2 as pb
@@ -37,7 +37,7 @@ def file(path: str, content: bytes = b"") -> pb.CodeFile:
 
 def test_what_was_collected_is_unpacked_as_it_was(temporary: Path) -> None:
     files = [file("model.py", b"x = 1\r\n"), file("zoo/__init__.py", b"# \xff"), file("zoo/net.py")]
-    assert code.collect(claim_log.unpack(files)) == files
+    assert collect_code(claim_log.unpack(files)) == files
 
 
 def test_every_job_has_a_folder_of_its_own_that_only_its_user_reads(temporary: Path) -> None:

@@ -161,8 +161,8 @@ def test_a_process_is_in_one_state() -> None:
 def test_a_driver_process_that_dies_before_its_first_sign_of_life_is_no_problem() -> None:
     metrics, known = RunMetrics(), Vitals()
     for generation in (1, 2):
-        known.begin()
-        known.lose(DRIVER)
+        known.start_generation()
+        known.mark_lost(DRIVER)
         metrics.tell(known.event(step=0).stamped(1000.0, generation))
     found = told(metrics)
     assert value(found, "rpcmp_generation") == 2

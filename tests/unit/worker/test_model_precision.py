@@ -12,13 +12,11 @@ from torch.amp import GradScaler
 from rpcmp.config.loader import parse_config
 from rpcmp.errors import ConfigError
 from rpcmp.pipelining.assignment import assign
-from rpcmp.pipelining.schedule import policy
-from rpcmp.rpc.messages import MicrobatchMeta, Mode
-from rpcmp.worker import precision
-from rpcmp.worker.executor import ComputeThread
-from rpcmp.worker.model import StageModel
+from rpcmp.worker import model as stage_model
+from rpcmp.worker import optimizer
+from rpcmp.worker.model import LossScale, StageModel
 from rpcmp.worker.optimizer import StageOptimizer
-from rpcmp.worker.precision import LossScale
+from tests.support.rounds import compute_thread, header
 
 INFINITE = float("inf")
 
@@ -46,7 +44,7 @@ def dense(model: nn.Module) -> list[Tensor | None]:
 
 @pytest.mark.parametrize("scale", [2.0**16, 1000.0, 3.7, 1.0])
 @pytest.mark.parametrize("value", [None, INFINITE, -INFINITE, float("nan")])
-def test_unscaled_gradients_are_those_of_torchs_scaler(scale: float, value: float | None) -> None:
+def test_unscaled_gradients_equal_those_of_torchs_scaler(scale: float, value: float | None) -> None:
     torch.manual_seed(0)
     theirs = Model()
     ours = copy.deepcopy(theirs)
@@ -56,9 +54,9 @@ def test_unscaled_gradients_are_those_of_torchs_scaler(scale: float, value: floa
         scaler.scale(model()).backward()
         if value is not None and model.wide.grad is not None:
             model.wide.grad[3] = value
-    optimizer = torch.optim.SGD(theirs.parameters())
-    scaler.unscale_(optimizer)
-    assert precision.unscale(ours.parameters(), inverse) is (value is None)
+    sgd = torch.optim.SGD(theirs.parameters())
+    scaler.unscale_(sgd)
+    assert optimizer._unscale(ours.parameters(), inverse) is (value is None)
     for one, other in zip(dense(ours), dense(theirs), strict=True):
         assert one is other or torch.equal(
             one.nan_to_num(nan=7.0),  # type: ignore[union-attr]
@@ -66,13 +64,13 @@ def test_unscaled_gradients_are_those_of_torchs_scaler(scale: float, value: floa
         )
 
 
-def test_what_has_no_gradients_has_none_that_is_not_finite() -> None:
-    assert precision.unscale(Model().parameters(), 0.5)
+def test_a_model_without_gradients_counts_as_finite() -> None:
+    assert optimizer._unscale(Model().parameters(), 0.5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("scale", [2.0**15, 2.0**20])
-def test_a_backward_begins_with_the_gradient_of_the_scaled_loss(
+def test_a_backward_starts_with_the_gradient_of_the_scaled_loss(
     dtype: torch.dtype, scale: float
 ) -> None:
     loss = torch.tensor(0.3, dtype=dtype, requires_grad=True)
@@ -83,8 +81,8 @@ def test_a_backward_begins_with_the_gradient_of_the_scaled_loss(
 
 
 def test_a_device_without_autocast_is_refused() -> None:
-    with pytest.raises(ConfigError, match="autocast = 'bfloat16' is not to be had on meta: "):
-        precision.autocast(torch.device("meta"), "bfloat16")
+    with pytest.raises(ConfigError, match="autocast = 'bfloat16' is not available on meta: "):
+        stage_model._autocast(torch.device("meta"), "bfloat16")
 
 
 class Weighed(nn.Module):
@@ -120,10 +118,10 @@ def casts(output: Tensor) -> int:
     return len(found)
 
 
-def test_a_weight_is_cast_once_a_layer_and_autocast_ends_with_it() -> None:
+def test_a_weight_is_cast_once_per_layer_and_autocast_ends_with_the_layer() -> None:
     job = {"loss": "torch.nn:MSELoss", "model": {"layers": f"{__name__}:weighed_layers"}}
     model = StageModel(assign(parse_config({**job, "autocast": "bfloat16"}))[0])
-    work = MicrobatchMeta(1, 1, 0, 1, 0, 2, 2, Mode.TRAIN)
+    (work,) = header(1, 1, num_samples=2).microbatches([0])
     output = model.forward([torch.randn(2, 4)], work)
     assert output.dtype is torch.bfloat16
     assert all(value.dtype is torch.float32 for _, value in model.named_parameters())
@@ -144,7 +142,7 @@ def test_a_parameter_whose_gradient_cannot_be_unscaled_is_named() -> None:
     )
     assignment = assign(config)[0]
     model = StageModel(assignment)
-    compute = ComputeThread(policy(config.schedule))
+    compute = compute_thread(config.schedule)
     with pytest.raises(ConfigError, match=r"the parameter 'half\.weight' is float16, so"):
         StageOptimizer(model, assignment, compute, loss_scale=LossScale())
 

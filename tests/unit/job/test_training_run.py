@@ -1,4 +1,4 @@
-"""What is told of a run before anything else, and the stamp on all that follows."""
+"""The event `run`, and the stamp on all events."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from rpcmp.config.loader import parse_config
-from rpcmp.job.run import run_event
+from rpcmp.job.training_run import run_event
 
 TOWERS = {
     "name": "towers",
@@ -27,21 +27,19 @@ TOWERS = {
 
 @pytest.fixture
 def told() -> dict[str, Any]:
-    addresses = ["a:1", "b:2", "c:3", "d:4"]
-    found: dict[str, Any] = json.loads(
-        json.dumps(run_event(parse_config(TOWERS), "4711", addresses).to_json())
-    )
-    return found
+    event = run_event(parse_config(TOWERS), "4711", ["a:1", "b:2", "c:3", "d:4"])
+    sent: dict[str, Any] = json.loads(json.dumps(event.to_json()))
+    return sent
 
 
-def test_a_run_says_what_it_is(told: dict[str, Any]) -> None:
+def test_the_run_event_describes_the_job(told: dict[str, Any]) -> None:
     assert (told["event"], told["name"], told["job_id"]) == ("run", "towers", "4711")
     assert (told["driver"], told["pid"]) == (platform.node(), os.getpid())
     assert told["versions"]["torch"] == metadata.version("torch")
     assert told["config"]["optimizer"]["kwargs"]["lr"] == 0.5
 
 
-def test_what_was_given_in_confidence_is_not_told(told: dict[str, Any]) -> None:
+def test_the_run_event_redacts_secrets(told: dict[str, Any]) -> None:
     assert told["config"]["optimizer"]["kwargs"]["token"].startswith("sha256:")
     assert "hush" not in json.dumps(told)
 
@@ -85,6 +83,6 @@ def test_workers_are_in_the_order_of_the_config(told: dict[str, Any]) -> None:
     ]
 
 
-def test_servers_that_are_yet_to_be_started_have_no_address() -> None:
-    told = run_event(parse_config(TOWERS), "4711", [])
-    assert [worker["address"] for worker in told.workers] == [""] * 4
+def test_workers_have_no_address_before_their_servers_are_started() -> None:
+    event = run_event(parse_config(TOWERS), "4711", [])
+    assert [worker["address"] for worker in event.workers] == [""] * 4

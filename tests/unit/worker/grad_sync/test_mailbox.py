@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.futures import Future
 
 from rpcmp.config.topology import Member
-from rpcmp.worker.grad_sync.mailbox import Key, TensorMailbox
-from rpcmp.worker.grad_sync.sync import ReplicaBroadcast
+from rpcmp.rpc.messages import TensorKey
+from rpcmp.worker.grad_sync.mailbox import ReplicaBroadcast, TensorMailbox
 
 
 class _Model:
@@ -32,54 +33,52 @@ class _Model:
 
 
 class _Replicas:
-    """Two of them, which share replica 0's board."""
+    """Two of them, which share replica 0's mailbox."""
+
+    name = "stage"
 
     def __init__(self) -> None:
-        self.board = TensorMailbox()
+        self.mailbox = TensorMailbox()
         self.sent: list[list[Tensor | None]] = []
         self.models = [_Model(), _Model()]
+        first = cast(Any, self)
         self.following = [
-            ReplicaBroadcast(Member("stage", 0, replica, 2), model, self.board, self._ask)  # type: ignore[arg-type]
+            ReplicaBroadcast(Member("stage", 0, replica, 2), cast(Any, model), self.mailbox, first)
             for replica, model in enumerate(self.models)
         ]
 
-    def _ask(self, worker: str, key: Key) -> Callable[[], list[Any]]:
-        asked = self.board.get(key)
+    def get_tensors(self, key: TensorKey) -> Future[Any]:
+        """As of replica 0, for the other one."""
+        answer = self.mailbox.get(key)
+        answer.add_done_callback(lambda done: self.sent.append(done.value()))
+        return answer
 
-        def wait() -> list[Any]:
-            found: list[Any] = asked.wait()
-            self.sent.append(found)
-            return found
-
-        return wait
-
-    def unite(self) -> None:
+    def sync_initial_state(self) -> None:
         for each in self.following:
-            each.unite()
+            each.sync_initial_state()
 
     def exchange(self, round_number: int) -> None:
-        ends = [each.begin_buffers(round_number) for each in self.following]
-        for end in ends:
-            end()
+        for finish in [each.start_buffers(round_number) for each in self.following]:
+            finish()
 
     def assert_equal(self) -> None:
         one, other = (model.buffers() for model in self.models)
         assert all(torch.equal(one[name], other[name]) for name in one)
 
 
-def test_replicas_begin_as_the_first_one_is() -> None:
+def test_replicas_start_with_the_state_of_the_first() -> None:
     replicas = _Replicas()
     with torch.no_grad():
         replicas.models[0].layer.weight.fill_(3.0)
         replicas.models[0].layer.running_mean.fill_(2.0)  # type: ignore[union-attr]
-    replicas.unite()
+    replicas.sync_initial_state()
     replicas.assert_equal()
     assert torch.equal(replicas.models[1].layer.weight, torch.full((4,), 3.0))
 
 
-def test_only_buffers_that_have_changed_travel() -> None:
+def test_only_changed_buffers_are_sent() -> None:
     replicas = _Replicas()
-    replicas.unite()
+    replicas.sync_initial_state()
     for model in replicas.models:
         model.layer(torch.randn(8, 4))
     replicas.exchange(1)
@@ -91,17 +90,17 @@ def test_only_buffers_that_have_changed_travel() -> None:
     assert travelled == ["running_mean", "running_var", "num_batches_tracked"]
 
 
-def test_what_only_another_replica_has_changed_is_undone() -> None:
+def test_a_buffer_changed_by_another_replica_alone_is_reset() -> None:
     replicas = _Replicas()
-    replicas.unite()
+    replicas.sync_initial_state()
     replicas.models[1].buffers()["table"].add_(1.0)
     replicas.exchange(1)
     replicas.assert_equal()
 
 
-def test_bits_count_not_values() -> None:
+def test_buffers_are_compared_by_bits() -> None:
     replicas = _Replicas()
-    replicas.unite()
+    replicas.sync_initial_state()
     replicas.models[0].buffers()["sign"].neg_()  # minus zero, which equals zero
     replicas.models[0].buffers()["table"].fill_(torch.nan)
     replicas.exchange(1)

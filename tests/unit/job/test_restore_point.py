@@ -1,4 +1,4 @@
-"""From which step a group goes on when servers have lost what they held, and who holds whose."""
+"""The step that a group restores when servers have lost snapshots, and the mirrors of snapshots."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rpcmp.checkpoint.slots import Slots
-from rpcmp.job.recovery import CommonSnapshot, HeldSnapshots, neighbours, newest_common
+from rpcmp.job.restore_point import CommonSnapshot, HeldSnapshots, mirrors, newest_common
 from tests.support.graphs import workers
 
 WORKERS = workers("a", "b", "c")
@@ -63,7 +63,7 @@ def holdings(
         ),
     ],
 )
-def test_the_newest_step_that_all_can_be_brought_to_is_found(
+def test_newest_common_returns_the_newest_step_that_all_workers_can_restore(
     held: dict[str, HeldSnapshots], known: Collection[int], found: CommonSnapshot
 ) -> None:
     assert newest_common(WORKERS, held, known) == found
@@ -79,13 +79,13 @@ def test_the_newest_step_that_all_can_be_brought_to_is_found(
         (holdings(a=[1], b=([1], "a", [1]), c=[]), [1]),  # two are gone, c and who had it
     ],
 )
-def test_nothing_in_common_is_nothing(
+def test_newest_common_is_none_without_a_common_step(
     held: dict[str, HeldSnapshots], known: Collection[int]
 ) -> None:
     assert newest_common(WORKERS, held, known) is None
 
 
-def test_a_stage_takes_its_own_copy_where_it_has_one() -> None:
+def test_a_stage_restores_its_own_snapshot_if_it_has_one() -> None:
     for names in (["a", "b"], ["b", "a"]):
         held = {
             "a": HeldSnapshots([1, 2], {"b": [1, 2]}),
@@ -98,7 +98,7 @@ def test_a_stage_takes_its_own_copy_where_it_has_one() -> None:
         assert newest_common(workers(*names), held, [1]) == CommonSnapshot(1, {"a": "a", "b": "a"})
 
 
-def test_what_is_mirrored_of_strangers_is_left_alone() -> None:
+def test_mirrored_snapshots_of_unknown_stages_are_ignored() -> None:
     held = {"a": HeldSnapshots([3, 4], {"former": [4]}), "b": HeldSnapshots([3], {"b": [4]})}
     assert newest_common(workers("a", "b"), held, [3, 4]) == CommonSnapshot(3, {"a": "a", "b": "b"})
 
@@ -146,7 +146,7 @@ class Cluster:
         self.names = [f"stage{index}" for index in range(len(machines))]
         self.hosts = [Host() for _ in machines]
         self.holders = [
-            holder for holder in neighbours(machines, range(len(machines))) if holder is not None
+            holder for holder in mirrors(machines, range(len(machines))) if holder is not None
         ]
 
     def copies(self, stage: int) -> Host:
@@ -203,7 +203,7 @@ class Cluster:
 
 @settings(deadline=None, derandomize=True, max_examples=25)
 @given(st.integers(2, 5), st.lists(st.integers(0, 9), min_size=50, max_size=150))
-def test_whichever_host_is_lost_at_most_two_steps_are(count: int, events: list[int]) -> None:
+def test_losing_any_one_host_loses_at_most_two_steps(count: int, events: list[int]) -> None:
     cluster = Cluster([f"host{index}" for index in range(count)])
     for event in events:
         may = cluster.may()
@@ -214,7 +214,7 @@ def test_whichever_host_is_lost_at_most_two_steps_are(count: int, events: list[i
     cluster.close()
 
 
-def test_stages_that_always_do_what_comes_first_come_far() -> None:
+def test_stages_that_always_take_the_first_action_make_progress() -> None:
     cluster = Cluster(["h", "h", "i", "i"])
     for _ in range(16 * 40):
         happen, stage = cluster.may()[0]
@@ -275,10 +275,10 @@ def test_closed_clusters_leave_no_memory_behind() -> None:
         ("aab", [1, 2, 0]),
     ],
 )
-def test_the_next_stage_on_another_machine_is_the_neighbour(
+def test_the_mirror_is_the_next_stage_on_another_machine(
     machines: str, found: list[int | None]
 ) -> None:
-    assert neighbours(list(machines), range(len(machines))) == found
+    assert mirrors(list(machines), range(len(machines))) == found
 
 
 @pytest.mark.parametrize(
@@ -292,13 +292,13 @@ def test_the_next_stage_on_another_machine_is_the_neighbour(
         ("abc", "001", False, [None, None, 0]),
     ],
 )
-def test_replicas_hold_what_each_other_has(
+def test_replicas_need_no_mirror(
     machines: str, stages: str, has_files: bool, found: list[int | None]
 ) -> None:
-    assert neighbours(list(machines), list(map(int, stages)), has_files) == found
+    assert mirrors(list(machines), list(map(int, stages)), has_files) == found
 
 
-def test_a_twin_has_what_a_lost_replica_had() -> None:
+def test_a_replica_holds_the_snapshot_of_a_lost_one() -> None:
     pair = workers("a", replicas=2)
     held = {"a:0": HeldSnapshots([]), "a:1": HeldSnapshots([3, 4])}
     assert newest_common(pair, held, [3, 4]) == CommonSnapshot(4, {"a:0": "a:1", "a:1": "a:1"})
@@ -306,10 +306,10 @@ def test_a_twin_has_what_a_lost_replica_had() -> None:
 
 @settings(deadline=None, derandomize=True, max_examples=200)
 @given(st.lists(st.sampled_from("abcd"), min_size=2, max_size=9))
-def test_every_server_holds_one_other_and_on_another_machine_if_any_shift_can_do_it(
+def test_every_server_mirrors_one_worker_on_another_machine_if_possible(
     machines: list[str],
 ) -> None:
-    found = neighbours(machines, range(len(machines)))
+    found = mirrors(machines, range(len(machines)))
     count = len(machines)
     assert sorted(holder for holder in found if holder is not None) == list(range(count))
     assert all(index != holder for index, holder in enumerate(found))

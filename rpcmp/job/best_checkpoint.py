@@ -1,10 +1,10 @@
-"""The best checkpoint of a run: marked in its manifest, found again after a restart.
+"""The best checkpoint of a run: a mark in its manifest, which outlives a restart.
 
     evaluated ──best so far──> not saved yet ──> its manifest is written with the mark
-                               saved already ──> its manifest is written again, now with it
+                               saved already ──> its manifest is written again, with the mark
 
-Marks stay where they are: each is of a better value than all before it, so that the newest is the
-best. There is never a moment without one on the disk.
+Marks are never removed: each has a better value than all before it, so the newest one is the best.
+So there is no moment without a best checkpoint on the disk.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from rpcmp.observability.events.event import BestStep, Event
 
 
 def mark_of(progress: Mapping[str, Any]) -> BestMark | None:
-    """What a checkpoint of just this step is marked with; None where another one is the best.
+    """Return the mark of a checkpoint of this step, or None if another step is the best.
 
     Args:
-        progress: what the driver was after the step; see rpcmp.driver.progress.
+        progress: the driver's state after the step; see rpcmp.driver.progress.
     """
     best = progress.get("best")
     if best is None or best["step"] != progress["step"]:
@@ -34,13 +34,7 @@ def mark_of(progress: Mapping[str, Any]) -> BestMark | None:
 
 
 class BestCheckpoint:
-    """The best checkpoint in a run's folder.
-
-    Args:
-        config: the job.
-        folder: of its checkpoints.
-        report: told of each that is the best so far ("best"), and of what is wrong ("warning").
-    """
+    """The best checkpoint in a run's folder."""
 
     def __init__(
         self, config: Config, folder: CheckpointFolder, report: Callable[[Event], None]
@@ -51,52 +45,50 @@ class BestCheckpoint:
         self._report = report
 
     async def mark(self, step: int, mark: BestMark, driver: dict[str, Any]) -> bool:
-        """Mark a checkpoint that was there before it was known to be the best.
+        """Mark a checkpoint that was written before it turned out to be the best.
 
         Args:
-            step: its step.
-            mark: by what it is.
-            driver: the driver's own state, which knows it as well.
+            mark: its metric and value.
+            driver: the driver's own state, which contains the best step as well.
 
         Returns:
-            whether it has been marked just now.
+            Whether it was not marked before.
         """
-        found = look(self._folder.path_of(step))
-        if found is None or found.manifest is None or found.manifest.best == mark:
+        manifest = self._manifest(step)
+        if manifest is None or manifest.best == mark:
             return False
-        manifest = found.manifest.model_copy(update={"driver": driver, "best": mark})
+        manifest = manifest.model_copy(update={"driver": driver, "best": mark})
         try:
             await asyncio.to_thread(self._folder.commit, manifest)
         except RpcmpError as error:
             text = f"step {step} is the best and cannot be marked so: {error}; the run goes on"
             self._report(WarningEvent(text=text))
             return False
-        self.tell(manifest)
+        self.report_if_best(manifest)
         return True
 
-    def tell(self, manifest: Manifest) -> None:
+    def report_if_best(self, manifest: Manifest) -> None:
         """Report a checkpoint that has just been written, if it is the best so far."""
-        if manifest.best is not None:
-            best = manifest.best
+        if (best := manifest.best) is not None:
             self._report(BestEvent(step=manifest.step, metric=best.metric, value=best.value))
 
-    def known_to(self, manifest: Manifest) -> dict[str, Any]:
-        """What a run that goes on from a checkpoint has to know of the best: its driver's "best".
+    def restored_from(self, manifest: Manifest) -> dict[str, Any]:
+        """Return the "best" of the driver's state in a run that goes on from a checkpoint.
 
-        Where that is not there any more the best begins anew: it could not be exported.
+        If the best checkpoint is gone, it could not be exported: the search for the best restarts.
         """
         best: Any = manifest.driver.get("best")
         if best is None or not self._is_on:
             return {}
-        found = look(self._folder.path_of(best["step"]))
-        if found is not None and found.manifest is not None and found.manifest.best is not None:
+        marked = self._manifest(best["step"])
+        if marked is not None and marked.best is not None:
             return {"best": best}
         text = f"the best checkpoint, of step {best['step']}, is gone: the best begins anew"
         self._report(WarningEvent(text=text))
         return {"best": None}
 
     def kept(self) -> BestStep | None:
-        """The best step that is kept; None if there is none."""
+        """Return the best checkpoint, if there is one."""
         if not self._is_on:
             return None
         try:
@@ -109,3 +101,7 @@ class BestCheckpoint:
         path = str(self._folder.path_of(manifest.step))
         best = manifest.best
         return {"step": manifest.step, "metric": best.metric, "value": best.value, "path": path}
+
+    def _manifest(self, step: int) -> Manifest | None:
+        checkpoint = look(self._folder.path_of(step))
+        return None if checkpoint is None else checkpoint.manifest

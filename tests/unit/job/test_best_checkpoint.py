@@ -1,4 +1,4 @@
-"""The best checkpoint of a run: marked, found again, missed. Without processes."""
+"""The best checkpoint of a run: marked, found again, missing. No processes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from rpcmp.checkpoint.folder import CheckpointFolder, remove
 from rpcmp.checkpoint.manifest import BestMark, Manifest
 from rpcmp.config.loader import parse_config
-from rpcmp.job.best import BestCheckpoint, mark_of
+from rpcmp.job.best_checkpoint import BestCheckpoint, mark_of
 from rpcmp.observability.events.definitions import BestEvent, WarningEvent
 from rpcmp.observability.events.event import Event
 from tests.support.manifests import manifest
@@ -50,7 +50,7 @@ def knowing(step: int, best: dict[str, Any] | None) -> Manifest:
     return manifest(step, driver={"best": best})
 
 
-def test_only_the_step_itself_is_marked() -> None:
+def test_mark_of_is_none_unless_the_step_is_the_best() -> None:
     best = {"metric": "loss", "mode": "min", "value": 0.5, "step": 8}
     assert mark_of({"step": 8, "best": best}) == LOSS
     assert mark_of({"step": 9, "best": best}) is None
@@ -58,7 +58,7 @@ def test_only_the_step_itself_is_marked() -> None:
     assert mark_of({"step": 9}) is None
 
 
-def test_a_checkpoint_is_marked_once_and_told_once(run: Run) -> None:
+def test_mark_writes_and_reports_a_checkpoint_once(run: Run) -> None:
     run.folder.commit(manifest(8))
     assert run.mark(8)
     assert not run.mark(8)
@@ -75,7 +75,7 @@ def test_a_checkpoint_is_marked_once_and_told_once(run: Run) -> None:
     assert not run.mark(9)  # it failed, and is not there
 
 
-def test_nothing_is_kept_where_nothing_is_marked_or_wanted(run: Run) -> None:
+def test_kept_is_none_without_a_mark_or_without_the_option(run: Run) -> None:
     assert run.best.kept() is None
     run.folder.commit(manifest(8))
     assert run.best.kept() is None
@@ -83,20 +83,20 @@ def test_nothing_is_kept_where_nothing_is_marked_or_wanted(run: Run) -> None:
     assert Run(run.folder.path, best=None).best.kept() is None
 
 
-def test_a_run_that_goes_on_knows_the_best_unless_it_is_gone(run: Run) -> None:
+def test_a_resumed_run_restores_the_best_unless_its_checkpoint_is_gone(run: Run) -> None:
     best = {"metric": "loss", "mode": "min", "value": 0.5, "step": 8}
     run.folder.commit(manifest(8, best=LOSS))
-    assert run.best.known_to(knowing(9, best)) == {"best": best}
-    assert run.best.known_to(knowing(9, None)) == {}
+    assert run.best.restored_from(knowing(9, best)) == {"best": best}
+    assert run.best.restored_from(knowing(9, None)) == {}
     assert run.events == []
     remove(run.folder.path_of(8))
-    assert run.best.known_to(knowing(9, best)) == {"best": None}
+    assert run.best.restored_from(knowing(9, best)) == {"best": None}
     text = "the best checkpoint, of step 8, is gone: the best begins anew"
     assert run.events == [WarningEvent(text=text)]
-    assert Run(run.folder.path, best=None).best.known_to(knowing(9, best)) == {}
+    assert Run(run.folder.path, best=None).best.restored_from(knowing(9, best)) == {}
 
 
-def test_a_mark_that_cannot_be_written_is_a_warning(
+def test_a_mark_that_cannot_be_written_gives_a_warning(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails(*_: Any) -> None:
