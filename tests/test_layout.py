@@ -19,8 +19,8 @@ MOST = 149
 
 ELSEWHERE = {
     "cli/test_doctor.py": """
-        cli/findingtable job/server_calls server/doctor_service server/host_facts/facts
-        server/host_facts/process tools/doctor/checkup
+        cli/findingtable job/server_calls server/doctor_service server/host_facts
+        tools/doctor/checkup
     """,
     "cli/test_explain.py": "cli/explanation tools/explain/gather",
     "cli/test_health.py": "server/probe",
@@ -28,11 +28,11 @@ ELSEWHERE = {
     "cli/test_report.py": "cli/runtable",
     "cli/test_trace.py": "cli/sharetable",
     "cluster/test_balance_auto.py": """
-        job/autobalance job/status process/task server/services worker/profiler/process
+        job/autobalance job/status server/services
     """,
     "cluster/test_believed.py": "job/outputs server/snapshot_service",
     "cluster/test_bench.py": """
-        tools/bench/peers/group tools/bench/peers/process tools/bench/peers/trainers
+        tools/bench/peer_group tools/bench/peer_process tools/bench/peer_trainers
     """,
     "cluster/test_drive.py": "cli/drive driver/process job/drive rpc/store",
     "cluster/test_faults.py": "worker/process",
@@ -52,7 +52,7 @@ ELSEWHERE = {
         server/server server/store_proxy
     """,
     "cluster/test_tunnel.py": "net/dialer",
-    "cluster/test_verify.py": "cli/verify tools/verify/reference/process",
+    "cluster/test_verify.py": "cli/verify",
     "group/test_bits.py": "driver/stage_group driver/worker_refs worker/stage worker/step_runner",
     "group/test_optimizers.py": "driver/optimizer",
     "group/test_replicas.py": "driver/replica_check",
@@ -108,19 +108,13 @@ ELSEWHERE = {
     "unit/rpc/test_unpickler.py": "worker/model",
     "unit/server/test_claim_log.py": "process/tempdirs",
     "unit/tools/bench/test_cases.py": "tools/bench/benchmark tools/bench/models",
-    "unit/tools/bench/test_comparison.py": "tools/bench/report",
     "unit/tools/doctor/test_diagnosis.py": "tools/doctor/findings",
-    "unit/tools/explain/model_summary/test_inventory.py": """
-        tools/explain/model_summary/count tools/explain/model_summary/process
-    """,
     "unit/tools/explain/test_explain.py": "tools/explain/picture tools/explain/stage",
     "unit/tools/tune/test_tune.py": """
         tools/tune/grid tools/tune/halving tools/tune/measuring tools/tune/report
         tools/tune/sweep
     """,
-    "unit/tools/verify/reference/test_training.py": """
-        tools/verify/compare tools/verify/reference/parts
-    """,
+    "unit/tools/verify/test_reference.py": "tools/verify/verification tools/verify/reference_parts",
     "unit/worker/grad_sync/test_bucket_allreduce.py": "worker/grad_sync/ready",
     "unit/worker/grad_sync/test_sync.py": "worker/grad_sync/mailbox worker/option_overrides",
     "unit/worker/test_optimizer_state.py": "worker/hidden_state worker/rehearsal",
@@ -174,7 +168,6 @@ OF_SEVERAL = {
     "pipelining/test_balance.py": "a balance as a whole: how it is measured, predicted and chosen",
     "checkpoint/test_checkpoint.py": "a checkpoint on disk, which its modules write together",
     "tools/explain/test_explain.py": "what the modules of rpcmp/tools/explain say in one picture",
-    "tools/explain/model_summary/test_inventory.py": "what is counted, against the built model",
     "process/logging/test_logs.py": "a line of text on its way through rpcmp/process/logging",
     "observability/prometheus/test_grafana.py": "the dashboard in deploy/, which is no module",
     "test_torch_contract.py": "what rpcmp relies on in torch, which is no module of ours",

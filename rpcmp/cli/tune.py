@@ -134,7 +134,7 @@ async def _tune(
 ) -> tuple[Tuned | None, int]:
     """What was found, if anything, and the exit code."""
     from rpcmp.cli.measuring import measuring
-    from rpcmp.tools.bench.contestant import StoppedError, TimeLimits
+    from rpcmp.tools.bench.comparison import StoppedError, TimeLimits
     from rpcmp.tools.tune.measuring import GroupRunner
     from rpcmp.tools.tune.sweep import tune as run
 

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from rpcmp.config import loader
 from rpcmp.process.channel import Message
-from rpcmp.tools.bench.peers import trainers
+from rpcmp.tools.bench import peer_trainers
 
 
 class DataParallel:
@@ -39,11 +39,11 @@ class DataParallel:
             rank=self._rank,
             world_size=self._world_size,
         )
-        (names,) = trainers.layer_names(config)
-        self._part = trainers.build(config, 0, names)
+        (names,) = peer_trainers.layer_names(config)
+        self._part = peer_trainers.build(config, 0, names)
         self._model = DistributedDataParallel(self._part.module, gradient_as_bucket_view=True)
-        self._loss = trainers.slice_loss(config, self._count // self._world_size)
-        self._batches = trainers.endless_batches(config)
+        self._loss = peer_trainers.slice_loss(config, self._count // self._world_size)
+        self._batches = peer_trainers.endless_batches(config)
 
     def run(self, steps: int) -> Message:
         """See Rank."""

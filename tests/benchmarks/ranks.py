@@ -13,7 +13,7 @@ from rpcmp.process import interpreter
 from rpcmp.process.channel import Message
 from rpcmp.process.child import Child
 from rpcmp.process.interpreter import compute_environment
-from rpcmp.tools.bench.contestant import TimedSegment
+from rpcmp.tools.bench.comparison import TimedSegment
 from tests.support.places import ROOT
 
 

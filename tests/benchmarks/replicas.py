@@ -36,9 +36,8 @@ from rpcmp.errors import ConfigError, RpcmpError, UnsupportedJobError
 from rpcmp.tools.bench import cases, comparison
 from rpcmp.tools.bench.benchmark import OwnPipeline
 from rpcmp.tools.bench.cases import Case
-from rpcmp.tools.bench.comparison import ContestantTimes
-from rpcmp.tools.bench.contestant import Contestant
-from rpcmp.tools.bench.peers.group import PeerGroup, Processes
+from rpcmp.tools.bench.comparison import Contestant, ContestantTimes
+from rpcmp.tools.bench.peer_group import PeerGroup, Processes
 from rpcmp.tools.bench.statistics import Estimate, paired_ratio, spread
 from tests.benchmarks.ranks import Ranks
 from tests.support.places import EXAMPLES

@@ -25,7 +25,7 @@ from rpcmp.net.link_test import LinkSpeed
 from rpcmp.process.fork_client import Forks
 from rpcmp.server.client import StageClient
 from rpcmp.server.connection import differences, versions, way_to
-from rpcmp.server.host_facts.facts import CheckRequest, HostFacts, examine, marked
+from rpcmp.server.host_facts import CheckRequest, HostFacts, examine, marked
 from rpcmp.tools.doctor.diagnosis import diagnose
 from rpcmp.tools.doctor.findings import Finding, HostReport, Link, SeenLink, links
 from rpcmp.v1 import control_pb2 as pb

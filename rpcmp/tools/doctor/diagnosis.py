@@ -13,7 +13,7 @@ from rpcmp.errors import RpcmpError, SecurityError, UnavailableError, Unreachabl
 from rpcmp.net.authority import SKEW
 from rpcmp.net.security import EXPIRES_DAYS, INSECURE
 from rpcmp.server.connection import NEEDED_EQUAL, is_same_release
-from rpcmp.server.host_facts.facts import Device, Folder, HostFacts
+from rpcmp.server.host_facts import Device, Folder, HostFacts
 from rpcmp.tools.doctor.findings import Finding, HostReport, SeenLink, Status
 
 CLOCK_SECONDS = 5.0

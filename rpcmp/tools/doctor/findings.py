@@ -16,7 +16,7 @@ from rpcmp.config.sections import StageConfig
 from rpcmp.config.topology import DRIVER, Graph, Member
 from rpcmp.errors import RpcmpError
 from rpcmp.net.link_test import LinkSpeed
-from rpcmp.server.host_facts.facts import HostFacts
+from rpcmp.server.host_facts import HostFacts
 
 
 class Status(StrEnum):

@@ -32,7 +32,7 @@ from rpcmp.process.fork_client import Forks
 from rpcmp.process.interpreter import compute_environment
 from rpcmp.server.connection import machine
 from rpcmp.tools.doctor.checkup import Checkup
-from rpcmp.tools.explain.model_summary.count import ModelSummary
+from rpcmp.tools.explain.model_summary import ModelSummary
 from rpcmp.tools.explain.picture import Listener, StageLink, Whereabouts, actions, listeners, ways
 from rpcmp.tools.explain.stage import ExplainedStage, File, files, stages
 

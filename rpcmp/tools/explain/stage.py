@@ -18,7 +18,7 @@ from rpcmp.errors import ConfigError
 from rpcmp.job import code
 from rpcmp.pipelining import inflight
 from rpcmp.pipelining.partition import StageHost
-from rpcmp.tools.explain.model_summary.count import LayerFacts, ModelSummary, StageFacts
+from rpcmp.tools.explain.model_summary import LayerFacts, ModelSummary, StageFacts
 
 SNAPSHOTS = RETAINED + 1
 """Copies of a stage that its supervisor holds: those that are whole, and one being written."""

@@ -17,7 +17,7 @@ from typing import NamedTuple, Protocol
 from rpcmp.config.schema import Config, ScheduleOptions
 from rpcmp.errors import ConfigError
 from rpcmp.job.segments import Segments
-from rpcmp.tools.bench.statistics import Estimate, is_telling, paired_ratio
+from rpcmp.tools.bench.statistics import Estimate, is_conclusive, paired_ratio
 
 SETTLE_STEPS = 1
 """After a change, before the clock counts: other sizes of memory, threads that are new."""
@@ -196,9 +196,9 @@ def common_rounds(series: Sequence[SettingTimes]) -> int:
 
 def is_less(ratio: Estimate) -> bool:
     """Whether the ratio is known to lie below one."""
-    return ratio.high < 1 and is_telling(ratio)
+    return ratio.high < 1 and is_conclusive(ratio)
 
 
 def is_more(ratio: Estimate) -> bool:
     """Whether the ratio is known to lie above one."""
-    return ratio.low > 1 and is_telling(ratio)
+    return ratio.low > 1 and is_conclusive(ratio)

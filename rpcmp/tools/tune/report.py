@@ -19,7 +19,7 @@ from rich.table import Table
 from rpcmp.config.schema import ScheduleOptions
 from rpcmp.errors import ConfigError
 from rpcmp.observability.trace.plot import require_matplotlib
-from rpcmp.tools.bench.statistics import Estimate, is_telling, spread
+from rpcmp.tools.bench.statistics import Estimate, is_conclusive, spread
 from rpcmp.tools.tune.measuring import SettingTimes, Tuned, is_more
 
 if TYPE_CHECKING:
@@ -145,7 +145,7 @@ def _remark(tuned: Tuned, one: SettingTimes) -> str:
         said.append("best")
     elif one.setting in tuned.dropped:
         said.append("dropped")
-    elif not is_telling(ratio):
+    elif not is_conclusive(ratio):
         said.append("too few rounds")
     elif not is_more(ratio):
         said.append("within noise")
@@ -169,11 +169,13 @@ def _doubt(confirmed: Estimate | None) -> str:
     """Why the best setting is not recommended."""
     if confirmed is None:
         return "not measured once more"
-    return "the difference is within noise" if is_telling(confirmed) else "too few rounds to tell"
+    return (
+        "the difference is within noise" if is_conclusive(confirmed) else "too few rounds to tell"
+    )
 
 
 def _hint(tuned: Tuned) -> str:
-    if tuned.confirmed is not None and is_telling(tuned.confirmed):
+    if tuned.confirmed is not None and is_conclusive(tuned.confirmed):
         return ""
     return " (more --rounds, or a larger --budget, could tell)"
 

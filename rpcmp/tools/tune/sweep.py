@@ -12,8 +12,7 @@ from collections.abc import Sequence
 from statistics import mean, median
 
 from rpcmp.config.schema import Config, ScheduleOptions
-from rpcmp.tools.bench.comparison import Progress, rotated
-from rpcmp.tools.bench.contestant import StoppedError, TimeLimits
+from rpcmp.tools.bench.comparison import Progress, StoppedError, TimeLimits, rotated
 from rpcmp.tools.bench.statistics import Estimate, paired_ratio
 from rpcmp.tools.tune.grid import Grid
 from rpcmp.tools.tune.halving import Plan, spread_out

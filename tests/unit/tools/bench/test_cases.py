@@ -15,8 +15,7 @@ from rpcmp.config.sections import StageConfig
 from rpcmp.errors import ConfigError, UnsupportedJobError
 from rpcmp.pipelining import assignment
 from rpcmp.pipelining.simulation import ActionTimes
-from rpcmp.tools.bench import benchmark, cases, models
-from rpcmp.tools.bench.peers import trainers
+from rpcmp.tools.bench import benchmark, cases, models, peer_trainers
 from tests.support.nearness import assert_near
 from tests.support.processes import JobFolder
 
@@ -41,10 +40,12 @@ inputs = ["first", "input"]
 """
 
 
-def _layers(config: Config, parts_a_stage: int) -> list[Any]:
+def _layers(config: Config, parts_per_stage: int) -> list[Any]:
     """The built layers of all parts."""
-    names = trainers.layer_names(config, parts_a_stage)
-    built = (trainers.build(config, i // parts_a_stage, layers) for i, layers in enumerate(names))
+    names = peer_trainers.layer_names(config, parts_per_stage)
+    built = (
+        peer_trainers.build(config, i // parts_per_stage, layers) for i, layers in enumerate(names)
+    )
     return [layer for each in built for layer in each.module]
 
 
@@ -105,9 +106,10 @@ def test_the_first_sleeping_layer_has_an_input_gradient_too(
 def test_the_boundary_of_a_case_is_as_large_as_it_says(name: str) -> None:
     config = cases.load(name).config
     first, second = (
-        trainers.build(config, i, n).module for i, n in enumerate(trainers.layer_names(config))
+        peer_trainers.build(config, i, n).module
+        for i, n in enumerate(peer_trainers.layer_names(config))
     )
-    inputs, targets = next(trainers.endless_batches(config))
+    inputs, targets = next(peer_trainers.endless_batches(config))
     boundary = first(inputs.chunk(config.num_microbatches)[0])
     sizes = {"activations": 4 * 2**20, "transformer": 4 * 64 * 256 * 4}
     assert boundary.numel() * boundary.element_size() == sizes[name]
@@ -117,7 +119,7 @@ def test_the_boundary_of_a_case_is_as_large_as_it_says(name: str) -> None:
 def test_a_case_without_data_says_what_needs_them() -> None:
     config = cases.load("sleep").config.model_copy(update={"data": None})
     with pytest.raises(ConfigError, match=r"\[data\] section, which a benchmark needs: give it"):
-        next(trainers.endless_batches(config))
+        next(peer_trainers.endless_batches(config))
 
 
 @pytest.mark.parametrize(
@@ -142,7 +144,10 @@ def test_the_bound_knows_of_times_that_were_overridden() -> None:
 
 def test_a_part_of_a_cut_stage_keeps_the_order_of_its_layers() -> None:
     config = cases.load("transformer", num_stages=3).config
-    whole, cut = trainers.layer_names(config), trainers.layer_names(config, parts_a_stage=2)
+    whole, cut = (
+        peer_trainers.layer_names(config),
+        peer_trainers.layer_names(config, parts_per_stage=2),
+    )
     assert [len(names) for names in cut] == [1, 2, 1, 2, 1, 1]
     assert list(itertools.chain(*cut)) == list(itertools.chain(*whole))
 
@@ -166,15 +171,15 @@ def test_ones_own_config_is_measured_without_what_no_peer_does(job: JobFolder) -
 def test_what_is_no_chain_of_equal_micro_batches_on_the_cpu_is_unfit(job: JobFolder) -> None:
     chain = cases.load("transformer").config
     with pytest.raises(UnsupportedJobError, match="CPU"):
-        trainers.layer_names(
+        peer_trainers.layer_names(
             chain.model_copy(update={"stages": [StageConfig(device="cuda:0"), StageConfig()]})
         )
     with pytest.raises(UnsupportedJobError, match="no chain"):
-        trainers.layer_names(cases.load(str(job.config(GRAPH))).config)
+        peer_trainers.layer_names(cases.load(str(job.config(GRAPH))).config)
     with pytest.raises(UnsupportedJobError, match="one layer cannot be cut"):
-        trainers.layer_names(cases.load("transformer", num_stages=8).config, parts_a_stage=2)
+        peer_trainers.layer_names(cases.load("transformer", num_stages=8).config, parts_per_stage=2)
     with pytest.raises(UnsupportedJobError, match="do not make 5 equal"):
-        trainers.require_equal_microbatches(torch.zeros(32, 1), 5)
+        peer_trainers.require_equal_microbatches(torch.zeros(32, 1), 5)
 
 
 def test_a_config_without_data_cannot_be_measured(tmp_path: Path) -> None:

@@ -19,10 +19,10 @@ from rpcmp.cli import cli
 from rpcmp.errors import ConfigError, JobError, MismatchError, UnsupportedJobError
 from rpcmp.pipelining.simulation import ActionTimes
 from rpcmp.tools.bench import benchmark as benchmark_module
-from rpcmp.tools.bench import cases, comparison, report
+from rpcmp.tools.bench import cases, comparison
 from rpcmp.tools.bench.benchmark import BenchmarkResult, benchmark
 from rpcmp.tools.bench.cases import Case
-from rpcmp.tools.bench.contestant import Contestant, TimedSegment, TimeLimits
+from rpcmp.tools.bench.comparison import Contestant, TimedSegment, TimeLimits
 from rpcmp.tools.bench.statistics import fill_then_no_bubble
 from tests.support.contestants import Pretender, compare
 
@@ -149,7 +149,7 @@ def test_the_table_says_who_how_long_and_how_sure() -> None:
         cases.load("sleep"), Pretender("rpcmp", log, 0.3), Pretender("torch", log, 0.4)
     )
     console = Console(width=160, file=io.StringIO(), record=True)
-    console.print(report.table(result))
+    console.print(benchmark_module.table(result))
     shown = [line.split() for line in console.export_text().splitlines()]
     assert shown[0][:5] == ["sleep:", "4", "stages,", "16", "micro-batches,"]
     assert shown[2] == ["rpcmp", "max_in_flight", "5", "1200.0", "900.0", "to", "1500.0"]

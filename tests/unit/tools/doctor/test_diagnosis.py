@@ -14,13 +14,13 @@ from rpcmp.config.sections import StageConfig
 from rpcmp.config.user_code import sha256_of
 from rpcmp.errors import BusyError, RpcmpError, SecurityError, UnreachableError, VersionError
 from rpcmp.net.link_test import LinkSpeed
-from rpcmp.server.host_facts.facts import (
+from rpcmp.server.host_facts import (
     CertificateInfo,
     Device,
     Folder,
     HostFacts,
     marked,
-    try_out,
+    try_folder,
 )
 from rpcmp.tools.doctor import checkup
 from rpcmp.tools.doctor.diagnosis import diagnose
@@ -344,14 +344,14 @@ def test_a_stage_is_asked_for_the_optimizer_and_the_scheduler_of_its_own() -> No
 
 
 def test_trying_a_folder_out_leaves_nothing_behind(tmp_path: Path) -> None:
-    found = try_out(tmp_path / "a" / "b")
+    found = try_folder(tmp_path / "a" / "b")
     assert (found.problem, found.has_marker) == ("", False)
     assert found.free_bytes > 0
     assert list(tmp_path.iterdir()) == []
     with marked(tmp_path) as marker:
-        assert try_out(tmp_path, marker).has_marker
+        assert try_folder(tmp_path, marker).has_marker
     (tmp_path / "file").write_text("")
-    assert try_out(tmp_path / "file" / "b").problem == "Not a directory"
+    assert try_folder(tmp_path / "file" / "b").problem == "Not a directory"
 
 
 def test_code_is_all_of_a_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

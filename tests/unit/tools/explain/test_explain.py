@@ -19,7 +19,7 @@ from rpcmp.pipelining.cost_model import predict
 from rpcmp.pipelining.layer_profile import HostProfile, LayerProfile
 from rpcmp.pipelining.partition import StageHost
 from rpcmp.pipelining.simulation import ActionTimes, SimulatedRun, Simulation
-from rpcmp.tools.explain.model_summary.count import LayerFacts, ModelSummary, StageFacts
+from rpcmp.tools.explain.model_summary import LayerFacts, ModelSummary, StageFacts
 from rpcmp.tools.explain.picture import (
     Listener,
     StageLink,

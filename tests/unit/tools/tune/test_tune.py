@@ -17,7 +17,7 @@ import pytest
 from rpcmp.config import loader
 from rpcmp.config.schema import Config, ScheduleOptions
 from rpcmp.errors import ConfigError
-from rpcmp.tools.bench.contestant import StoppedError, TimeLimits
+from rpcmp.tools.bench.comparison import StoppedError, TimeLimits
 from rpcmp.tools.tune import report
 from rpcmp.tools.tune.grid import Axes, Grid, grid
 from rpcmp.tools.tune.measuring import SETTLE_STEPS, Measurement, Tuned, plain

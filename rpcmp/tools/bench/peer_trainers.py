@@ -1,18 +1,12 @@
-"""What a peer's process is told at its start; travels as JSON.
+"""Ways to train a benchmark's job without rpcmp, and how long each of its stages computes.
 
-The unsplit model in one process: the whole mini-batch at once, or micro-batch by micro-batch.
-
-Small slices stay in the caches, a whole mini-batch calls each kernel once: which of the two is
-faster depends on the model, so the benchmark tries both.
-
-Consecutive layers of the job as plain PyTorch: what every peer is made of.
-
-How long each stage computes for one micro-batch, alone on the machine: what the bound is of.
-
-One rank of torch.distributed.pipelining over Gloo.
-
-Its best: one thread of compute a rank, mini-batches loaded before the clock starts, no outputs
-merged, and the loss divided by the number of micro-batches instead of every gradient.
+OneProcess    the unsplit model, the whole mini-batch at once or micro-batch by micro-batch. Small
+              slices stay in the caches, a whole mini-batch calls each kernel once: which is faster
+              depends on the model, so the benchmark tries both.
+TorchRank     one rank of torch.distributed.pipelining over Gloo, at its best: mini-batches loaded
+              before the clock starts, no outputs merged, and the loss divided by the number of
+              micro-batches instead of every gradient.
+StageClock    times each stage with one micro-batch, alone on the machine: the bound rests on it.
 """
 
 from __future__ import annotations
@@ -22,22 +16,14 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import (
-    PipelineStage,
-    Schedule1F1B,
-    ScheduleInterleaved1F1B,
-    ScheduleInterleavedZeroBubble,
-    ScheduleZBVZeroBubble,
-)
 
 from rpcmp.config import importing, topology
 from rpcmp.config.schema import Config
-from rpcmp.config.types import Strict
 from rpcmp.data.batches import load_batches
 from rpcmp.errors import UnsupportedJobError
 from rpcmp.pipelining import devices, layers, optimizers
@@ -45,37 +31,13 @@ from rpcmp.pipelining.assignment import assign
 from rpcmp.pipelining.simulation import ActionTimes
 from rpcmp.process.channel import Message
 
-WHOLE_BATCH = "whole batch"
-
-ONE_PROCESS_WAYS = [WHOLE_BATCH, "micro-batches"]
-"""How the unsplit model may be trained."""
-
-Kind = Literal["one-process", "torch-pipelining", "stage-times"]
-
-
-class TrainerConfig(Strict):
-    """One process of a peer.
-
-    Attributes:
-        kind: what it does.
-        config, halves: the case's.
-        folder: of the user's Python files; empty where there are none.
-        rank, world_size: its place among the peer's processes.
-        store: path of a file through which they find each other.
-    """
-
-    kind: Kind
-    config: Config
-    halves: Config
-    folder: str
-    rank: int
-    world_size: int
-    store: str
+if TYPE_CHECKING:
+    from rpcmp.tools.bench.peer_process import PeerConfig
 
 
 @dataclass(frozen=True)
 class ModelPart:
-    """A run of layers and its optimizer; None where nothing in it is trained."""
+    """Consecutive layers and their optimizer, which is None if nothing in them is trained."""
 
     module: nn.Sequential
     optimizer: torch.optim.Optimizer | None
@@ -87,25 +49,23 @@ class ModelPart:
             self.optimizer.zero_grad(set_to_none=True)
 
 
-def layer_names(config: Config, parts_a_stage: int = 1) -> list[list[str]]:
-    """The layers of each part, by name, in order.
+def layer_names(config: Config, parts_per_stage: int = 1) -> list[list[str]]:
+    """Return the names of the layers of each part, in order.
 
     Args:
-        parts_a_stage: 1, or 2 to cut every stage in the middle.
+        parts_per_stage: 1, or 2 to cut every stage in the middle.
 
     Raises:
-        UnsupportedJobError: the job is no chain on the CPU, or a stage has too few layers.
+        UnsupportedJobError: the job is not a chain on the CPU, or a stage has too few layers.
         ConfigError: there are more stages than layers.
     """
     if config.graph() != topology.chain_graph(config.stage_names):
         raise UnsupportedJobError("the stages are no chain")
-    places = [
-        devices.resolve_device(config.stage(index).device) for index in range(config.num_stages)
-    ]
-    if any(place.type != "cpu" for place in places):
+    indices = range(config.num_stages)
+    if any(devices.resolve_device(config.stage(i).device).type != "cpu" for i in indices):
         raise UnsupportedJobError("Gloo sends only what lies on the CPU")
     stages = [assignment.layers for assignment in assign(config)]
-    if parts_a_stage == 1:
+    if parts_per_stage == 1:
         return stages
     if min(map(len, stages)) < 2:
         raise UnsupportedJobError("a stage of one layer cannot be cut in two")
@@ -114,11 +74,11 @@ def layer_names(config: Config, parts_a_stage: int = 1) -> list[list[str]]:
 
 
 def build(config: Config, stage_index: int, names: list[str]) -> ModelPart:
-    """A part with the parameters that the pipelined job starts with.
+    """Build a part with the parameters that the pipelined job starts with.
 
     Args:
-        stage_index: of the stage that the part belongs to.
-        names: of its layers.
+        stage_index: index of the stage that the part belongs to.
+        names: names of its layers.
     """
     settings = config.stage(stage_index)
     built = layers.build_layers(config, stage_index, names)
@@ -127,8 +87,8 @@ def build(config: Config, stage_index: int, names: list[str]) -> ModelPart:
         module.requires_grad_(False)
     trained = {
         config.prefix_of(layer) + name: parameter
-        for layer, its in built.items()
-        for name, parameter in its.named_parameters()
+        for layer, layer_module in built.items()
+        for name, parameter in layer_module.named_parameters()
         if parameter.requires_grad
     }
     if not trained:
@@ -137,9 +97,9 @@ def build(config: Config, stage_index: int, names: list[str]) -> ModelPart:
 
 
 def slice_loss(config: Config, num_slices: int) -> Callable[[Tensor, Tensor], Tensor]:
-    """The loss of one of `num_slices` equal slices, so that they add up to the mini-batch's.
+    """Return the loss of one of `num_slices` equal slices, which add up to the mini-batch's.
 
-    A mean is divided here, as ours is, and not in every gradient afterwards.
+    A mean is divided here, as rpcmp does, and not in every gradient afterwards.
     """
     loss = importing.function(config.loss, "loss")
     keywords = getattr(loss, "keywords", {})
@@ -149,11 +109,11 @@ def slice_loss(config: Config, num_slices: int) -> Callable[[Tensor, Tensor], Te
 
 
 def endless_batches(config: Config) -> Iterator[tuple[Tensor, Tensor]]:
-    """The job's mini-batches, epoch after epoch.
+    """Yield the job's mini-batches, epoch after epoch.
 
     Raises:
-        ConfigError: there is no `[data]`.
-        UnsupportedJobError: they are not one tensor in and one out.
+        ConfigError: the config has no `[data]`.
+        UnsupportedJobError: inputs or targets are not one tensor.
     """
     section = config.require_data("a benchmark")
     batches = load_batches(section.train, "data.train", section, config.seed, training=True)
@@ -165,10 +125,10 @@ def endless_batches(config: Config) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def require_equal_microbatches(inputs: Tensor, num_microbatches: int) -> None:
-    """Means over micro-batches are means over samples only if they are equally large.
+    """Fail if micro-batches differ in size: the mean of their means is then not that over samples.
 
     Raises:
-        UnsupportedJobError: they are not.
+        UnsupportedJobError: they differ.
     """
     if inputs.shape[0] % num_microbatches:
         raise UnsupportedJobError(
@@ -177,27 +137,27 @@ def require_equal_microbatches(inputs: Tensor, num_microbatches: int) -> None:
 
 
 class OneProcess:
-    """The peer "one process"; the number of threads is set by its environment."""
+    """The unsplit model; the number of threads comes from the environment."""
 
-    def __init__(self, order: TrainerConfig) -> None:
-        self._config = order.config
+    def __init__(self, peer: PeerConfig) -> None:
+        self._config = peer.config
 
     def build(self, way: str) -> None:
-        """See Peer; the ways are ONE_PROCESS_WAYS."""
+        """Build the model, to be trained by "whole batch" or "micro-batches"."""
         names = layer_names(self._config)
         self._parts = [build(self._config, i, layers) for i, layers in enumerate(names)]
         self._batches = endless_batches(self._config)
-        self._num_slices = 1 if way == WHOLE_BATCH else self._config.num_microbatches
+        self._num_slices = 1 if way == "whole batch" else self._config.num_microbatches
         self._loss = slice_loss(self._config, self._num_slices)
         inputs, _ = next(endless_batches(self._config))
         require_equal_microbatches(inputs, self._num_slices)
 
     def run(self, steps: int) -> Message:
-        """See Peer. The mini-batches are loaded before the clock starts."""
+        # Loaded before the clock starts.
         batches = [next(self._batches) for _ in range(steps)]
-        begin = time.monotonic_ns()
+        start = time.monotonic_ns()
         losses = [self._step(*batch) for batch in batches]
-        return {"begin": begin, "end": time.monotonic_ns(), "losses": losses}
+        return {"begin": start, "end": time.monotonic_ns(), "losses": losses}
 
     def _step(self, inputs: Tensor, targets: Tensor) -> float:
         count = self._num_slices
@@ -220,13 +180,13 @@ Result = TypeVar("Result")
 
 
 class StageClock:
-    """Measures the stages one after the other; the loss belongs to the last one."""
+    """Times the stages one after the other; the loss belongs to the last one."""
 
-    def __init__(self, order: TrainerConfig) -> None:
-        self._config = order.config
+    def __init__(self, peer: PeerConfig) -> None:
+        self._config = peer.config
 
     def build(self, way: str) -> None:
-        """See Peer; there is one way."""
+        """Build all stages; there is only one way."""
         names = layer_names(self._config)
         self._parts = [build(self._config, i, layers) for i, layers in enumerate(names)]
         inputs, targets = next(endless_batches(self._config))
@@ -236,7 +196,7 @@ class StageClock:
         self._inputs, self._targets = inputs.chunk(count)[0], targets.chunk(count)[0]
 
     def run(self, steps: int) -> Message:
-        """The medians of `steps` measurements of each stage."""
+        """Return the medians of `steps` measurements of each stage."""
         x, times = self._inputs, []
         *first, last = (each.module for each in self._parts)
         for module in first:
@@ -247,12 +207,12 @@ class StageClock:
 
 
 def _measure(stage: Stage, x: Tensor, repeats: int) -> ActionTimes:
-    found = [_measure_once(stage, x) for _ in range(repeats + 1)][1:]  # the first one warms up
-    return ActionTimes(*(statistics.median(column) for column in zip(*found, strict=True)))
+    rows = [_measure_once(stage, x) for _ in range(repeats + 1)][1:]  # the first one warms up
+    return ActionTimes(*(statistics.median(column) for column in zip(*rows, strict=True)))
 
 
 def _measure_once(stage: Stage, x: Tensor) -> tuple[float, float, float]:
-    """Seconds of the forward, of the input gradient alone, and of the rest of a whole backward."""
+    """Return the seconds of forward, input gradient alone, and the rest of a whole backward."""
     forward, y = _timed(lambda: stage(x))
     gradient = torch.ones_like(y)
     to_input = 0.0
@@ -263,61 +223,62 @@ def _measure_once(stage: Stage, x: Tensor) -> tuple[float, float, float]:
 
 
 def _timed(action: Callable[[], Result]) -> tuple[float, Result]:
-    begin = time.perf_counter()
+    start = time.perf_counter()
     result = action()
-    return time.perf_counter() - begin, result
+    return time.perf_counter() - start, result
 
 
-SINGLE = {"1f1b": Schedule1F1B}
-"""Schedules with one stage a rank."""
+SINGLE = {"1f1b": "Schedule1F1B"}
+"""Schedules with one stage per rank."""
 
 DOUBLE = {
-    "interleaved-1f1b": ScheduleInterleaved1F1B,
-    "interleaved-zero-bubble": ScheduleInterleavedZeroBubble,
-    "zbv": ScheduleZBVZeroBubble,
+    "interleaved-1f1b": "ScheduleInterleaved1F1B",
+    "interleaved-zero-bubble": "ScheduleInterleavedZeroBubble",
+    "zbv": "ScheduleZBVZeroBubble",
 }
-"""Schedules with two stages a rank. Each of them is half of one of our stages: each rank does the
-same work as with one stage, in twice as many actions."""
+"""Schedules with two stages per rank, each half of one of rpcmp's stages: each rank does the same
+work as with one stage, in twice as many actions."""
 
 
 class TorchRank:
-    """The peer "torch.distributed.pipelining"; the ways are the schedules' names."""
+    """One rank of torch.distributed.pipelining; the ways are the names of its schedules."""
 
-    def __init__(self, order: TrainerConfig) -> None:
-        self._order = order
+    def __init__(self, peer: PeerConfig) -> None:
+        self._peer = peer
         dist.init_process_group(
             "gloo",
-            init_method=f"file://{order.store}",
-            rank=order.rank,
-            world_size=order.world_size,
+            init_method=f"file://{peer.store}",
+            rank=peer.rank,
+            world_size=peer.world_size,
         )
 
     def build(self, way: str) -> None:
-        """See Peer."""
-        config = self._order.config if way in SINGLE else self._order.halves
+        from torch.distributed import pipelining  # imports torch's compiler, for seconds
+
+        config = self._peer.config if way in SINGLE else self._peer.halves
         names = layer_names(config, 1 if way in SINGLE else 2)
         indices = self._indices(way)
-        per_stage = len(names) // self._order.world_size
+        per_stage = len(names) // self._peer.world_size
         self._parts = [build(config, i // per_stage, names[i]) for i in indices]
         stages = [
-            PipelineStage(each.module, index, len(names), torch.device("cpu"))
+            pipelining.PipelineStage(each.module, index, len(names), torch.device("cpu"))
             for each, index in zip(self._parts, indices, strict=True)
         ]
         self._is_first, self._is_last = 0 in indices, len(names) - 1 in indices
         inputs, _ = next(endless_batches(config))
         require_equal_microbatches(inputs, config.num_microbatches)
         self._batches = endless_batches(config)
-        self._schedule = self._create(way, stages)
+        schedule = getattr(pipelining, (SINGLE | DOUBLE)[way])
+        self._schedule = self._create(schedule, stages[0] if way in SINGLE else stages)
 
     def run(self, steps: int) -> Message:
-        """See Peer. All ranks' clocks are this machine's; the barrier comes before they start."""
         batches = [next(self._batches) for _ in range(steps)]
         dist.barrier()
-        begin = time.monotonic_ns()
+        start = time.monotonic_ns()  # all ranks are on this machine, and so share its clock
         losses = [self._step(*batch) for batch in batches]
         end = time.monotonic_ns()
-        found = [float(sum(each)) for each in losses] if self._is_last else []
-        return {"begin": begin, "end": end, "losses": found}
+        sums = [float(sum(each)) for each in losses] if self._is_last else []
+        return {"begin": start, "end": end, "losses": sums}
 
     def _step(self, inputs: Tensor, targets: Tensor) -> list[Tensor]:
         losses: list[Tensor] = []
@@ -331,18 +292,16 @@ class TorchRank:
         return [loss.detach() for loss in losses]
 
     def _indices(self, way: str) -> list[int]:
-        """Which parts this rank has: its own, of a loop, or of a V that returns to rank 0."""
-        rank, size = self._order.rank, self._order.world_size
+        """Return the parts of this rank: one, two of a loop, or two of a V that ends at rank 0."""
+        rank, size = self._peer.rank, self._peer.world_size
         if way in SINGLE:
             return [rank]
         return [rank, 2 * size - 1 - rank] if way == "zbv" else [rank, size + rank]
 
-    def _create(self, way: str, stages: list[Any]) -> Any:
-        count = self._order.config.num_microbatches
-        loss = slice_loss(self._order.config, count)
+    def _create(self, schedule: Callable[..., Any], stages: Any) -> Any:
+        count = self._peer.config.num_microbatches
+        loss = slice_loss(self._peer.config, count)
         try:
-            if way in SINGLE:
-                return SINGLE[way](stages[0], count, loss, scale_grads=False)
-            return DOUBLE[way](stages, count, loss, scale_grads=False)
+            return schedule(stages, count, loss, scale_grads=False)
         except ValueError as error:  # how torch refuses a number of micro-batches
             raise UnsupportedJobError(str(error)) from error

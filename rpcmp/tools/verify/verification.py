@@ -1,4 +1,4 @@
-"""The proof behind `rpcmp verify`: a pipelined run and one process, compared bit for bit."""
+"""Compare a pipelined run with a run in one process, bit for bit: `rpcmp verify`."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from rpcmp.job.drive import drive
 from rpcmp.pipelining import devices, parameter_names
 from rpcmp.process import interpreter
 from rpcmp.process.channel import Message
-from rpcmp.process.child import Child
 from rpcmp.process.fork_client import DRIVERS, WORKERS, Forks
 from rpcmp.process.interpreter import compute_environment
 from rpcmp.process.logging.records import pass_on
+from rpcmp.process.task import start_task
 from rpcmp.rpc import tensors
 from rpcmp.rpc.tensors import load_tensors
 
@@ -29,13 +29,13 @@ State = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class ComparedRun:
-    """What one way of training gave.
+    """Results of one run.
 
     Attributes:
-        losses: of each step.
+        losses: the loss of each step.
         state: the final parameters and buffers by name.
-        hosts: where it ran, by stage; the reference's under "reference".
-        skipped: steps whose gradients were not finite, where the loss was scaled.
+        hosts: facts about the hosts by stage, or of the reference's host under "reference".
+        skipped: number of steps that loss scaling skipped, since gradients were not finite.
     """
 
     losses: list[float]
@@ -46,12 +46,13 @@ class ComparedRun:
 
 @dataclass(frozen=True)
 class Verified:
-    """What was found identical.
+    """Results of a verification.
 
     Attributes:
-        caveats: settings under which identical bits are not promised.
-        difference: how far the runs are apart; None: nowhere.
-        skipped: steps in which nothing was updated.
+        num_elements: numbers in all tensors together.
+        caveats: differences between hosts under which identical bits are not promised.
+        difference: how far the runs are apart; None if they are identical.
+        skipped: number of steps in which nothing was updated.
     """
 
     steps: int
@@ -65,11 +66,11 @@ class Verified:
 
 @dataclass(frozen=True)
 class Difference:
-    """How far a run whose tensors travel with fewer bits is from one process.
+    """Distance of a run whose tensors travel with fewer bits from the reference.
 
     Attributes:
         loss: the largest difference of a step's losses, relative to the reference's.
-        parameters: the norm of the difference of all final parameters and buffers, relative to the
+        parameters: norm of the difference of all final parameters and buffers, relative to the
             norm of the reference's.
     """
 
@@ -81,15 +82,15 @@ def verify(config: Config, connect: Sequence[str] | None = None) -> Verified:
     """Train `config.steps` steps across stage servers and in one process, and compare.
 
     Args:
-        config: the job, with `steps`.
-        connect: addresses of running stage servers; see rpcmp.job.drive.
+        connect: addresses of running stage servers; see `rpcmp.job.drive`.
 
     Raises:
-        MismatchError: the first difference; not with a `wire_dtype`, which is expected to differ.
-        CheckpointError: the folder where measured shares may be kept cannot be read.
+        MismatchError: the runs differ; says where first. A `wire_dtype` is expected to make them
+            differ, and raises nothing.
+        CheckpointError: the folder that may hold the shares of an earlier run cannot be read.
         RpcmpError: one of the runs failed.
     """
-    config, pipelined, reference = asyncio.run(_both(config, connect))
+    config, pipelined, reference = asyncio.run(_run_both(config, connect))
     caveats = devices.host_differences(reference.hosts["reference"], pipelined.hosts)
     difference = first_difference(pipelined, reference)
     if difference is not None and config.wire_dtype is None:
@@ -106,7 +107,7 @@ def verify(config: Config, connect: Sequence[str] | None = None) -> Verified:
 
 
 def first_difference(pipelined: ComparedRun, reference: ComparedRun) -> str | None:
-    """Where two runs differ first, or None: losses by step, then tensors by name."""
+    """Describe the first difference of two runs: losses by step, then tensors by name."""
     if len(pipelined.losses) != len(reference.losses):
         return f"{len(pipelined.losses)} steps pipelined, {len(reference.losses)} in one process"
     for step, (ours, theirs) in enumerate(
@@ -118,21 +119,21 @@ def first_difference(pipelined: ComparedRun, reference: ComparedRun) -> str | No
         names = sorted(set(pipelined.state) ^ set(reference.state))
         return f"only one of the runs has {', '.join(names)}"
     for name in sorted(reference.state):
-        if found := _tensor_difference(pipelined.state[name], reference.state[name]):
-            return f"after the last step: {name}: {found}"
+        if difference := _tensor_difference(pipelined.state[name], reference.state[name]):
+            return f"after the last step: {name}: {difference}"
     return None
 
 
 def distance(pipelined: ComparedRun, reference: ComparedRun) -> Difference:
-    """How far two runs of equal shape are apart."""
+    """Measure how far two runs with the same steps and tensors are apart."""
     pairs = zip(pipelined.losses, reference.losses, strict=True)
     losses = [abs(ours - theirs) / abs(theirs) if theirs else abs(ours) for ours, theirs in pairs]
     names = sorted(reference.state)
     theirs = torch.cat([reference.state[name].double().flatten() for name in names])
     ours = torch.cat([pipelined.state[name].double().flatten() for name in names])
-    size = float(theirs.norm())
+    norm = float(theirs.norm())
     apart = float((ours - theirs).norm())
-    return Difference(max(losses, default=0.0), apart / size if size else apart)
+    return Difference(max(losses, default=0.0), apart / norm if norm else apart)
 
 
 def _tensor_difference(ours: torch.Tensor, theirs: torch.Tensor) -> str | None:
@@ -143,56 +144,56 @@ def _tensor_difference(ours: torch.Tensor, theirs: torch.Tensor) -> str | None:
         return None
     first = int(different.nonzero()[0])
     index = [int(i) for i in torch.unravel_index(torch.tensor(first), ours.shape)]
-    mine, other = (tensor.reshape(-1)[first].item() for tensor in (ours, theirs))
+    our_number, their_number = (tensor.reshape(-1)[first].item() for tensor in (ours, theirs))
     return (
         f"{int(different.sum())} of {different.numel()} numbers differ, the first at {index}: "
-        f"{mine!r} pipelined, {other!r} in one process"
+        f"{our_number!r} pipelined, {their_number!r} in one process"
     )
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """One row of bytes a number: NaN equals itself, and -0.0 is not 0.0."""
+    """Return a row of bytes per number: NaN equals itself, and -0.0 is not 0.0."""
     return tensor.contiguous().reshape(-1, 1).view(torch.uint8)
 
 
-async def _both(
+async def _run_both(
     config: Config, connect: Sequence[str] | None
 ) -> tuple[Config, ComparedRun, ComparedRun]:
-    """The job with its balance, and the two runs of it."""
+    """Return the job with its balance, the pipelined run and the reference."""
     with tempfile.TemporaryDirectory(prefix="rpcmp-verify-") as folder:
         async with Forks([WORKERS, DRIVERS]) as forks:
-            given = shares_of_before(config)  # those of a run that has left checkpoints, if any
-            config, _ = await balanced(given, connect, forks)  # the same stages for both
-            pipelined = await _pipelined(config, connect, Path(folder) / "pipelined", forks)
-            return config, pipelined, await _reference(config, Path(folder) / "reference", forks)
+            # Shares of the run that left checkpoints, if any; and the same stages for both runs.
+            config, _ = await balanced(shares_of_before(config), connect, forks)
+            pipelined = await _run_pipelined(config, connect, Path(folder) / "pipelined", forks)
+            reference = await _run_reference(config, Path(folder) / "reference", forks)
+            return config, pipelined, reference
 
 
-async def _pipelined(
+async def _run_pipelined(
     config: Config, connect: Sequence[str] | None, path: Path, forks: Forks
 ) -> ComparedRun:
     losses: list[float] = []
 
-    def note(event: Message) -> None:
+    def handle(event: Message) -> None:
         if event["event"] == "step":
             losses.append(event["loss"])
         elif event["event"] == "log":
             pass_on(event)
 
-    # A proof leaves nothing behind, whatever happens to it.
-    kept_nothing = config.without_recovery()
-    summary = await drive(kept_nothing, note, connect, evaluate=False, save_state=path, forks=forks)
+    # Without checkpoints: a verification leaves nothing behind, whatever happens to it.
+    job = config.without_recovery()
+    summary = await drive(job, handle, connect, evaluate=False, save_state=path, forks=forks)
     skipped = summary.get("skipped_steps", 0)
     state = parameter_names.under_all_names(load_tensors(path), config.tied_to)
     return ComparedRun(losses, state, summary["hosts"], skipped)
 
 
-async def _reference(config: Config, path: Path, forks: Forks) -> ComparedRun:
+async def _run_reference(config: Config, path: Path, forks: Forks) -> ComparedRun:
     threads = max(config.stage(index).threads for index in range(config.num_stages))
-    child = await Child.spawn(
-        "rpcmp.tools.verify.reference", compute_environment(threads), forks=forks
-    )
+    child = await start_task("train", compute_environment(threads), forks)
     child.send(
         {
+            "op": "train",
             "config": config.model_dump_json(),
             "folder": str(config.folder),
             "steps": config.steps,

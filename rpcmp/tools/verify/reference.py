@@ -1,29 +1,29 @@
-"""Plain PyTorch on the user's modules, by the rules that make bits comparable.
+"""The reference of `rpcmp verify`: plain PyTorch on the user's modules, in one process.
 
-Imports none of the data plane, so an error there cannot hide here. With the stages it shares how
-factories and parameter groups are made (`rpcmp.pipelining.optimizers`) and how small a micro-batch
-may be (`rpcmp.pipelining.microbatch`), which have tests of their own. The rules:
+It imports nothing of the data plane, so that an error there cannot hide here. With the stages it
+shares how callables and parameter groups are made (`rpcmp.pipelining.optimizers`) and how small a
+micro-batch may be (`rpcmp.pipelining.microbatch`), which have tests of their own. These rules make
+its bits comparable with those of a pipelined run:
 
-- a mini-batch is cut by `torch.tensor_split` into slices of their own storage, no more than have
-  `data.min_microbatch` samples; each slice's loss counts its share of the samples;
-- before each layer the generators are seeded by (seed, "train", step, micro-batch, layer);
-- every (reader, input) gets a clone of its own, whose gradient is contiguous; what passes between
-  the layers of a stage, forwards or as a gradient, is contiguous and aligned to 64 bytes;
-- stages run in topological order, and one optimizer a stage steps after all slices, the generators
-  seeded by (seed, "optimizer", step, stage);
-- autocast and loss scaling are those of `rpcmp.tools.verify.reference.parts`, a region of autocast
-  for every
-  call of a layer and one for the loss;
-- what replicas of a stage do is the business of `rpcmp.tools.verify.reference.parts`, and what
-  stages that
-  share a parameter do that of `rpcmp.tools.verify.reference.parts`.
+- A mini-batch is cut by `torch.tensor_split` into slices with storage of their own, none of fewer
+  than `data.min_microbatch` samples. Each slice's loss counts its share of the samples.
+- Before each layer the generators are seeded by (seed, "train", step, micro-batch, layer).
+- Every (reader, input) gets its own clone, whose gradient is contiguous. What passes between the
+  layers of a stage, forwards or as a gradient, is contiguous and aligned to 64 bytes.
+- Stages run in topological order. One optimizer per stage steps after all slices, the generators
+  seeded by (seed, "optimizer", step, stage).
+- There is a region of autocast per call of a layer, and one for the loss.
+
+`rpcmp.tools.verify.reference_parts` has the rules for loss scaling, replicas and tied parameters.
 """
 
 from __future__ import annotations
 
 import functools
 import math
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,19 +31,47 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from rpcmp.config import importing
+from rpcmp.config.importing import explain_error
 from rpcmp.config.schema import Config
 from rpcmp.config.topology import Reference
-from rpcmp.data.batches import Batches
-from rpcmp.pipelining import exact_sum, layers, microbatch, optimizers
-from rpcmp.tools.verify.reference.parts import ReferenceSteps, ReferenceTies, Replicas, autocast
+from rpcmp.data.batches import Batches, load_batches
+from rpcmp.errors import JobError, RpcmpError
+from rpcmp.pipelining import assignment, devices, exact_sum, layers, microbatch, optimizers
+from rpcmp.process.channel import Message
+from rpcmp.rpc.tensors import save_tensors
+from rpcmp.tools.verify.reference_parts import ReferenceSteps, ReferenceTies, Replicas, autocast
+
+
+def train(message: Message) -> Iterator[Message]:
+    """Task: train the unsplit model and save its state; answers with each step's loss."""
+    try:
+        yield from _train(message)
+    except RpcmpError:
+        raise
+    except Exception as error:
+        raise JobError(f"reference: {explain_error(error)}") from error
+
+
+def _train(message: Message) -> Iterator[Message]:
+    folder = Path(message["folder"])
+    sys.path.insert(0, str(folder))
+    config = Config.model_validate_json(message["config"]).with_folder(folder)
+    section = config.require_data("training the unsplit model")
+    batches = load_batches(section.train, "data.train", section, config.seed, training=True)
+    model = UnsplitModel(
+        config, {part.stage_name: part.layers for part in assignment.assign(config)}
+    )
+    for loss in model.train(batches, message["steps"]):
+        yield {"event": "step", "loss": loss}
+    save_tensors(model.state_dict(), Path(message["save_state"]))
+    yield {"event": "done", "host": devices.host_facts()}
 
 
 class UnsplitModel:
     """All stages in one process.
 
     Args:
-        config: the job.
-        layer_names: the layers of each stage, by its name.
+        layer_names: the layers of each stage, by the stage's name.
     """
 
     def __init__(self, config: Config, layer_names: dict[str, list[str]]) -> None:
@@ -69,26 +97,26 @@ class UnsplitModel:
         ]
 
     def train(self, batches: Batches, steps: int) -> Iterator[float]:
-        """Train for `steps` steps; yields the loss of each."""
+        """Train for `steps` steps and yield the loss of each."""
         for modules in self._modules.values():
             for module in modules.values():
                 module.train()
         self._smallest = self._smallest_microbatch()
         step = 0
         for epoch in range(1, 2 + (steps - 1) // len(batches)):
-            losses, total = 0, 0.0  # added one by one: `sum` rounds otherwise since Python 3.12
+            count, total = 0, 0.0  # added one by one: `sum` rounds otherwise since Python 3.12
             for inputs, targets in batches.epoch(epoch):
                 step += 1
                 loss = self._step(inputs, targets, step)
-                losses, total = losses + 1, total + loss
+                count, total = count + 1, total + loss
                 yield loss
                 if step == steps:
                     return
             if self._config.scheduler_interval == "epoch":
-                self._step_schedulers(total / losses)
+                self._step_schedulers(total / count)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Parameters and buffers by name; tied ones under each of theirs."""
+        """Return parameters and buffers by name; tied ones under each of their names."""
         return {
             self._config.prefix_of(layer) + name: value
             for modules in self._modules.values()
@@ -98,13 +126,13 @@ class UnsplitModel:
         }
 
     def parameters(self) -> list[nn.Parameter]:
-        """All parameters that are trained, in order."""
-        found = [
+        """Return all trained parameters, in order."""
+        trained = [
             parameter
             for name, parameter in self._named_parameters().items()
             if parameter.requires_grad and name not in self._config.tied_to
         ]
-        return list(dict.fromkeys(found))
+        return list(dict.fromkeys(trained))
 
     def _named_parameters(self) -> dict[str, nn.Parameter]:
         return {
@@ -129,7 +157,7 @@ class UnsplitModel:
             replicas.sum()
         self._ties.sum()
         has_stepped = self._steps.step(self.parameters(), step)
-        self._ties.follow()
+        self._ties.copy_values()
         for parameter in self.parameters():
             parameter.grad = None
         loss = exact_sum.exact_sum(losses)
@@ -138,7 +166,7 @@ class UnsplitModel:
         return loss
 
     def _bundle(self, index: int, count: int) -> int:
-        """The message that a micro-batch would travel in."""
+        """Return the number of the message that a micro-batch would travel in."""
         num_bundles = math.ceil(count / self._config.microbatches_per_message)
         parts = torch.tensor_split(torch.arange(count), num_bundles)
         return next(number for number, part in enumerate(parts) if index in part)
@@ -178,12 +206,13 @@ class UnsplitModel:
         return [_map(functools.partial(piece, index), batch) for index in range(count)]
 
     def _smallest_microbatch(self) -> int:
-        """Samples that a slice has at least, where a mini-batch has as many."""
+        """Return how many samples a slice has at least, if its mini-batch has that many."""
         section = self._config.data
         if section is not None and section.min_microbatch is not None:
             return section.min_microbatch
-        every = (module for modules in self._modules.values() for module in modules.values())
-        return microbatch.smallest_for(every)
+        return microbatch.smallest_for(
+            module for modules in self._modules.values() for module in modules.values()
+        )
 
     def _sums_samples(self) -> bool:
         keywords = getattr(self._loss, "keywords", {})
@@ -209,8 +238,7 @@ class UnsplitModel:
         self._optimizers[stage] = optimizer
         schedule = self._config.scheduler_of(index)
         if schedule is not None:
-            made = importing.create(schedule, "scheduler", optimizer)
-            self._schedulers.append(made)
+            self._schedulers.append(importing.create(schedule, "scheduler", optimizer))
 
     def _step_schedulers(self, loss: float) -> None:
         for scheduler in self._schedulers:

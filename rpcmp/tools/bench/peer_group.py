@@ -1,4 +1,4 @@
-"""A peer as the benchmark sees it: its processes, and the choice of what is best for it."""
+"""The processes of a benchmark's peer, seen from the benchmark, and the choice of its best way."""
 
 from __future__ import annotations
 
@@ -15,29 +15,30 @@ from rpcmp.process.channel import Message
 from rpcmp.process.child import Child
 from rpcmp.process.interpreter import compute_environment
 from rpcmp.tools.bench.cases import Case
-from rpcmp.tools.bench.contestant import TimedSegment
-from rpcmp.tools.bench.peers.trainers import Kind, TrainerConfig
+from rpcmp.tools.bench.comparison import TimedSegment
+from rpcmp.tools.bench.peer_process import Kind, PeerConfig
 
 SETTLE_STEPS = 2
-"""Of a trial, before its clock counts: torch infers shapes and connects in the first one."""
+"""Steps of a trial before its clock counts: torch infers shapes and connects in the first one."""
 
 TRIALS = 2
-"""Of each way, of which the faster one counts: the first way would else pay for all first times."""
+"""Trials of each way, of which the faster one counts: the first way would pay for all first times
+otherwise."""
 
 TRIAL_STEPS, TRIAL_SECONDS = 3, 1.0
-"""How long a trial lasts at least."""
+"""Least length of a trial."""
 
 MEASUREMENTS = 10
-"""Of each stage's times."""
+"""Measurements of each stage's times."""
 
 
 class Processes:
     """Processes of one kind that do the same at the same time.
 
     Args:
-        kind: what they are.
+        kind: what they do.
         case: what they train.
-        threads: compute threads of each process; one process a number.
+        threads: compute threads of each process; there is one process per number.
     """
 
     def __init__(self, kind: Kind, case: Case, threads: Sequence[int]) -> None:
@@ -49,18 +50,18 @@ class Processes:
         self._folder: tempfile.TemporaryDirectory[str] | None = None
 
     async def spawn(self) -> None:
-        """Start them; they import torch while this returns."""
+        """Start them; they go on importing torch after this returns."""
         self._folder = tempfile.TemporaryDirectory(prefix="rpcmp-bench-")
         store = Path(self._folder.name) / "store"
         for rank, threads in enumerate(self._threads):
             environment = {**compute_environment(threads), "GLOO_SOCKET_IFNAME": "lo"}
-            child = await Child.spawn("rpcmp.tools.bench.peers", environment)
+            child = await Child.spawn("rpcmp.tools.bench.peer_process", environment)
             self._children.append(child)
             self._messages.append(child.messages())
-            child.send(self._order(rank, store).model_dump(mode="json"))
+            child.send(self._config(rank, store).model_dump(mode="json"))
 
     async def ask(self, **message: str | int) -> list[Message]:
-        """Send a message to all; their answers by rank.
+        """Send a message to all of them; returns their answers by rank.
 
         Raises:
             RpcmpError: one of them failed.
@@ -80,7 +81,7 @@ class Processes:
                 raise UnsupportedJobError(answer["reason"])
 
     async def close(self) -> None:
-        """End them at once."""
+        """Kill them."""
         await asyncio.gather(*(child.kill() for child in self._children))
         if self._folder is not None:
             self._folder.cleanup()
@@ -93,8 +94,8 @@ class Processes:
         how = interpreter.told(self._children[rank].exit_code)
         raise WorkerDiedError(f"{self._kind}: the process of rank {rank} {how}")
 
-    def _order(self, rank: int, store: Path) -> TrainerConfig:
-        return TrainerConfig(
+    def _config(self, rank: int, store: Path) -> PeerConfig:
+        return PeerConfig(
             kind=self._kind,
             config=self._case.config,
             halves=self._case.halves,
@@ -106,14 +107,14 @@ class Processes:
 
 
 class PeerGroup:
-    """A contestant that is not ours.
+    """A contestant other than rpcmp.
 
     Args:
         name: shown in the table.
-        processes: its own, not started yet.
+        processes: not started yet.
         setting: what the ways differ in, such as "schedule".
-        ways: to train; the fastest is found at the start.
-        settings: what else to say about it.
+        ways: ways to train; `start` finds the fastest.
+        settings: other settings to show.
     """
 
     def __init__(
@@ -131,21 +132,19 @@ class PeerGroup:
         self._ways = ways
 
     async def start(self) -> None:
-        """See Contestant: tries every way for a few steps and then begins anew with the best."""
+        """Try every way for a few steps, and build the model for the fastest; see Contestant."""
         await self._processes.spawn()
         best = await self._best_way()
         self.settings[self._setting] = best
         await self._processes.build(best)
 
     async def run(self, steps: int) -> TimedSegment:
-        """See Contestant."""
         answers = await self._processes.ask(op="run", steps=steps)
-        begin, end = min(a["begin"] for a in answers), max(a["end"] for a in answers)
+        start, end = min(a["begin"] for a in answers), max(a["end"] for a in answers)
         losses = next(a["losses"] for a in answers if a["losses"])
-        return TimedSegment((end - begin) / 1e9 / steps, losses)
+        return TimedSegment((end - start) / 1e9 / steps, losses)
 
     async def close(self) -> None:
-        """See Contestant."""
         await self._processes.close()
 
     async def _best_way(self) -> str:
@@ -155,14 +154,15 @@ class PeerGroup:
         refused: dict[str, str] = {}
         for way in self._ways * TRIALS:
             try:
-                seconds[way] = min(await self._try_out(way), seconds.get(way, math.inf))
+                seconds[way] = min(await self._try_way(way), seconds.get(way, math.inf))
             except UnsupportedJobError as error:
                 refused[way] = str(error)
         if not seconds:
             raise UnsupportedJobError("; ".join(f"{way}: {why}" for way, why in refused.items()))
         return min(seconds, key=seconds.__getitem__)
 
-    async def _try_out(self, way: str) -> float:
+    async def _try_way(self, way: str) -> float:
+        """Return the seconds of a step."""
         await self._processes.build(way)
         settling = await self.run(SETTLE_STEPS)
         steps = max(TRIAL_STEPS, math.ceil(TRIAL_SECONDS / settling.seconds_per_step))
@@ -170,10 +170,10 @@ class PeerGroup:
 
 
 async def stage_times(case: Case) -> list[ActionTimes]:
-    """Every stage's times: the case's nominal ones, else measured while nothing else runs.
+    """Return every stage's nominal times, or measure them while nothing else runs.
 
     Raises:
-        UnsupportedJobError: the stages are no chain.
+        UnsupportedJobError: the stages are not a chain.
     """
     if case.nominal is not None:
         return [case.nominal] * case.num_stages

@@ -14,9 +14,8 @@ from rpcmp.config.loader import parse_config
 from rpcmp.config.schema import Config
 from rpcmp.errors import ConfigError, RpcmpError
 from rpcmp.pipelining import layers, pytree
-from rpcmp.tools.explain.model_summary.count import ModelSummary, StageFacts
-from rpcmp.tools.explain.model_summary.process import take
-from rpcmp.worker.profiler.layers import Storages
+from rpcmp.tools.explain.model_summary import ModelSummary, StageFacts, summarize_model
+from rpcmp.worker.profiler import Storages
 from tests.support.places import ZOO
 
 LANGUAGE = {
@@ -101,14 +100,14 @@ def trained(job: Config, index: int, found: StageFacts) -> None:
 @pytest.mark.parametrize("values", [LANGUAGE, BLOCKS, JOINED])
 def test_what_is_counted_is_what_is_built_and_what_a_step_leaves(values: dict[str, Any]) -> None:
     job = config(values)
-    found = take(job)
+    found = summarize_model(job)
     assert len(found.stages) == job.num_stages
     for index, stage in enumerate(found.stages):
         trained(job, index, stage)
 
 
 def test_a_tied_parameter_counts_once_in_the_model_and_where_it_is_owned() -> None:
-    found = take(config(LANGUAGE))
+    found = summarize_model(config(LANGUAGE))
     embed, _, head = found.stages
     assert found.tied == [["stage0", "stage2"]]
     assert (embed.foreign, head.foreign) == ([], ["head.weight"])
@@ -117,7 +116,7 @@ def test_a_tied_parameter_counts_once_in_the_model_and_where_it_is_owned() -> No
 
 
 def test_steps_are_those_of_a_run() -> None:
-    counted, epochs = take(config(LANGUAGE)), take(config(BLOCKS))
+    counted, epochs = summarize_model(config(LANGUAGE)), summarize_model(config(BLOCKS))
     assert (counted.steps, counted.batches) == (7, {"train": 4})
     assert (epochs.steps, epochs.batches) == (12, {"train": 4, "test": 4})
 
@@ -151,7 +150,7 @@ def test_what_cannot_be_counted_on_nothing_is_built_or_left_open() -> None:
         "stages": [],
         "optimizer": f"{__name__}:Stubborn",
     }
-    (stage,) = take(config(values)).stages
+    (stage,) = summarize_model(config(values)).stages
     assert stage.parameters == 9
     assert stage.optimizer_bytes is None
 
@@ -159,19 +158,19 @@ def test_what_cannot_be_counted_on_nothing_is_built_or_left_open() -> None:
 def test_data_that_only_the_stages_have_leaves_the_steps_open() -> None:
     values = BLOCKS | {"data": {"train": "zoo:nowhere", "at": "stage"}}
     with pytest.raises(RpcmpError, match="zoo:nowhere"):
-        take(config(values))
-    found: ModelSummary = take(config(values), is_here=False)
+        summarize_model(config(values))
+    found: ModelSummary = summarize_model(config(values), is_here=False)
     assert (found.steps, found.batches) == (None, {})
     assert "zoo:nowhere" in found.unknown
-    assert take(config(values | {"epochs": None, "steps": 5}), is_here=False).steps == 5
+    assert summarize_model(config(values | {"epochs": None, "steps": 5}), is_here=False).steps == 5
 
 
 def test_nothing_is_explained_that_a_run_would_refuse() -> None:
     wrong = BLOCKS | {"model": {"layers": "zoo:mlp", "balance": [1, 1]}}
     with pytest.raises(ConfigError, match="adds up to 2, but the model has 4 layers"):
-        take(config(wrong))
+        summarize_model(config(wrong))
     without = {key: value for key, value in BLOCKS.items() if key != "data"}
     with pytest.raises(ConfigError, match=r"no \[data\] section"):
-        take(config(without))
+        summarize_model(config(without))
     with pytest.raises(ConfigError, match="max_in_flight = 2: gpipe holds all 4"):
-        take(config(BLOCKS | {"schedule": "gpipe", "max_in_flight": 2}))
+        summarize_model(config(BLOCKS | {"schedule": "gpipe", "max_in_flight": 2}))

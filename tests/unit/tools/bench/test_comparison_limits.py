@@ -10,7 +10,7 @@ import pytest
 from rpcmp.cli import measuring
 from rpcmp.tools.bench import cases, comparison
 from rpcmp.tools.bench.benchmark import BenchmarkResult, benchmark
-from rpcmp.tools.bench.contestant import OverBudgetError, StoppedError, TimedSegment, TimeLimits
+from rpcmp.tools.bench.comparison import OverBudgetError, StoppedError, TimedSegment, TimeLimits
 from rpcmp.tools.bench.statistics import fill_then_no_bubble
 from tests.support.contestants import Pretender
 from tests.support.pretendedtime import in_pretended_time

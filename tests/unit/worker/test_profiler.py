@@ -15,8 +15,8 @@ from rpcmp.errors import JobError
 from rpcmp.pipelining.layer_profile import HostProfile, ProfileOrder
 from rpcmp.rpc import tensors
 from rpcmp.tools.bench import models
-from rpcmp.worker.profiler import layers
-from rpcmp.worker.profiler.layers import measure
+from rpcmp.worker import profiler
+from rpcmp.worker.profiler import measure
 from tests.support import splitlayers
 from tests.zoo import zoo
 
@@ -93,7 +93,7 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> None:
     slept: list[float] = []
     monkeypatch.setattr(models, "sleep", slept.append)
     monkeypatch.setattr(zoo, "time", SimpleNamespace(sleep=slept.append))
-    monkeypatch.setattr(layers, "time", SimpleNamespace(perf_counter=lambda: sum(slept)))
+    monkeypatch.setattr(profiler, "time", SimpleNamespace(perf_counter=lambda: sum(slept)))
 
 
 @pytest.mark.usefixtures("pretended")
