@@ -19,10 +19,9 @@ MOST = 149
 
 ELSEWHERE = {
     "cli/test_doctor.py": """
-        cli/findingtable job/server_calls server/doctor_service server/host_facts
-        tools/doctor/checkup
+        cli/findingtable job/server_calls server/doctor_service tools/doctor/checkup
     """,
-    "cli/test_explain.py": "cli/explanation tools/explain/gather",
+    "cli/test_explain.py": "cli/explanation",
     "cli/test_health.py": "server/probe",
     "cli/test_remedy.py": "cli/hints cli/options",
     "cli/test_report.py": "cli/runtable",
@@ -108,8 +107,6 @@ ELSEWHERE = {
     "unit/rpc/test_unpickler.py": "worker/model",
     "unit/server/test_claim_log.py": "process/tempdirs",
     "unit/tools/bench/test_cases.py": "tools/bench/benchmark tools/bench/models",
-    "unit/tools/doctor/test_diagnosis.py": "tools/doctor/findings",
-    "unit/tools/explain/test_explain.py": "tools/explain/picture tools/explain/stage",
     "unit/tools/tune/test_tune.py": """
         tools/tune/grid tools/tune/halving tools/tune/measuring tools/tune/report
         tools/tune/sweep
@@ -167,7 +164,6 @@ def test_every_module_is_listed_once_below_a_test_that_exists() -> None:
 OF_SEVERAL = {
     "pipelining/test_balance.py": "a balance as a whole: how it is measured, predicted and chosen",
     "checkpoint/test_checkpoint.py": "a checkpoint on disk, which its modules write together",
-    "tools/explain/test_explain.py": "what the modules of rpcmp/tools/explain say in one picture",
     "process/logging/test_logs.py": "a line of text on its way through rpcmp/process/logging",
     "observability/prometheus/test_grafana.py": "the dashboard in deploy/, which is no module",
     "test_torch_contract.py": "what rpcmp relies on in torch, which is no module of ours",

@@ -31,7 +31,7 @@ def doctor(config: Path, overrides: tuple[str, ...], connect: str | None, as_jso
     """
     from rpcmp.cli.findingtable import finding_table
     from rpcmp.tools.doctor.checkup import check_up
-    from rpcmp.tools.doctor.findings import exit_code
+    from rpcmp.tools.doctor.diagnosis import exit_code
 
     job = loader.load_config(config, overrides)
     findings = asyncio.run(check_up(job, addresses_of(connect, job)))

@@ -10,8 +10,9 @@ from rich.text import Text
 from rpcmp.cli.console import Console
 from rpcmp.config.types import format_size
 from rpcmp.tools.explain.gather import Explanation
-from rpcmp.tools.explain.picture import FREE_PORT, StageLink, picture
-from rpcmp.tools.explain.stage import ExplainedStage
+from rpcmp.tools.explain.schedule_picture import picture
+from rpcmp.tools.explain.stage_estimates import ExplainedStage
+from rpcmp.tools.job_links import FREE_PORT, StageLink
 
 WIDTH = 140
 """Characters of a line where nobody looks at a terminal."""
@@ -204,7 +205,7 @@ def _exposed(reason: str | None) -> str:
 
 def _ways(found: Explanation) -> Table:
     table = _table("who", "dials", "for", "how")
-    for way in found.ways:
+    for way in found.links:
         dials = "; ".join(f"{one} -> {other}" for one, other in way.dials)
         table.add_row(
             f"{way.one} - {way.other}", dials or "nobody", ", ".join(way.carries), _how(way)

@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rpcmp.cli.console import Console
-from rpcmp.tools.doctor.findings import Finding, Status
+from rpcmp.tools.doctor.diagnosis import Finding, Status
 
 WIDTH = 250
 """Characters of a line that nobody looks at on a terminal."""
