@@ -82,5 +82,5 @@ def test_a_benchmark_that_is_stopped_shows_what_there_is(
     assert 1 <= found["pairs"] < 1000
     assert set(found["spreads"]) == {"rpcmp", peer}
     assert all(seconds > 0 for seconds in (found["step_s"], found["peers"][peer]))
-    assert "stopped: this is what there was until then" in found["notes"]
+    assert "stopped: these are the results so far" in found["notes"]
     assert left_in(scratch) == []

@@ -18,9 +18,9 @@ from rpcmp.config import loader
 from rpcmp.config.schema import Config, ScheduleOptions
 from rpcmp.errors import ConfigError
 from rpcmp.tools.bench.comparison import StoppedError, TimeLimits
-from rpcmp.tools.tune import report
+from rpcmp.tools.tune import sweep_report
 from rpcmp.tools.tune.grid import Axes, Grid, grid
-from rpcmp.tools.tune.measuring import SETTLE_STEPS, Measurement, Tuned, plain
+from rpcmp.tools.tune.setting_times import SETTLE_STEPS, Measurement, Tuned, plain_training
 from rpcmp.tools.tune.sweep import tune
 from tests.support.pretendedtime import in_pretended_time
 
@@ -136,7 +136,7 @@ def test_there_must_be_data() -> None:
 def test_what_is_measured_is_train_steps_on_full_mini_batches() -> None:
     section = {"train": "zoo:regression", "test": "zoo:regression", "batch_size": 16}
     job = config(data=section, scheduler="torch.optim.lr_scheduler:ConstantLR", max_grad_norm=1.0)
-    found = plain(job)
+    found = plain_training(job)
     assert found.data is not None
     assert (found.data.test, found.data.drop_last, found.scheduler) == (None, True, None)
     assert found.max_grad_norm == 1.0
@@ -229,7 +229,7 @@ def measure(
 
 def remarks(tuned: Tuned) -> list[str]:
     """The last column of the table."""
-    return [str(cell) for cell in list(report.table(tuned).columns)[-1].cells]
+    return [str(cell) for cell in list(sweep_report.table(tuned).columns)[-1].cells]
 
 
 def test_rounds_interleave_and_begin_elsewhere_and_the_choice_is_measured_again() -> None:
@@ -262,7 +262,7 @@ def test_what_cannot_win_is_dropped_but_never_the_configs_own() -> None:
         "z8": 0,
     }
     assert remarks(tuned).count("dropped") == 4
-    found = report.as_json(tuned)["settings"]
+    found = sweep_report.as_json(tuned)["settings"]
     assert {one["rounds"] for one in found} == {0, 1, 5}
     assert [one["is_dropped"] for one in found] == [one["rounds"] < 5 for one in found]
 
@@ -301,10 +301,10 @@ def test_a_large_job_keeps_to_its_budget_too(steps: int | None, budget: float, c
     assert [len(one.measured) for one in done.tuned.series] == [0] * count
     assert len(done.tuned.unmeasured) == 10 - count
     assert {"dropped"} & set(remarks(done.tuned)) == set()
-    said = list(report.lines(done.tuned))
+    said = list(sweep_report.lines(done.tuned))
     assert sum(line.startswith("not measured: no time left: num_microbatches") for line in said)
     assert "in the warm-up alone" in done.tuned.basis
-    assert len(report.as_json(done.tuned)["not_measured"]) == 10 - count
+    assert len(sweep_report.as_json(done.tuned)["not_measured"]) == 10 - count
 
 
 def test_the_start_counts() -> None:
@@ -354,11 +354,11 @@ def test_a_sweep_that_is_stopped_shows_what_there_is() -> None:
     assert tuned.is_cut_short
     assert short(tuned.best.setting) == "12"  # 0.2 s in the first round; "z2" 0.204
     assert (tuned.confirmed, tuned.recommended) == (None, tuned.own.setting)
-    said = list(report.lines(tuned))
-    assert said[0] == "stopped: this is what there was until then"
+    said = list(sweep_report.lines(tuned))
+    assert said[0] == "stopped: these are the results so far"
     assert said[-1].startswith("not measured once more: leave your config as it is")
-    report.table(tuned)
-    json.dumps(report.as_json(tuned))
+    sweep_report.table(tuned)
+    json.dumps(sweep_report.as_json(tuned))
 
 
 @pytest.mark.parametrize("stops_at", range(3, 30))
@@ -375,7 +375,9 @@ def test_stopped_anywhere_the_best_is_the_fastest_and_only_what_lost_is_dropped(
     assert {name for name, remark in said.items() if "dropped" in remark} <= {"z4"}
     assert (said.get("z4") == "dropped") == (len(runner.runs) > 4)  # twice as slow in the warm-up
     assert len(tuned.unmeasured) == max(0, 5 - stops_at)
-    waiting = [line for line in report.lines(tuned) if line.startswith("not measured: stopped")]
+    waiting = [
+        line for line in sweep_report.lines(tuned) if line.startswith("not measured: stopped")
+    ]
     assert bool(waiting) == bool(tuned.unmeasured)
 
 
@@ -383,7 +385,7 @@ def test_stopped_before_there_is_anything_to_compare_it_says_so() -> None:
     with pytest.raises(StoppedError):
         measure(fewer_is_faster, stops_at=1)
     tuned, _ = measure(fewer_is_faster, stops_at=2)
-    assert list(report.lines(tuned))[-1] == (
+    assert list(sweep_report.lines(tuned))[-1] == (
         "only your 4 micro-batches, 1f1b was measured: nothing to compare it with"
     )
 
@@ -393,7 +395,7 @@ def test_stopped_in_the_confirmation_it_counts_what_was_confirmed() -> None:
     assert tuned.is_cut_short
     assert tuned.confirmed is not None
     assert tuned.confirmed.median == 0.5
-    assert list(report.lines(tuned))[-1].startswith("too few rounds to tell")
+    assert list(sweep_report.lines(tuned))[-1].startswith("too few rounds to tell")
 
 
 def test_a_setting_that_is_faster_again_is_recommended() -> None:
@@ -401,7 +403,7 @@ def test_a_setting_that_is_faster_again_is_recommended() -> None:
     assert tuned.confirmed is not None
     assert tuned.confirmed.median == 0.5
     assert (tuned.is_faster, tuned.recommended) == (True, tuned.best.setting)
-    *_, options, toml, note = report.lines(tuned)
+    *_, options, toml, note = sweep_report.lines(tuned)
     assert (options, toml) == ("--set num_microbatches=2", "num_microbatches = 2")
     assert "dropout" in note
 
@@ -410,13 +412,13 @@ def test_a_difference_within_noise_changes_nothing() -> None:
     tuned, _ = measure(lambda s, run: noisy(s, run) - (s.schedule != "1f1b") * 1e-3 * (run < 7))
     assert tuned.best.setting.schedule == "zero-bubble"
     assert (tuned.is_faster, tuned.recommended) == (False, tuned.own.setting)
-    assert list(report.lines(tuned))[-1].endswith("leave your config as it is")
+    assert list(sweep_report.lines(tuned))[-1].endswith("leave your config as it is")
 
 
 def test_too_few_rounds_recommend_nothing() -> None:
     tuned, _ = measure(fewer_is_faster, rounds=4)
     assert tuned.recommended == tuned.own.setting
-    assert list(report.lines(tuned))[-1].endswith(
+    assert list(sweep_report.lines(tuned))[-1].endswith(
         "(more --rounds, or a larger --budget, could tell)"
     )
 
@@ -424,25 +426,26 @@ def test_too_few_rounds_recommend_nothing() -> None:
 def test_the_configs_own_setting_may_be_the_best() -> None:
     tuned, runner = measure(fewer_is_faster, num_microbatches=2)
     assert (tuned.best, tuned.confirmed, len(runner.runs)) == (tuned.own, None, 19)
-    assert list(report.lines(tuned)) == ["best: 2 micro-batches, 1f1b, as your config has it"]
+    assert list(sweep_report.lines(tuned)) == ["best: 2 micro-batches, 1f1b, as your config has it"]
 
 
 def test_what_to_paste_names_all_that_changes() -> None:
     own = ScheduleOptions(num_microbatches=4, schedule="1f1b", max_in_flight=3)
     best = ScheduleOptions(num_microbatches=4, schedule="zero-bubble", max_in_flight=8)
-    assert list(report.paste(own, best)) == [
+    assert list(sweep_report.paste(own, best)) == [
         "--set schedule=zero-bubble --set max_in_flight=8",
         'schedule = "zero-bubble"',
         "max_in_flight = 8",
     ]
     plainer = ScheduleOptions(num_microbatches=4, schedule="zero-bubble")
     without = ['schedule = "zero-bubble"', "(without max_in_flight)"]
-    assert list(report.paste(own, plainer)) == without  # no option takes a key out
+    assert list(sweep_report.paste(own, plainer)) == without  # no option takes a key out
 
 
 def test_the_table_marks_the_best_and_yours_and_what_is_as_good() -> None:
     columns = {
-        str(c.header): list(c.cells) for c in report.table(measure(fewer_is_faster)[0]).columns
+        str(c.header): list(c.cells)
+        for c in sweep_report.table(measure(fewer_is_faster)[0]).columns
     }
     assert columns["micro-batches"] == ["2", "4", "2", "4"]
     assert columns["samples/s"] == ["80", "40", "78", "39"]
@@ -450,7 +453,7 @@ def test_the_table_marks_the_best_and_yours_and_what_is_as_good() -> None:
 
 
 def test_json_has_all_that_the_table_has() -> None:
-    found = json.loads(json.dumps(report.as_json(measure(fewer_is_faster)[0])))
+    found = json.loads(json.dumps(sweep_report.as_json(measure(fewer_is_faster)[0])))
     own = {"schedule": "1f1b", "max_in_flight": None, "microbatches_per_message": 1}
     assert found["best"] == {"num_microbatches": 2, **own}
     assert found["recommended"] == found["best"]
@@ -464,7 +467,7 @@ def test_json_has_all_that_the_table_has() -> None:
 
 def test_the_curve_has_a_line_with_error_bars_for_each_way(tmp_path: Path) -> None:
     tuned, _ = measure(noisy)
-    axes = report.figure(tuned).axes[0]
+    axes = sweep_report.draw(tuned).axes[0]
     _, labels = axes.get_legend_handles_labels()
     assert {"1f1b", "zero-bubble", "yours: 4 micro-batches, 1f1b"} < set(labels)
     first, *_ = axes.containers
@@ -473,7 +476,7 @@ def test_the_curve_has_a_line_with_error_bars_for_each_way(tmp_path: Path) -> No
     low, high = (point[1] for point in bars.get_segments()[0])
     of = tuned.series[0].seconds
     assert 1e3 * min(of) <= low < high <= 1e3 * max(of)
-    report.write_png(tuned, tmp_path / "picture")
+    sweep_report.write_png(tuned, tmp_path / "picture")
     assert (tmp_path / "picture").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(ConfigError, match="cannot write the curve"):
-        report.write_png(tuned, tmp_path)
+        sweep_report.write_png(tuned, tmp_path)

@@ -1,10 +1,8 @@
-"""The settings as they are measured: on one group, which changes from one to the other.
+"""Measure settings on one group of workers, and the results of a sweep.
 
-A group for each setting would take seconds to start, memory for all of them at once, and more than
-one job at a time from every stage server. So the same processes take a new setting between two
-steps. Training just goes on meanwhile; nobody looks at the parameters.
-
-What a sweep has measured, and what can be told from it.
+A group per setting would take seconds to start, memory for all of them at once, and more than one
+job at a time from every stage server. So the same processes take a new setting between two steps.
+Training just goes on; the parameters do not matter.
 """
 
 from __future__ import annotations
@@ -20,15 +18,15 @@ from rpcmp.job.segments import Segments
 from rpcmp.tools.bench.statistics import Estimate, is_conclusive, paired_ratio
 
 SETTLE_STEPS = 1
-"""After a change, before the clock counts: other sizes of memory, threads that are new."""
+"""Steps after a change before the clock counts: memory of other sizes, new threads."""
 
 
 class Measurement(NamedTuple):
     """Seconds of a step.
 
     Attributes:
-        step: from begin to end.
-        busiest_stage: in which the busiest stage computes: what the step takes without a bubble.
+        step: from start to end.
+        busiest_stage: in which the busiest stage computes: the step's time without a bubble.
     """
 
     step: float
@@ -36,18 +34,15 @@ class Measurement(NamedTuple):
 
 
 class Runner(Protocol):
-    """Trains under any of the settings."""
-
     async def run(self, setting: ScheduleOptions, steps: int) -> Measurement:
-        """Train `steps` steps under `setting`; returns their mean."""
+        """Train `steps` steps under `setting` and return their mean."""
 
 
 class GroupRunner:
-    """Trains them by the way of `rpcmp drive`.
+    """Runner that trains as `rpcmp drive` does.
 
     Args:
-        config: the job.
-        settings: all that are to be measured.
+        settings: all settings that will be measured.
         connect: addresses of running stage servers; see rpcmp.job.server_pool.ServerPool.
     """
 
@@ -57,32 +52,29 @@ class GroupRunner:
         settings: Sequence[ScheduleOptions],
         connect: Sequence[str] | None = None,
     ) -> None:
-        self._segments = Segments(plain(config), connect, settings)
+        self._segments = Segments(plain_training(config), connect, settings)
 
     async def start(self) -> None:
-        """Bring the group to life; see Segments."""
         await self._segments.start()
 
     async def run(self, setting: ScheduleOptions, steps: int) -> Measurement:
-        """See Runner."""
         self._segments.change_to(setting)
         await self._segments.run(SETTLE_STEPS)
         done = await self._segments.run(steps)
         return Measurement(done.seconds, max(done.busy_seconds.values()))
 
     async def close(self) -> None:
-        """End whatever runs and free every server."""
         await self._segments.close()
 
 
-def plain(config: Config) -> Config:
-    """The job with train steps only, on mini-batches of one size.
+def plain_training(config: Config) -> Config:
+    """Reduce the job to train steps on mini-batches of one size.
 
-    Clipping stays, since the stages wait for it; a learning-rate scheduler goes, since it may end
-    after the steps that it was made for.
+    Clipping stays, since the stages wait for it. A learning-rate scheduler goes, since it may fail
+    after the number of steps that it was made for.
 
     Raises:
-        ConfigError: there is no `[data]`, or the replicas' shares are not known.
+        ConfigError: there is no `[data]`, or the replicas' shares are unknown.
     """
     section = config.require_data("tuning")
     if config.balance_replicas and any(
@@ -98,12 +90,11 @@ def plain(config: Config) -> Config:
 
 @dataclass(frozen=True)
 class SettingTimes:
-    """What was measured of one setting.
+    """Measurements of one setting.
 
     Attributes:
-        setting: which one.
-        warm_up: one rough measure, which counts until there is a round; empty: not measured.
-        measured: in the order of the rounds.
+        warm_up: one rough measurement, which counts until there is a round; or none.
+        measured: one per round.
     """
 
     setting: ScheduleOptions
@@ -112,44 +103,41 @@ class SettingTimes:
 
     @property
     def counted(self) -> list[Measurement]:
-        """The rounds; the warm-up if there are none."""
+        """The rounds, or the warm-up if there are none."""
         return self.measured or self.warm_up
 
     @property
     def seconds(self) -> list[float]:
-        """Of a step, each time."""
         return [each.step for each in self.counted]
 
     @property
     def median_s(self) -> float:
-        """Of a step."""
         return median(self.seconds)
 
     @property
     def busiest_stage_s(self) -> float:
-        """In which the busiest stage computes in a step; the median."""
+        """Median of the seconds in which the busiest stage computes."""
         return median(each.busiest_stage for each in self.counted)
 
     def seconds_of(self, rounds: int) -> list[float]:
-        """Of a step in the first `rounds` rounds; in the warm-up if that is 0."""
+        """Return the seconds of a step in the first `rounds` rounds, or in the warm-up if 0."""
         return [each.step for each in self.measured[:rounds] or self.warm_up]
 
 
 @dataclass(frozen=True)
 class Tuned:
-    """What a sweep found.
+    """Results of a sweep.
 
     Attributes:
-        config: the job.
-        rounds, steps: of a setting that was not dropped, and of each round.
+        rounds, steps: rounds of a setting that was not dropped, and steps per round.
         series: of all settings that were measured.
-        best: the fastest in the rounds that all settings have which were not dropped.
-        own: the config's.
-        confirmed: best / own, in rounds after the choice; None if they are the same, or there was
-            no time.
+        best: the fastest in the rounds that all settings have that were not dropped.
+        own: the config's own setting.
+        confirmed: best / own in rounds after the choice; None if they are the same, or if there
+            was no time.
         dropped: settings that were measured until they could not win any more.
         unmeasured: settings for which there was no time.
-        left_out: settings that need not be measured, and why, a line each.
+        left_out: lines about settings that are not worth measuring.
         is_cut_short: whether the user has stopped it.
     """
 
@@ -167,7 +155,7 @@ class Tuned:
 
     @property
     def basis(self) -> str:
-        """What the figures come from."""
+        """Describe what the figures come from."""
         if not self.rounds:
             return "one step each, in the warm-up alone"
         steps = f"{self.steps} step{'s' * (self.steps > 1)}"
@@ -180,25 +168,25 @@ class Tuned:
 
     @property
     def recommended(self) -> ScheduleOptions:
-        """What the config should say."""
+        """The setting that the config should have."""
         return self.best.setting if self.is_faster else self.own.setting
 
     def against_best(self, one: SettingTimes) -> Estimate:
-        """How much slower than the best a setting is, in the rounds that both have."""
+        """Estimate how much slower than the best a setting is, in the rounds that both have."""
         both = common_rounds([one, self.best])
         return paired_ratio(one.seconds_of(both), self.best.seconds_of(both))
 
 
 def common_rounds(series: Sequence[SettingTimes]) -> int:
-    """How many rounds all of them have."""
+    """Return the number of rounds that all of them have."""
     return min(len(one.measured) for one in series)
 
 
 def is_less(ratio: Estimate) -> bool:
-    """Whether the ratio is known to lie below one."""
+    """Return whether the ratio is certainly below one."""
     return ratio.high < 1 and is_conclusive(ratio)
 
 
 def is_more(ratio: Estimate) -> bool:
-    """Whether the ratio is known to lie above one."""
+    """Return whether the ratio is certainly above one."""
     return ratio.low > 1 and is_conclusive(ratio)

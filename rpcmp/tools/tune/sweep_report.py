@@ -1,8 +1,7 @@
-"""What `rpcmp tune` says: a table and the lines to paste, or one JSON object.
+"""Results of `rpcmp tune`: a table and lines to paste, one JSON object, or a picture.
 
-The curve: step time over the number of micro-batches, a line for each way to work on them.
-
-matplotlib is imported late: a sweep without a picture does not need it.
+The picture has step time over the number of micro-batches, with a line per combination of the other
+options. matplotlib is imported late, since a sweep without a picture does not need it.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from rpcmp.config.schema import ScheduleOptions
 from rpcmp.errors import ConfigError
 from rpcmp.observability.trace.plot import require_matplotlib
 from rpcmp.tools.bench.statistics import Estimate, is_conclusive, spread
-from rpcmp.tools.tune.measuring import SettingTimes, Tuned, is_more
+from rpcmp.tools.tune.setting_times import SettingTimes, Tuned, is_more
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -34,7 +33,7 @@ COLUMNS = (
 
 
 def as_json(tuned: Tuned) -> dict[str, Any]:
-    """The sweep as plain data; times in seconds a step."""
+    """Return the sweep as plain data; times in seconds per step."""
     return {
         "name": tuned.config.name,
         "num_stages": tuned.config.num_stages,
@@ -53,24 +52,22 @@ def as_json(tuned: Tuned) -> dict[str, Any]:
 
 
 def table(tuned: Tuned) -> Table:
-    """A row a setting."""
+    """Return a table with a row per setting."""
     title = f"{tuned.config.name}: {tuned.config.num_stages} stages, {tuned.basis}"
-    shown = Table(title=title, title_justify="left", box=None, header_style="bold")
+    rows = Table(title=title, title_justify="left", box=None, header_style="bold")
     for head in COLUMNS:
-        shown.add_column(
-            head, justify="left" if head in ("schedule", "") else "right", no_wrap=True
-        )
+        rows.add_column(head, justify="left" if head in ("schedule", "") else "right", no_wrap=True)
     for one in tuned.series:
-        shown.add_row(*_row(tuned, one), style="bold" if one is tuned.best else None)
-    return shown
+        rows.add_row(*_row(tuned, one), style="bold" if one is tuned.best else None)
+    return rows
 
 
 def lines(tuned: Tuned) -> Iterator[str]:
-    """What stands below the table: what was left out, the verdict, and the lines to paste."""
+    """Yield the lines below the table: what was left out, the verdict, and lines to paste."""
     yield from tuned.left_out
     yield from _unmeasured(tuned)
     if tuned.is_cut_short:
-        yield "stopped: this is what there was until then"
+        yield "stopped: these are the results so far"
     best, own = tuned.best.setting, tuned.own.setting
     if best == own and tuned.unmeasured and len(tuned.series) == 1:
         yield f"only your {own} was measured: nothing to compare it with"
@@ -88,7 +85,7 @@ def lines(tuned: Tuned) -> Iterator[str]:
 
 
 def paste(own: ScheduleOptions, best: ScheduleOptions) -> Iterator[str]:
-    """How to change a config from one setting to the other."""
+    """Yield lines that change a config from one setting to the other."""
     changed = {k: v for k, v in best.model_dump().items() if v != getattr(own, k)}
     toml = {key: json.dumps(value) for key, value in changed.items() if value is not None}
     if len(toml) == len(changed):
@@ -100,7 +97,6 @@ def paste(own: ScheduleOptions, best: ScheduleOptions) -> Iterator[str]:
 
 
 def _unmeasured(tuned: Tuned) -> Iterator[str]:
-    """A line for each way to work on micro-batches."""
     why = "stopped before" if tuned.is_cut_short else "no time left"
     for way, group in groupby(tuned.unmeasured, key=lambda setting: setting.way):
         numbers = ", ".join(str(setting.num_microbatches) for setting in group)
@@ -122,15 +118,15 @@ def _object(tuned: Tuned, one: SettingTimes) -> dict[str, Any]:
 
 
 def _row(tuned: Tuned, one: SettingTimes) -> list[str]:
-    of, ratio = spread(one.seconds), tuned.against_best(one)
+    times, ratio = spread(one.seconds), tuned.against_best(one)
     compared = (f"{ratio.median:.3f}", _interval(ratio))
     return [
         one.setting.schedule,
         str(one.setting.microbatches_per_message),
         str(one.setting.max_in_flight or "default"),
         str(one.setting.num_microbatches),
-        f"{of.median * 1e3:,.1f}",
-        f"{of.lower_quartile * 1e3:,.1f} to {of.upper_quartile * 1e3:,.1f}",
+        f"{times.median * 1e3:,.1f}",
+        f"{times.lower_quartile * 1e3:,.1f} to {times.upper_quartile * 1e3:,.1f}",
         f"{_samples_per_s(tuned, one):,.0f}",
         f"{one.busiest_stage_s * 1e3:,.1f}",
         *(("", "") if one is tuned.best else compared),
@@ -140,16 +136,16 @@ def _row(tuned: Tuned, one: SettingTimes) -> list[str]:
 
 def _remark(tuned: Tuned, one: SettingTimes) -> str:
     ratio = tuned.against_best(one)
-    said = ["yours"] if one is tuned.own else []
+    remarks = ["yours"] if one is tuned.own else []
     if one is tuned.best:
-        said.append("best")
+        remarks.append("best")
     elif one.setting in tuned.dropped:
-        said.append("dropped")
+        remarks.append("dropped")
     elif not is_conclusive(ratio):
-        said.append("too few rounds")
+        remarks.append("too few rounds")
     elif not is_more(ratio):
-        said.append("within noise")
-    return ", ".join(said)
+        remarks.append("within noise")
+    return ", ".join(remarks)
 
 
 def _samples_per_s(tuned: Tuned, one: SettingTimes) -> float:
@@ -166,7 +162,7 @@ def _interval(ratio: Estimate) -> str:
 
 
 def _doubt(confirmed: Estimate | None) -> str:
-    """Why the best setting is not recommended."""
+    """Return why the best setting is not recommended."""
     if confirmed is None:
         return "not measured once more"
     return (
@@ -184,52 +180,52 @@ SIZE, DPI = (9.0, 5.5), 120
 """Inches, and pixels an inch."""
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
-"""Of Okabe and Ito (2008): told apart with any colour vision."""
+"""From Okabe and Ito (2008): distinct with any colour vision."""
 
 
 def write_png(tuned: Tuned, path: Path) -> None:
-    """Draw the curve into `path`.
+    """Draw the picture into `path`.
 
     Raises:
         ConfigError: matplotlib is missing, or the file cannot be written.
     """
     require_matplotlib()
     try:
-        figure(tuned).savefig(path, format="png", dpi=DPI)
+        draw(tuned).savefig(path, format="png", dpi=DPI)
     except OSError as error:
         raise ConfigError(f"cannot write the curve {path}: {error.strerror or error}") from error
 
 
-def figure(tuned: Tuned) -> Figure:
-    """The curve; without pyplot, which would need a display and keep every figure."""
+def draw(tuned: Tuned) -> Figure:
+    """Return the picture, made without pyplot, which needs a display and keeps every figure."""
     from matplotlib.figure import Figure
 
-    drawn = Figure(figsize=SIZE, layout="constrained")
-    axes = drawn.add_subplot()
+    figure = Figure(figsize=SIZE, layout="constrained")
+    axes = figure.add_subplot()
     axes.set_prop_cycle(color=COLOURS)
     _draw_lines(axes, tuned)
     _draw_bound(axes, tuned)
     _mark(axes, tuned.best, "*", 18, f"best: {tuned.best.setting}")
     _mark(axes, tuned.own, "o", 14, f"yours: {tuned.own.setting}")
     _label(axes, tuned)
-    drawn.legend(loc="outside lower center", ncols=2, frameon=False)
-    return drawn
+    figure.legend(loc="outside lower center", ncols=2, frameon=False)
+    return figure
 
 
 def _draw_lines(axes: Axes, tuned: Tuned) -> None:
     for way, group in groupby(tuned.series, key=lambda one: one.setting.way):
         line = list(group)
         spreads = [spread(one.seconds) for one in line]
-        medians = [of.median * 1e3 for of in spreads]
-        below = [(of.median - of.lower_quartile) * 1e3 for of in spreads]
-        above = [(of.upper_quartile - of.median) * 1e3 for of in spreads]
+        medians = [each.median * 1e3 for each in spreads]
+        below = [(each.median - each.lower_quartile) * 1e3 for each in spreads]
+        above = [(each.upper_quartile - each.median) * 1e3 for each in spreads]
         axes.errorbar(
             _numbers(line), medians, yerr=(below, above), label=way, marker=".", capsize=3
         )
 
 
 def _draw_bound(axes: Axes, tuned: Tuned) -> None:
-    """The busiest stage's own work: what the same cuts would take without any bubble."""
+    """Draw the busiest stage's own work: the time of a step without any bubble."""
     least: dict[int, float] = {}
     for one in tuned.series:
         number = one.setting.num_microbatches
