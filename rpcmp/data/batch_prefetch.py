@@ -1,4 +1,4 @@
-"""What a stage reads of the batch, fetched from the driver a few micro-batches at a time.
+"""Slices of the batch for a stage, fetched from the driver a few micro-batches at a time.
 
 A request per micro-batch would double the messages of a stage that reads the batch. A request for
 all of them would make a stage hold more memory the more micro-batches a mini-batch has.

@@ -38,11 +38,7 @@ class BatchServer:
     def slices(
         self, round_number: int, kind: str, path: tuple[str, ...], microbatches: list[int]
     ) -> list[Any]:
-        """Return the inputs or targets of some micro-batches, or the part of them at `path`.
-
-        Raises:
-            ConfigError: there is no such part.
-        """
+        """Return the inputs or targets of some micro-batches, or the part of them at `path`."""
         with self._lock:
             slices = [self._slices.get((round_number, kind, index)) for index in microbatches]
         if any(part is None for part in slices):

@@ -37,11 +37,7 @@ class Loaded(NamedTuple):
 
     @property
     def num_samples(self) -> int:
-        """Number of samples.
-
-        Raises:
-            ConfigError: inputs and targets have different numbers, or are not made of tensors.
-        """
+        """Number of samples."""
         samples = microbatch.num_samples(self.inputs, "input")
         if self.targets is None:
             return samples
@@ -58,9 +54,6 @@ class Batches:
         data: batch size, shuffling, loader processes.
         seed: the config's; an epoch's order is drawn from seed + epoch.
         training: shuffle or sample, and drop an incomplete last mini-batch, if the config says so.
-
-    Raises:
-        ConfigError: the config's sampler cannot be created or used.
     """
 
     def __init__(self, dataset: Dataset[Any], data: DataConfig, seed: int, training: bool) -> None:
@@ -106,9 +99,6 @@ class Batches:
 
         Starts with the one whose index is `first`; those before it are not loaded. Random
         transforms are seeded if they draw from the default generators of torch, Python or numpy.
-
-        Raises:
-            ConfigError: the dataset's items are tuples other than pairs.
         """
         self._order.begin(epoch, first)
         batches = iter(self._loader)
@@ -166,11 +156,7 @@ class Samples(Dataset[Any]):
         return [self.dataset[sample] for sample in samples]
 
     def load(self, key: Key) -> Loaded:
-        """Load a mini-batch, with the same bits as Batches.
-
-        Raises:
-            ConfigError: the dataset's items are tuples other than pairs, or not made of tensors.
-        """
+        """Load a mini-batch, with the same bits as Batches."""
         loaded = _pair(self._collate(self[key]))
         if loaded.num_samples != len(key[2]):
             raise ConfigError(f"{len(key[2])} samples made a mini-batch of {loaded.num_samples}")
@@ -180,22 +166,14 @@ class Samples(Dataset[Any]):
 def load_batches(
     source: Factory, what: str, data: DataConfig, seed: int, training: bool
 ) -> Batches:
-    """Create the dataset `source`, and its mini-batches.
-
-    Raises:
-        ConfigError: it fails, is not map-style, or has too few samples for one mini-batch.
-    """
+    """Create the dataset `source`, and its mini-batches."""
     dataset = create_dataset(source, what, seed)
     require_enough(len(require_sized(dataset)), what, data, training)
     return Batches(dataset, data, seed, training)
 
 
 def create_dataset(source: Factory, what: str, seed: int) -> Dataset[Any]:
-    """Create the dataset `source`.
-
-    Raises:
-        ConfigError: it fails, or is not map-style.
-    """
+    """Create the dataset `source`."""
     layers.seed_all(seed, "dataset", what)
     dataset: Dataset[Any] = importing.create(source, what)
     is_map_style = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
@@ -205,11 +183,7 @@ def create_dataset(source: Factory, what: str, seed: int) -> Dataset[Any]:
 
 
 def require_enough(samples: int, what: str, data: DataConfig, training: bool) -> None:
-    """Fail if a dataset is too small.
-
-    Raises:
-        ConfigError: it has too few samples for one mini-batch.
-    """
+    """Fail if a dataset is too small."""
     if samples < (data.batch_size if data.drop_last and training else 1):
         raise ConfigError(f"{what}: {samples} samples make no mini-batch")
 

@@ -24,7 +24,7 @@ AHEAD = 2
 
 
 class Announcer(NamedTuple):
-    """What all datasets of a job share.
+    """The announcements of all datasets of a job.
 
     Attributes:
         tell: announces mini-batches to the stages.

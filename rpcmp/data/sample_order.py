@@ -90,10 +90,6 @@ class OwnSampler:
         sampler: like torch's, has a length and yields indices of samples.
         samples: number of samples in the dataset.
         seed: the config's.
-
-    Raises:
-        ConfigError: the sampler yields something else, or an epoch's order depends on the epochs
-            drawn before, so that no run could be resumed.
     """
 
     def __init__(self, sampler: Any, samples: int, seed: int) -> None:
@@ -144,11 +140,7 @@ class OwnSampler:
 
 
 def sampler_of(dataset: Dataset[Any], data: DataConfig, seed: int) -> OwnSampler | None:
-    """Create the config's own sampler of the training dataset, if it has one.
-
-    Raises:
-        ConfigError: it fails, or cannot be used.
-    """
+    """Create the config's own sampler of the training dataset, if it has one."""
     if data.sampler is None:
         return None
     layers.seed_all(seed, "sampler")

@@ -1,4 +1,4 @@
-"""What a stage reads of mini-batches that it loads itself, and the processes that load them.
+"""Mini-batches that a stage loads itself, and the processes that load them.
 
     driver announces 5, 6, 7      ──expect──> loaded in the background
     a forward needs a slice of 5  ──get─────> its own copy, once 5 is there
@@ -54,9 +54,6 @@ class LoaderPool:
 
     Args:
         stage: the name of a stage that reads some of the batch.
-
-    Raises:
-        ConfigError: the job has no `[data]`.
     """
 
     def __init__(self, config: Config, stage: str) -> None:
@@ -72,12 +69,7 @@ class LoaderPool:
         self._threads = ThreadPoolExecutor(len(self._all), "rpcmp-loader")
 
     def holding(self) -> DatasetInfo:
-        """Wait until the datasets are built, and return their sizes; called once.
-
-        Raises:
-            ConfigError: a dataset cannot be built here.
-            WorkerDiedError: a process has ended.
-        """
+        """Wait until the datasets are built, and return their sizes; called once."""
         answers = [self._receive(loader) for loader in self._all]
         for answer in answers:
             if "error" in answer:
@@ -194,11 +186,7 @@ class StageDataLoader:
         return len(self._mini_batches)
 
     def wait(self) -> None:
-        """Return when all datasets are built.
-
-        Raises:
-            ConfigError: one cannot be built here.
-        """
+        """Return when all datasets are built."""
         self.holding = self._loaders.holding()
 
     def order(self, epoch: int) -> Future[Any]:

@@ -39,12 +39,7 @@ async def run_task(
     forks: Forks | None = None,
     reach: Reach | None = None,
 ) -> Message:
-    """Do the task `message["op"]` in a child process and return its only answer.
-
-    Raises:
-        RpcmpError: the task failed with it.
-        WorkerDiedError: the child ended without an answer.
-    """
+    """Do the task `message["op"]` in a child process and return its only answer."""
     child = await start_task(message["op"], environment, forks, reach)
     return await child.ask(message)
 

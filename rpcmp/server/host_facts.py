@@ -43,7 +43,7 @@ PREFIX = ".rpcmp-doctor-"
 
 
 class CheckRequest(Strict):
-    """What one stage of a job, or its driver, needs of its host.
+    """Requirements of a stage, or of the driver, on its host.
 
     Attributes:
         callables: "module:callable" of everything that will be built there, by config key.
@@ -165,10 +165,6 @@ async def examine(
         allowed: modules that callables may come from, see `rpcmp.config.importing`; None: any.
         checkpoints: the folder that checkpoints may lie in; None: anywhere.
         reach: what the child process may open; None: it is not confined.
-
-    Raises:
-        JobError: the child process failed.
-        WorkerDiedError: the child process ended.
     """
     checked = await run_task(
         {
@@ -255,9 +251,6 @@ def marked(path: Path) -> Iterator[str]:
     """Keep a fresh file in the folder `path` for the length of the block; gives its name.
 
     A missing folder is made, and removed again unless other files are in it by then.
-
-    Raises:
-        OSError: the file cannot be written or removed.
     """
     missing = [folder for folder in (path, *path.parents) if not folder.exists()]
     marker = path / f"{PREFIX}{uuid.uuid4().hex}"

@@ -29,7 +29,7 @@ from rpcmp.v1 import doctor_pb2
 
 @dataclass(frozen=True)
 class HostReport:
-    """What is known of the host of a worker, a spare or the driver.
+    """Facts about the host of a worker, a spare or the driver.
 
     Attributes:
         name: the worker's label, "spare HOST:PORT", or the driver's.
@@ -49,7 +49,7 @@ class HostReport:
 
 
 class HostReports(NamedTuple):
-    """Reports on the driver's host, on those of the workers in order, and on the spares'."""
+    """Reports on the hosts of the driver, of the workers in order, and of the spares."""
 
     driver: HostReport
     workers: list[HostReport]

@@ -1,4 +1,4 @@
-"""Which processes of a job talk to each other, who listens, and who dials whom. Pure.
+"""Links between the processes of a job, listeners, and connections. Pure.
 
     driver ──dials──> every server                control, batches; tensors come back the same way
     every other server ──dials──> the first       rendezvous
@@ -102,7 +102,7 @@ def links(
 
 @dataclass(frozen=True)
 class Whereabouts:
-    """Where a worker and its server are, or the driver.
+    """Place of a worker and its server, or of the driver.
 
     Attributes:
         address: HOST:PORT of the server; empty for the driver, and if the server is started here.
@@ -122,7 +122,7 @@ class Whereabouts:
 
 @dataclass(frozen=True)
 class Listener:
-    """Where a server listens.
+    """A port at which a server listens.
 
     Attributes:
         stage: the worker's label.

@@ -90,10 +90,6 @@ def measure(order: ProfileOrder, inputs: Any, targets: Any) -> HostProfile:
     Args:
         order: the job, as one stage.
         inputs, targets: one micro-batch, trees of tensors (samples, ...).
-
-    Raises:
-        FactoryError: a layer cannot be built.
-        JobError: a layer failed when it was run.
     """
     device = devices.resolve_device(order.config.stage(0).device)
     _warm_up_torch(order)
@@ -217,9 +213,6 @@ class Layer:
 
     Attributes:
         outputs: for the next layer, detached; those that required a gradient still do.
-
-    Raises:
-        FactoryError: it cannot be built.
     """
 
     def __init__(
@@ -253,7 +246,7 @@ class Layer:
         )
 
     def _measure_activations(self) -> tuple[int, int]:
-        """Return the bytes that a forward keeps for its backward, and those of its inputs."""
+        """Return the bytes that a forward keeps for its backward, and the bytes of its inputs."""
         tape = self._tape()
         saved = Storages()
         alive: list[Tensor] = []

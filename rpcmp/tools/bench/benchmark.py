@@ -111,11 +111,7 @@ CONTESTANTS: dict[str, Callable[[Case], Contestant]] = {
 
 
 def contestants(case: Case, peers: Sequence[str] | None = None) -> list[Contestant]:
-    """Create rpcmp and its `peers` by name; by default the case's own choice, or all of them.
-
-    Raises:
-        ConfigError: a name is unknown.
-    """
+    """Create rpcmp and its `peers` by name; by default the case's own choice, or all of them."""
     chosen = peers if peers is not None else case.peers or list(CONTESTANTS)
     for name in (*chosen, OURS):
         if name not in CONTESTANTS:
@@ -164,7 +160,6 @@ async def benchmark(
         StoppedError: stopped before the end of the first round.
         MismatchError: losses differ in a frozen case.
         UnsupportedJobError: rpcmp cannot run the job.
-        RpcmpError: a contestant failed.
     """
     notes = list(case.notes)
     limits = limits or TimeLimits()

@@ -85,9 +85,6 @@ def load(
     Args:
         num_stages, num_microbatches: override the case's.
         overrides: "key=value" for its job, as with `rpcmp drive --set`.
-
-    Raises:
-        ConfigError: there is no such case, or it does not go with the arguments.
     """
     if name in frozen():
         return _frozen_case(name, num_stages, num_microbatches, overrides)

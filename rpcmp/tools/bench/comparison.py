@@ -89,7 +89,7 @@ class OverBudgetError(StoppedError):
 
 
 class TimeLimits:
-    """What ends a measurement early: its budget, and a user who wants the results so far.
+    """Limits of a measurement: its budget, and a user who wants the results so far.
 
     The budget is spent from the moment of creation, which must be in a running event loop.
 
@@ -207,7 +207,6 @@ async def compare(
         limits: at a limit, the rounds so far are returned.
 
     Raises:
-        RpcmpError: a contestant failed.
         StoppedError: stopped before the end of the first round.
     """
     unfit: dict[str, str] = {}
@@ -334,7 +333,7 @@ def loss_difference(series: Sequence[ContestantTimes]) -> str | None:
 
 
 def require_equal_losses(series: Sequence[ContestantTimes]) -> None:
-    """Fail if contestants train differently, since their times then cannot be compared.
+    """Fail if contestants train differently: their times cannot be compared.
 
     Raises:
         MismatchError: says where they first differ.

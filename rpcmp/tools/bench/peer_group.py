@@ -61,11 +61,7 @@ class Processes:
             child.send(self._config(rank, store).model_dump(mode="json"))
 
     async def ask(self, **message: str | int) -> list[Message]:
-        """Send a message to all of them; returns their answers by rank.
-
-        Raises:
-            RpcmpError: one of them failed.
-        """
+        """Send a message to all of them; returns their answers by rank."""
         for child in self._children:
             child.send(message)
         return await asyncio.gather(*map(self._answer, range(len(self._children))))

@@ -22,7 +22,7 @@ Kind = Literal["one-process", "torch-pipelining", "stage-times"]
 
 
 class PeerConfig(Strict):
-    """What one process of a peer does; travels as JSON.
+    """Configuration of one process of a peer; travels as JSON.
 
     Attributes:
         config, halves: see `Case`.
@@ -41,7 +41,7 @@ class PeerConfig(Strict):
 
 
 class PeerTrainer(Protocol):
-    """What one process of a peer can do; implemented in `rpcmp.tools.bench.peer_trainers`."""
+    """A way to train a job; `rpcmp.tools.bench.peer_trainers` has the implementations."""
 
     def build(self, way: str) -> None:
         """Build the model anew, as before its first step, to be trained in this way.

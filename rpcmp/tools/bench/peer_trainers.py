@@ -57,7 +57,6 @@ def layer_names(config: Config, parts_per_stage: int = 1) -> list[list[str]]:
 
     Raises:
         UnsupportedJobError: the job is not a chain on the CPU, or a stage has too few layers.
-        ConfigError: there are more stages than layers.
     """
     if config.graph() != topology.chain_graph(config.stage_names):
         raise UnsupportedJobError("the stages are no chain")
@@ -112,7 +111,6 @@ def endless_batches(config: Config) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield the job's mini-batches, epoch after epoch.
 
     Raises:
-        ConfigError: the config has no `[data]`.
         UnsupportedJobError: inputs or targets are not one tensor.
     """
     section = config.require_data("a benchmark")

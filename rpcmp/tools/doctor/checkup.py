@@ -33,7 +33,6 @@ async def check_up(config: Config, connect: Sequence[str] | None = None) -> list
             it has none, starts servers on this machine.
 
     Raises:
-        ConfigError: not one address per worker, or an address off loopback without certificates.
         SecurityError: the driver's certificate cannot be used.
     """
     addresses = config.addresses if connect is None else connect

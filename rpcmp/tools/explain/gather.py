@@ -59,11 +59,7 @@ class File:
 
 
 def job_files(config: Config) -> list[File]:
-    """Return the files that a run reads and writes.
-
-    Raises:
-        ConfigError: beside the config are more Python files than a model can have.
-    """
+    """Return the files that a run reads and writes."""
     files = [_code(config)] if config.ship_code else []
     if config.init is not None:
         files.append(File("weights", config.init, "read by each stage, on its host"))
@@ -110,7 +106,7 @@ def _checkpoints(config: Config) -> File:
 
 @dataclass(frozen=True)
 class Explanation:
-    """What a run will do.
+    """Forecast of a run.
 
     Attributes:
         steps: optimizer steps; None if the datasets' sizes are unknown.
@@ -180,9 +176,6 @@ async def explain(
             has none, the run will start servers on this machine.
         measures: whether to measure layers on the stages' hosts. If not, no host is asked for
             anything, and servers need not run.
-
-    Raises:
-        RpcmpError: the error with which a run would refuse the job.
     """
     addresses = config.addresses if connect is None else list(connect)
     require_one_each(config, addresses)

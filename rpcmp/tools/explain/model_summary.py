@@ -36,7 +36,7 @@ class LayerFacts(Strict):
 
 
 class StageFacts(Strict):
-    """One stage; numbers of parameters count elements, and bytes are those of tensors.
+    """One stage; numbers of parameters count elements.
 
     Attributes:
         layers: in order; the stage's own module if it has one.
@@ -100,9 +100,6 @@ def summarize_model(config: Config, is_here: bool = True) -> ModelSummary:
     Args:
         config: the job, with its balance.
         is_here: whether all of it runs on this machine.
-
-    Raises:
-        RpcmpError: the error with which a run would refuse the job.
     """
     inflight.limits(config)
     planned = plan_job(config)
@@ -139,11 +136,7 @@ def _datasets(config: Config, planned: Planned, is_here: bool) -> tuple[Datasets
 
 
 def summarize_stage(assignment: Assignment) -> StageFacts:
-    """Count what one stage is made of.
-
-    Raises:
-        FactoryError, ConfigError: a layer cannot be built.
-    """
+    """Count what one stage is made of."""
     modules = _build_modules(assignment)
     config = assignment.config
     named: dict[str, nn.Parameter] = {}

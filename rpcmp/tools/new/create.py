@@ -31,9 +31,6 @@ def create(name: str, folder: Path, like: str | None = None) -> list[Path]:
 
     Returns:
         The model file and the config.
-
-    Raises:
-        ConfigError: the name is not a module name, hides another module, or a file exists already.
     """
     template = STARTER if like is None else EXAMPLES / f"{like}.toml"
     if not template.exists():

@@ -83,11 +83,7 @@ class Grid:
 
 
 def grid(config: Config, axes: Axes) -> Grid:
-    """Combine the values of all axes, and add the config's own setting.
-
-    Raises:
-        ConfigError: the config has no data, or a value is not allowed in a config.
-    """
+    """Combine the values of all axes, and add the config's own setting."""
     batch_size = config.require_data("tuning").batch_size
     own = ScheduleOptions.of(config)
     settings: dict[Hashable, ScheduleOptions] = {_effect(config, own): own}

@@ -72,9 +72,6 @@ def plain_training(config: Config) -> Config:
 
     Clipping stays, since the stages wait for it. A learning-rate scheduler goes, since it may fail
     after the number of steps that it was made for.
-
-    Raises:
-        ConfigError: there is no `[data]`, or the replicas' shares are unknown.
     """
     section = config.require_data("tuning")
     if config.balance_replicas and any(

@@ -44,7 +44,6 @@ async def tune(
             one are measured whatever the budget.
 
     Raises:
-        RpcmpError: the job failed.
         StoppedError: stopped before the config's own setting was measured.
     """
     sweep = _Sweep(grid, runner, rounds, steps, progress, limits or TimeLimits())

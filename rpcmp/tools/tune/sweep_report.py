@@ -184,11 +184,7 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
 
 
 def write_png(tuned: Tuned, path: Path) -> None:
-    """Draw the picture into `path`.
-
-    Raises:
-        ConfigError: matplotlib is missing, or the file cannot be written.
-    """
+    """Draw the picture into `path`."""
     require_matplotlib()
     try:
         draw(tuned).savefig(path, format="png", dpi=DPI)

@@ -87,8 +87,6 @@ def verify(config: Config, connect: Sequence[str] | None = None) -> Verified:
     Raises:
         MismatchError: the runs differ; says where first. A `wire_dtype` is expected to make them
             differ, and raises nothing.
-        CheckpointError: the folder that may hold the shares of an earlier run cannot be read.
-        RpcmpError: one of the runs failed.
     """
     config, pipelined, reference = asyncio.run(_run_both(config, connect))
     caveats = devices.host_differences(reference.hosts["reference"], pipelined.hosts)
