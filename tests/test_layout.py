@@ -62,7 +62,7 @@ ELSEWHERE = {
         examples/two_towers examples/unet
     """,
     "system/test_page.py": "cli/ui",
-    "test_readme.py": "config/reference",
+    "test_docs.py": "config/reference",
     "unit/checkpoint/test_checkpoint.py": "checkpoint/manifest checkpoint/runs",
     "unit/checkpoint/test_export.py": "checkpoint/safetensors_layout cli/export",
     "unit/checkpoint/test_paths.py": "checkpoint/files checkpoint/folder",

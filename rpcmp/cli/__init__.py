@@ -33,6 +33,7 @@ COMMANDS = (
     "drive",
     "explain",
     "export",
+    "guide",
     "health",
     "new",
     "report",
@@ -73,6 +74,7 @@ def cli() -> None:
     Example:
       rpcmp serve --stage 1        on each host
       rpcmp drive config.toml      on the driver
+      rpcmp guide                  what there is to read
     """
 
 

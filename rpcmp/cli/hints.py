@@ -3,7 +3,7 @@
     a host is not there, or not as it should be    rpcmp doctor CONFIG
     it works for somebody else                     rpcmp status CONFIG
     the run had to end, and left a checkpoint      the same command with --resume
-    a key or a value is wrong                      python -m rpcmp.config.reference, all keys
+    a key or a value is wrong                      rpcmp guide configuration, all keys
 
 Pure. Every class of errors has its own line in DECISIONS, "there is none" among them.
 
@@ -168,7 +168,7 @@ def _explain(command: Command) -> Words:
 
 
 def _keys(command: Command) -> Words:
-    return ["python", "-m", "rpcmp.config.reference"]
+    return ["rpcmp", "guide", "configuration"]
 
 
 def _usage(command: Command) -> Words:

@@ -21,8 +21,8 @@ from rpcmp.cli.terminal import echo
 def new(name: str, like: str | None) -> None:
     """Write NAME.py, a model, and NAME.toml, its config, ready to run.
 
-    Into the current folder, with comments. Nothing is overwritten. The examples are those of the
-    README; what they need besides their own file they take from the package.
+    Into the current folder, with comments. Nothing is overwritten. `rpcmp guide examples`
+    describes the examples; what one needs besides its own file it takes from the package.
 
     \b
     Examples:

@@ -1,6 +1,6 @@
 """The table of all config keys, as Markdown: generated from the models, so it cannot go stale.
 
-python -m rpcmp.config.reference        prints it; a test compares it with the README's
+python -m rpcmp.config.reference        prints it; it stands in rpcmp/guide/configuration.md
 """
 
 from __future__ import annotations

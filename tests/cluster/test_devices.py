@@ -9,7 +9,7 @@ from rpcmp.pipelining import devices
 from tests.support.processes import JobFolder, rpcmp
 
 
-def test_a_run_tells_which_device_auto_was(job: JobFolder) -> None:
+def test_a_run_reports_the_device_that_auto_chose(job: JobFolder) -> None:
     config = job.config("""
         [model]
         layers = "zoo:mlp"

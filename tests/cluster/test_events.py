@@ -1,4 +1,4 @@
-"""The README's table of events has each that the code reports, with its fields."""
+"""The guide's table of events has each that the code reports, with its fields."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from functools import cache
 
 import pytest
 
+from tests.support.docs import guide
 from tests.support.places import PACKAGE
-from tests.support.readme import README
 
 STAMPED = {"event", "time", "generation"}
 """Fields that every event has."""
@@ -45,19 +45,19 @@ def in_the_code() -> dict[str, set[str]]:
 
 
 @cache
-def in_the_readme() -> dict[str, set[str]]:
-    """The rows of the table, with what stands in the column of fields."""
-    _, _, after = README.partition("<summary>The events of `--json`</summary>")
-    table, _, _ = after.partition("</details>")
+def in_the_guide() -> dict[str, set[str]]:
+    """Return the rows of the table with the names in its column of fields."""
+    _, _, after = guide("events").partition("<!-- events: begin -->")
+    table, _, _ = after.partition("<!-- events: end -->")
     rows = re.findall(r"^\| `(\w+)` \| (.*?) \| ", table, re.MULTILINE)
     return {kind: set(re.findall(r"`(\w+)`", fields)) for kind, fields in rows}
 
 
 def test_the_table_has_every_event_and_no_other() -> None:
-    assert set(in_the_readme()) == set(in_the_code()) - BETWEEN_PROCESSES
+    assert set(in_the_guide()) == set(in_the_code()) - BETWEEN_PROCESSES
     assert set(in_the_code()) >= BETWEEN_PROCESSES
 
 
-@pytest.mark.parametrize("kind", in_the_readme())
-def test_a_row_has_every_field_that_the_code_gives(kind: str) -> None:
-    assert in_the_code()[kind] - STAMPED <= in_the_readme()[kind]
+@pytest.mark.parametrize("kind", in_the_guide())
+def test_each_row_lists_every_field_of_its_event(kind: str) -> None:
+    assert in_the_code()[kind] - STAMPED <= in_the_guide()[kind]

@@ -27,7 +27,7 @@ HERE = "127.0.0.1"
 
 
 @pytest.mark.parametrize("host", [HERE, "::1"])
-def test_the_kernel_says_whose_the_other_end_is(host: str) -> None:
+def test_the_kernel_names_the_owner_of_the_other_end(host: str) -> None:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.create_server((host, 0), family=family) as listener, socket.socket(family) as near:
         near.connect(listener.getsockname())

@@ -1,4 +1,4 @@
-"""Loggers: those of the README as they stand there, and what a bad one is told. No processes."""
+"""Loggers: those of the guide as they stand there, and the errors of bad ones. No processes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rpcmp.errors import FactoryError
 from rpcmp.observability.observers import watching
 from rpcmp.process.channel import Message
 from tests.support import runs
-from tests.support.readme import block
+from tests.support.docs import block, guide
 
 LOSSES = [2.0, 1.0]
 MODULE = "my_logs"
@@ -53,12 +53,14 @@ def with_loggers(folder: Path, code: str, *loggers: Any) -> Config:
     return runs.config(folder, log={"folder": "", "loggers": list(loggers)})
 
 
-def test_those_of_the_readme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loggers_of_the_guide_log_to_wandb_and_mlflow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     calls: list[tuple[str, Any, Any]] = []
     for name in ("wandb", "mlflow"):
         monkeypatch.setitem(sys.modules, name, Recorder(name, calls))
-    log = tomllib.loads(block("toml", "[log]\nloggers"))["log"]
-    of = with_loggers(tmp_path, block("python", f"# {MODULE}.py"), *log["loggers"])
+    log = tomllib.loads(block("toml", "[log]\nloggers", guide("runs")))["log"]
+    of = with_loggers(tmp_path, block("python", f"# {MODULE}.py", guide("runs")), *log["loggers"])
     with watching(observers(of), lambda event: None) as report:
         for event in runs.events(of, LOSSES)[:-1]:
             report(event)
