@@ -63,7 +63,7 @@ def measured(kind: str, differentiates: bool = False, **stage: Any) -> HostProfi
     return measure(order, torch.randn(SAMPLES, FEATURES), torch.randn(SAMPLES, 1))
 
 
-def test_bytes_are_those_of_parameters_gradients_momentum_and_new_activations() -> None:
+def test_bytes_count_parameters_gradients_momentum_and_new_activations() -> None:
     linear, relu, head = measured("linear").layers
     weight, batch = FEATURES * FEATURES * FLOAT, SAMPLES * FEATURES * FLOAT
     assert linear.state_bytes == 3 * weight
@@ -73,7 +73,7 @@ def test_bytes_are_those_of_parameters_gradients_momentum_and_new_activations() 
     assert relu.update_s == 0 < linear.update_s
 
 
-def test_under_autocast_activations_take_half_and_parameters_all() -> None:
+def test_autocast_halves_activations_but_not_parameters() -> None:
     linear, relu, _ = measured("linear", autocast="bfloat16").layers
     weight, batch = FEATURES * FEATURES * FLOAT, SAMPLES * FEATURES * FLOAT
     assert linear.state_bytes == 3 * weight
@@ -81,7 +81,7 @@ def test_under_autocast_activations_take_half_and_parameters_all() -> None:
     assert relu.input_bytes == batch // 2
 
 
-def test_a_host_says_what_it_has_and_what_a_worker_takes_up_by_itself() -> None:
+def test_a_host_profile_has_its_free_memory_and_that_of_an_empty_worker() -> None:
     found = measured("linear")
     assert found.available_bytes is not None
     assert 10 * 2**20 < found.base_bytes < found.available_bytes
@@ -110,7 +110,9 @@ def test_every_time_of_a_layer_is_measured() -> None:
 
 @pytest.mark.usefixtures("pretended")
 @pytest.mark.parametrize("differentiates", [True, False])
-def test_a_frozen_stage_passes_gradients_on_only_where_somebody_waits(differentiates: bool) -> None:
+def test_a_frozen_stage_computes_input_gradients_only_if_layers_before_need_them(
+    differentiates: bool,
+) -> None:
     linear, sleeper, _ = measured("sleeper", differentiates, frozen=True).layers
     assert linear.state_bytes == FEATURES * FEATURES * FLOAT
     assert sleeper.backward_s == (0.5 if differentiates else 0.0)
@@ -122,7 +124,7 @@ def test_a_layer_that_fails_is_named_with_what_it_had_received() -> None:
         measured("failing")
 
 
-def test_a_sample_survives_its_journey() -> None:
+def test_a_sample_is_equal_after_encoding() -> None:
     x: Tensor = torch.arange(6).reshape(2, 3)
     inputs, targets = tensors.load_message(
         tensors.dump_message(({"x": x, "pair": (x[0], x.double())}, x))

@@ -49,7 +49,7 @@ def _layers(config: Config, parts_per_stage: int) -> list[Any]:
     return [layer for each in built for layer in each.module]
 
 
-def test_the_frozen_cases_are_those_of_the_issue() -> None:
+def test_the_frozen_cases_do_not_change() -> None:
     found = {
         name: (case.num_stages, case.config.num_microbatches, case.nominal)
         for name in cases.frozen()
@@ -63,7 +63,7 @@ def test_the_frozen_cases_are_those_of_the_issue() -> None:
     }
 
 
-def test_a_stage_sleeps_as_long_and_has_as_many_weights_when_it_is_cut_in_two() -> None:
+def test_two_half_stages_sleep_as_long_and_have_as_many_weights_as_one() -> None:
     case = cases.load("sleep", num_stages=2)
     whole = _layers(case.config, 1)
     halves = _layers(case.halves, 2)
@@ -103,7 +103,7 @@ def test_the_first_sleeping_layer_has_an_input_gradient_too(
 
 
 @pytest.mark.parametrize("name", ["activations", "transformer"])
-def test_the_boundary_of_a_case_is_as_large_as_it_says(name: str) -> None:
+def test_activations_are_as_large_as_the_case_promises(name: str) -> None:
     config = cases.load(name).config
     first, second = (
         peer_trainers.build(config, i, n).module
@@ -116,7 +116,7 @@ def test_the_boundary_of_a_case_is_as_large_as_it_says(name: str) -> None:
     assert second(boundary).shape == targets.chunk(config.num_microbatches)[0].shape
 
 
-def test_a_case_without_data_says_what_needs_them() -> None:
+def test_a_case_without_data_is_an_error() -> None:
     config = cases.load("sleep").config.model_copy(update={"data": None})
     with pytest.raises(ConfigError, match=r"\[data\] section, which a benchmark needs: give it"):
         next(peer_trainers.endless_batches(config))
@@ -136,7 +136,7 @@ def test_a_case_grows_with_stages_and_micro_batches(
     assert len(assignment.assign(case.config)) == stages
 
 
-def test_the_bound_knows_of_times_that_were_overridden() -> None:
+def test_the_bound_follows_overridden_times() -> None:
     times = "{ forward = 1.0, input_gradient = 2.0, weight_gradient = 3.0 }"
     case = cases.load("sleep", overrides=[f"model.kwargs.times_ms={times}"])
     assert case.nominal == ActionTimes(0.001, 0.002, 0.003)
@@ -152,7 +152,7 @@ def test_a_part_of_a_cut_stage_keeps_the_order_of_its_layers() -> None:
     assert list(itertools.chain(*cut)) == list(itertools.chain(*whole))
 
 
-def test_ones_own_config_is_measured_without_what_no_peer_does(job: JobFolder) -> None:
+def test_an_own_config_is_measured_without_features_that_peers_lack(job: JobFolder) -> None:
     path = job.config(OWN)
     case = cases.load(str(path), num_microbatches=5, overrides=["data.batch_size=20"])
     config = case.config
@@ -168,7 +168,7 @@ def test_ones_own_config_is_measured_without_what_no_peer_does(job: JobFolder) -
     assert loader.load_config(path).max_grad_norm == 1.0
 
 
-def test_what_is_no_chain_of_equal_micro_batches_on_the_cpu_is_unfit(job: JobFolder) -> None:
+def test_only_a_chain_of_equal_micro_batches_on_the_cpu_is_supported(job: JobFolder) -> None:
     chain = cases.load("transformer").config
     with pytest.raises(UnsupportedJobError, match="CPU"):
         peer_trainers.layer_names(
@@ -192,7 +192,7 @@ def test_a_config_without_data_cannot_be_measured(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "override", ["stages=[{replicas = 2}, {}]", 'tied=[["head.weight", "block0.weight"]]']
 )
-def test_what_no_peer_can_do_is_not_compared(job: JobFolder, override: str) -> None:
+def test_a_config_that_no_peer_supports_is_refused(job: JobFolder, override: str) -> None:
     with pytest.raises(ConfigError, match="replicas or tied parameters"):
         cases.load(str(job.config(OWN)), overrides=[override])
 

@@ -79,7 +79,7 @@ def test_rounds_keep_to_their_budget(budget: float, steps: int | None) -> None:
     assert count == 9 or took + 1.5 * done.steps > budget
 
 
-def test_a_round_that_the_budget_ends_does_not_count() -> None:
+def test_a_round_cut_off_by_the_budget_does_not_count() -> None:
     slower_and_slower = Working("a", []), Working("b", [])
     done, took, _ = compare(*slower_and_slower, budget=30.0, steps=1)
     assert took == 30.0
@@ -87,7 +87,7 @@ def test_a_round_that_the_budget_ends_does_not_count() -> None:
     assert comparison.loss_difference(done.series) is None
 
 
-def test_starting_counts_and_is_foretold_by_the_starts_before() -> None:
+def test_the_time_of_starting_is_predicted_by_the_starts_before() -> None:
     contestants = [Steady(name, [], 0.1) for name in "abcd"]
     for one in contestants:
         one.starting = 8.0
@@ -97,7 +97,7 @@ def test_starting_counts_and_is_foretold_by_the_starts_before() -> None:
     assert [left for _, _, left in told[:4]] == [20.0, 24.0, 16.0, 8.0]
 
 
-def test_the_time_left_of_rounds_is_the_time_left() -> None:
+def test_the_predicted_time_of_rounds_is_right() -> None:
     _, took, told = compare(Steady("a", [], 0.02), Steady("b", [], 0.03), budget=60.0)
     known = told[4:]  # after the start and a first step of each
     assert known[0][0] == "warm-up: a"
@@ -105,7 +105,7 @@ def test_the_time_left_of_rounds_is_the_time_left() -> None:
     assert [now + left for _, now, left in known] == pytest.approx([took] * len(known))
 
 
-def test_a_result_says_when_it_tells_too_little() -> None:
+def test_a_result_notes_too_few_rounds() -> None:
     def said(pairs: int, budget: float = math.inf) -> list[str]:
         return measure(Steady("a", []), Steady("b", []), pairs=pairs, budget=budget).notes
 
@@ -116,7 +116,7 @@ def test_a_result_says_when_it_tells_too_little() -> None:
     assert one.startswith("1 round is too few to tell contestants apart")
 
 
-def test_limits_end_what_is_under_way_but_for_what_is_needed() -> None:
+def test_limits_cancel_measurements_except_needed_ones() -> None:
     async def work() -> str:
         await asyncio.sleep(5)
         return "done"
@@ -137,7 +137,7 @@ def test_limits_end_what_is_under_way_but_for_what_is_needed() -> None:
     assert in_pretended_time(run())[1] == 6.0
 
 
-def test_a_line_is_said_again_with_the_time_that_is_left_by_then(
+def test_progress_is_repeated_with_the_time_left(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     async def run() -> None:

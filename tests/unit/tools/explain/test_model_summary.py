@@ -98,7 +98,7 @@ def trained(job: Config, index: int, found: StageFacts) -> None:
 
 
 @pytest.mark.parametrize("values", [LANGUAGE, BLOCKS, JOINED])
-def test_what_is_counted_is_what_is_built_and_what_a_step_leaves(values: dict[str, Any]) -> None:
+def test_counts_equal_the_built_model_and_its_state_after_a_step(values: dict[str, Any]) -> None:
     job = config(values)
     found = summarize_model(job)
     assert len(found.stages) == job.num_stages
@@ -106,7 +106,7 @@ def test_what_is_counted_is_what_is_built_and_what_a_step_leaves(values: dict[st
         trained(job, index, stage)
 
 
-def test_a_tied_parameter_counts_once_in_the_model_and_where_it_is_owned() -> None:
+def test_a_tied_parameter_counts_once_in_the_model_and_at_its_owner() -> None:
     found = summarize_model(config(LANGUAGE))
     embed, _, head = found.stages
     assert found.tied == [["stage0", "stage2"]]
@@ -115,7 +115,7 @@ def test_a_tied_parameter_counts_once_in_the_model_and_where_it_is_owned() -> No
     assert found.parameters == sum(stage.parameters for stage in found.stages) - 88
 
 
-def test_steps_are_those_of_a_run() -> None:
+def test_steps_equal_the_steps_of_a_run() -> None:
     counted, epochs = summarize_model(config(LANGUAGE)), summarize_model(config(BLOCKS))
     assert (counted.steps, counted.batches) == (7, {"train": 4})
     assert (epochs.steps, epochs.batches) == (12, {"train": 4, "test": 4})
@@ -144,7 +144,7 @@ class Stubborn(torch.optim.SGD):
         return super().step(closure)
 
 
-def test_what_cannot_be_counted_on_nothing_is_built_or_left_open() -> None:
+def test_a_model_that_the_meta_device_cannot_hold_is_built() -> None:
     values = BLOCKS | {
         "model": {"layers": f"{__name__}:curious", "balance": [1]},
         "stages": [],
@@ -155,7 +155,7 @@ def test_what_cannot_be_counted_on_nothing_is_built_or_left_open() -> None:
     assert stage.optimizer_bytes is None
 
 
-def test_data_that_only_the_stages_have_leaves_the_steps_open() -> None:
+def test_steps_are_unknown_if_only_the_stages_have_the_data() -> None:
     values = BLOCKS | {"data": {"train": "zoo:nowhere", "at": "stage"}}
     with pytest.raises(RpcmpError, match="zoo:nowhere"):
         summarize_model(config(values))
@@ -165,7 +165,7 @@ def test_data_that_only_the_stages_have_leaves_the_steps_open() -> None:
     assert summarize_model(config(values | {"epochs": None, "steps": 5}), is_here=False).steps == 5
 
 
-def test_nothing_is_explained_that_a_run_would_refuse() -> None:
+def test_a_job_that_a_run_would_refuse_is_refused() -> None:
     wrong = BLOCKS | {"model": {"layers": "zoo:mlp", "balance": [1, 1]}}
     with pytest.raises(ConfigError, match="adds up to 2, but the model has 4 layers"):
         summarize_model(config(wrong))

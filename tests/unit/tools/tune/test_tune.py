@@ -45,7 +45,7 @@ def drawn(found: Grid) -> list[str]:
     return [f"{way}: {numbers}" for way, numbers in by_way.items()]
 
 
-def test_the_most_in_flight_counts_a_stage_s_replicas() -> None:
+def test_the_largest_max_in_flight_counts_the_replicas_of_a_stage() -> None:
     behind = config(
         stages=[{}, {"replicas": 2}], data={"train": "zoo:regression", "batch_size": 64}
     )
@@ -92,7 +92,7 @@ def test_messages_are_an_axis_which_widens_what_is_in_flight() -> None:
     ]
 
 
-def test_what_makes_no_sense_is_left_out_and_said() -> None:
+def test_useless_settings_are_left_out_with_a_reason() -> None:
     axes = Axes([4, 16, 17, 4], ["1f1b", "gpipe"], [None, 2, 20])
     found = grid(config(), axes)
     assert drawn(found) == [
@@ -123,17 +123,17 @@ def test_what_makes_no_sense_is_left_out_and_said() -> None:
         (Axes(schedules=["zbv"]), "no schedule 'zbv'; there are 'gpipe', '1f1b', 'zero-bubble'"),
     ],
 )
-def test_values_that_no_config_can_have_are_errors(axes: Axes, said: str) -> None:
+def test_values_that_a_config_refuses_are_errors(axes: Axes, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         grid(config(), axes)
 
 
-def test_there_must_be_data() -> None:
+def test_tuning_without_data_is_an_error() -> None:
     with pytest.raises(ConfigError, match=r"no \[data\] section"):
         grid(config(data=None), Axes())
 
 
-def test_what_is_measured_is_train_steps_on_full_mini_batches() -> None:
+def test_tuning_measures_train_steps_on_full_mini_batches() -> None:
     section = {"train": "zoo:regression", "test": "zoo:regression", "batch_size": 16}
     job = config(data=section, scheduler="torch.optim.lr_scheduler:ConstantLR", max_grad_norm=1.0)
     found = plain_training(job)
@@ -232,7 +232,7 @@ def remarks(tuned: Tuned) -> list[str]:
     return [str(cell) for cell in list(sweep_report.table(tuned).columns)[-1].cells]
 
 
-def test_rounds_interleave_and_begin_elsewhere_and_the_choice_is_measured_again() -> None:
+def test_rounds_interleave_and_rotate_and_the_choice_is_measured_again() -> None:
     tuned, runner = measure(fewer_is_faster)
     order = runner.order
     assert order[:4] == ["14", "12", "z2", "z4"]  # the warm-up
@@ -248,7 +248,7 @@ def test_rounds_interleave_and_begin_elsewhere_and_the_choice_is_measured_again(
     assert [len(one.measured) for one in tuned.series] == [5, 5, 5, 1]
 
 
-def test_what_cannot_win_is_dropped_but_never_the_configs_own() -> None:
+def test_settings_that_cannot_win_are_dropped_except_the_configs_own() -> None:
     axes = Axes([1, 2, 4, 8], ["1f1b", "zero-bubble"], [None])
     tuned, _ = measure(fewer_is_faster, axes=axes, num_microbatches=8)
     assert {short(one.setting): len(one.measured) for one in tuned.series} == {
@@ -267,7 +267,7 @@ def test_what_cannot_win_is_dropped_but_never_the_configs_own() -> None:
     assert [one["is_dropped"] for one in found] == [one["rounds"] < 5 for one in found]
 
 
-def test_what_is_as_good_as_the_best_is_not_dropped() -> None:
+def test_settings_as_fast_as_the_best_are_not_dropped() -> None:
     tuned, _ = measure(noisy, axes=Axes([1, 2, 4, 8], ["1f1b", "zero-bubble"], [None]))
     assert {len(one.measured) for one in tuned.series} == {5}
 
@@ -294,7 +294,9 @@ TEN = Axes([1, 2, 4, 8, 16], ["1f1b", "zero-bubble"], [None])
 
 @pytest.mark.parametrize("steps", [None, 5])
 @pytest.mark.parametrize(("budget", "count"), [(65.0, 6), (5.0, 2)])
-def test_a_large_job_keeps_to_its_budget_too(steps: int | None, budget: float, count: int) -> None:
+def test_a_sweep_of_a_large_job_keeps_to_its_budget(
+    steps: int | None, budget: float, count: int
+) -> None:
     """Five seconds a step; the warm-up has two of each setting, one of which is timed."""
     done = sweep(lambda s, run: 5.0, axes=TEN, steps=steps, budget=budget)
     assert done.took == count * (SETTLE_STEPS + 1) * 5.0
@@ -307,7 +309,7 @@ def test_a_large_job_keeps_to_its_budget_too(steps: int | None, budget: float, c
     assert len(sweep_report.as_json(done.tuned)["not_measured"]) == 10 - count
 
 
-def test_the_start_counts() -> None:
+def test_the_budget_includes_the_start() -> None:
     done = sweep(lambda s, run: 1.0, axes=TEN, budget=31.0, starting=20.0)
     assert done.took == 30.0
     assert len(done.tuned.series) == 5
@@ -317,14 +319,14 @@ def test_the_start_counts() -> None:
     assert [left for _, _, left in late.told] == [math.inf, 2.0]
 
 
-def test_what_is_under_way_when_the_budget_is_spent_is_ended() -> None:
+def test_a_measurement_stops_when_the_budget_is_spent() -> None:
     done = sweep(lambda s, run: 1.0 if s.schedule == "1f1b" else 100.0, budget=30.0)
     assert done.took == 30.0
     assert [short(one.setting) for one in done.tuned.series] == ["12", "14"]
     assert not done.tuned.is_cut_short
 
 
-def test_a_small_budget_is_kept_for_the_confirmation() -> None:
+def test_a_small_budget_is_reserved_for_the_confirmation() -> None:
     """0.5 s a step; a warm-up of all ten takes 10 s, and so does the confirmation."""
     done = sweep(
         lambda s, run: 0.5 if s.num_microbatches > 1 else 0.25, axes=TEN, steps=None, budget=19.0
@@ -336,7 +338,7 @@ def test_a_small_budget_is_kept_for_the_confirmation() -> None:
 
 
 @pytest.mark.parametrize("budget", [math.inf, 60.0, 30.0])
-def test_the_time_left_is_foretold_and_shrinks(budget: float) -> None:
+def test_the_predicted_time_left_shrinks(budget: float) -> None:
     done = sweep(
         lambda s, run: 0.4 if short(s) == "11" else 0.5, axes=TEN, steps=None, budget=budget
     )
@@ -349,7 +351,7 @@ def test_the_time_left_is_foretold_and_shrinks(budget: float) -> None:
     assert min(left) > 0
 
 
-def test_a_sweep_that_is_stopped_shows_what_there_is() -> None:
+def test_a_stopped_sweep_shows_the_results_so_far() -> None:
     tuned, _ = measure(fewer_is_faster, stops_at=11)  # in the second round
     assert tuned.is_cut_short
     assert short(tuned.best.setting) == "12"  # 0.2 s in the first round; "z2" 0.204
@@ -362,7 +364,7 @@ def test_a_sweep_that_is_stopped_shows_what_there_is() -> None:
 
 
 @pytest.mark.parametrize("stops_at", range(3, 30))
-def test_stopped_anywhere_the_best_is_the_fastest_and_only_what_lost_is_dropped(
+def test_a_sweep_stopped_anywhere_knows_the_fastest_and_drops_only_losers(
     stops_at: int,
 ) -> None:
     def steady(setting: ScheduleOptions, run: int) -> float:
@@ -381,7 +383,7 @@ def test_stopped_anywhere_the_best_is_the_fastest_and_only_what_lost_is_dropped(
     assert bool(waiting) == bool(tuned.unmeasured)
 
 
-def test_stopped_before_there_is_anything_to_compare_it_says_so() -> None:
+def test_a_sweep_stopped_before_a_second_setting_compares_nothing() -> None:
     with pytest.raises(StoppedError):
         measure(fewer_is_faster, stops_at=1)
     tuned, _ = measure(fewer_is_faster, stops_at=2)
@@ -390,7 +392,7 @@ def test_stopped_before_there_is_anything_to_compare_it_says_so() -> None:
     )
 
 
-def test_stopped_in_the_confirmation_it_counts_what_was_confirmed() -> None:
+def test_a_sweep_stopped_in_the_confirmation_counts_its_rounds() -> None:
     tuned, _ = measure(fewer_is_faster, stops_at=26)
     assert tuned.is_cut_short
     assert tuned.confirmed is not None
@@ -398,7 +400,7 @@ def test_stopped_in_the_confirmation_it_counts_what_was_confirmed() -> None:
     assert list(sweep_report.lines(tuned))[-1].startswith("too few rounds to tell")
 
 
-def test_a_setting_that_is_faster_again_is_recommended() -> None:
+def test_a_setting_whose_speed_is_confirmed_is_recommended() -> None:
     tuned, _ = measure(fewer_is_faster)
     assert tuned.confirmed is not None
     assert tuned.confirmed.median == 0.5
@@ -423,13 +425,13 @@ def test_too_few_rounds_recommend_nothing() -> None:
     )
 
 
-def test_the_configs_own_setting_may_be_the_best() -> None:
+def test_the_configs_own_setting_can_be_the_best() -> None:
     tuned, runner = measure(fewer_is_faster, num_microbatches=2)
     assert (tuned.best, tuned.confirmed, len(runner.runs)) == (tuned.own, None, 19)
     assert list(sweep_report.lines(tuned)) == ["best: 2 micro-batches, 1f1b, as your config has it"]
 
 
-def test_what_to_paste_names_all_that_changes() -> None:
+def test_lines_to_paste_have_every_changed_key() -> None:
     own = ScheduleOptions(num_microbatches=4, schedule="1f1b", max_in_flight=3)
     best = ScheduleOptions(num_microbatches=4, schedule="zero-bubble", max_in_flight=8)
     assert list(sweep_report.paste(own, best)) == [
@@ -442,7 +444,7 @@ def test_what_to_paste_names_all_that_changes() -> None:
     assert list(sweep_report.paste(own, plainer)) == without  # no option takes a key out
 
 
-def test_the_table_marks_the_best_and_yours_and_what_is_as_good() -> None:
+def test_the_table_marks_the_best_the_own_and_equally_fast_settings() -> None:
     columns = {
         str(c.header): list(c.cells)
         for c in sweep_report.table(measure(fewer_is_faster)[0]).columns
@@ -452,7 +454,7 @@ def test_the_table_marks_the_best_and_yours_and_what_is_as_good() -> None:
     assert columns[""] == ["best", "yours", "within noise", "dropped"]
 
 
-def test_json_has_all_that_the_table_has() -> None:
+def test_json_has_everything_in_the_table() -> None:
     found = json.loads(json.dumps(sweep_report.as_json(measure(fewer_is_faster)[0])))
     own = {"schedule": "1f1b", "max_in_flight": None, "microbatches_per_message": 1}
     assert found["best"] == {"num_microbatches": 2, **own}
@@ -465,7 +467,7 @@ def test_json_has_all_that_the_table_has() -> None:
     assert first["spread"]["median"] == first["step_s"] == 2 * first["busiest_stage_s"]
 
 
-def test_the_curve_has_a_line_with_error_bars_for_each_way(tmp_path: Path) -> None:
+def test_the_curve_has_a_line_with_error_bars_per_combination(tmp_path: Path) -> None:
     tuned, _ = measure(noisy)
     axes = sweep_report.draw(tuned).axes[0]
     _, labels = axes.get_legend_handles_labels()

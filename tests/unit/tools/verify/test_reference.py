@@ -144,7 +144,7 @@ def test_a_lost_gradient_is_found_in_the_parameters(right: ComparedRun) -> None:
     assert found.startswith("after the last step: first.0.bias: 6 of 6 numbers differ")
 
 
-def test_another_order_of_sums_is_found_though_it_changes_little(right: ComparedRun) -> None:
+def test_another_order_of_sums_is_found(right: ComparedRun) -> None:
     wrong = train(job(), SumsInReverse)
     assert first_difference(wrong, right) is not None
     require_near(wrong.state, right.state)
@@ -182,7 +182,7 @@ def with_bit_flipped(state: dict[str, Tensor], name: str, index: int) -> dict[st
     ("name", "index", "place"),
     [("first.0.weight", 9, "[2, 1]"), ("middle.0.bias", 5, "[5]"), ("last.bias", 0, "[0]")],
 )
-def test_a_flipped_bit_is_found_where_it_is(
+def test_a_flipped_bit_is_found_at_its_index(
     right: ComparedRun, name: str, index: int, place: str
 ) -> None:
     wrong = ComparedRun(right.losses, with_bit_flipped(right.state, name, index))
@@ -339,7 +339,7 @@ def test_stages_read_what_the_graph_says() -> None:
     assert train(config, steps=1).losses == pytest.approx([expected])
 
 
-def test_a_frozen_layer_stays_as_it_was_built() -> None:
+def test_a_frozen_layer_does_not_change() -> None:
     config = job(stages=[{"frozen": True}, {}], model={"layers": "tests.zoo.models:layers"})
     (first, *_) = assignment.assign(config)
     built = layers.build_layers(config, 0, first.layers)["first"].state_dict()
