@@ -1,8 +1,8 @@
 """One rank of torch's DistributedDataParallel over Gloo.
 
-Its best: mini-batches loaded before the clock starts, no gradient sent but with a rank's last
-micro-batch (`no_sync`), gradients that lie in DDP's buckets from the first, and the loss divided by
-the number of micro-batches instead of every gradient.
+It runs at its best: mini-batches are loaded before the clock starts, gradients are sent only with a
+rank's last micro-batch (`no_sync`) and lie in DDP's buckets from the start, and the loss is divided
+by the number of micro-batches instead of every gradient.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rpcmp.tools.bench import peer_trainers
 
 
 class DataParallel:
-    """The same model and micro-batches as the job's replicas have.
+    """Trains the model and micro-batches of the job's replicas.
 
     Args:
         order: "config", the job as plain data, "folder" of its Python files; "rank", "world_size"

@@ -23,7 +23,7 @@ def test_the_real_peers_train_the_same_from_the_same_weights(
     names = ["torch-1f1b", "torch-best", "one-process-1-thread"]
     peers = [benchmark.CONTESTANTS[name](case) for name in names]
     done = compare(*peers, pairs=1)
-    assert done.unfit == {}
+    assert done.unsupported == {}
     assert [one.name for one in done.series] == names
     comparison.require_equal_losses(done.series)
     losses = done.series[0].losses

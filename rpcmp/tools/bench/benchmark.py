@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 from rich.table import Table
@@ -72,25 +73,9 @@ ONE_PROCESS_WAYS = ["whole batch", "micro-batches"]
 BEST_SCHEDULES = ["1f1b", "interleaved-1f1b", "interleaved-zero-bubble", "zbv"]
 
 
-def _one_thread(case: Case) -> Contestant:
-    return _one_process("one-process-1-thread", case, 1)
-
-
-def _all_threads(case: Case) -> Contestant:
-    return _one_process("one-process-all-threads", case, len(os.sched_getaffinity(0)))
-
-
 def _one_process(name: str, case: Case, threads: int) -> Contestant:
     processes = Processes("one-process", case, [threads])
     return PeerGroup(name, processes, "batch", ONE_PROCESS_WAYS, {"threads": threads})
-
-
-def _torch_1f1b(case: Case) -> Contestant:
-    return _torch("torch-1f1b", case, ["1f1b"])
-
-
-def _torch_best(case: Case) -> Contestant:
-    return _torch("torch-best", case, BEST_SCHEDULES)
 
 
 def _torch(name: str, case: Case, schedules: list[str]) -> Contestant:
@@ -103,10 +88,12 @@ OURS = "rpcmp"
 
 CONTESTANTS: dict[str, Callable[[Case], Contestant]] = {
     OURS: OwnPipeline,
-    "one-process-1-thread": _one_thread,
-    "one-process-all-threads": _all_threads,
-    "torch-1f1b": _torch_1f1b,
-    "torch-best": _torch_best,
+    "one-process-1-thread": partial(_one_process, "one-process-1-thread", threads=1),
+    "one-process-all-threads": partial(
+        _one_process, "one-process-all-threads", threads=len(os.sched_getaffinity(0))
+    ),
+    "torch-1f1b": partial(_torch, "torch-1f1b", schedules=["1f1b"]),
+    "torch-best": partial(_torch, "torch-best", schedules=BEST_SCHEDULES),
 }
 
 
@@ -166,10 +153,10 @@ async def benchmark(
     progress("stage times", limits.left)
     bound_s = await limits.run(_bound(case, bound, notes), is_needed=True)
     done = await comparison.compare(contestants, pairs, steps, progress, limits)
-    notes += [f"without {name}: {why}" for name, why in done.unfit.items()]
+    notes += [f"without {name}: {why}" for name, why in done.unsupported.items()]
     own_name = contestants[0].name
-    if own_name in done.unfit:
-        raise UnsupportedJobError(f"{own_name}: {done.unfit[own_name]}")
+    if own_name in done.unsupported:
+        raise UnsupportedJobError(f"{own_name}: {done.unsupported[own_name]}")
     if case.is_frozen:
         comparison.require_equal_losses(done.series)
     elif difference := comparison.loss_difference(done.series):

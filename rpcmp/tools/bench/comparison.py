@@ -181,12 +181,12 @@ class ComparisonRounds:
     Attributes:
         series: one per contestant that could take part.
         steps: steps per round.
-        unfit: why the others could not take part, by name.
+        unsupported: why the others could not take part, by name.
     """
 
     series: list[ContestantTimes]
     steps: int
-    unfit: dict[str, str]
+    unsupported: dict[str, str]
 
 
 async def compare(
@@ -209,15 +209,15 @@ async def compare(
     Raises:
         StoppedError: stopped before the end of the first round.
     """
-    unfit: dict[str, str] = {}
+    unsupported: dict[str, str] = {}
     limits = limits or TimeLimits()
-    async with _started(contestants, unfit, progress, limits) as fit:
-        if not fit:
-            return ComparisonRounds([], 0, unfit)
-        comparison = _Comparison(fit, pairs, steps, progress, limits)
+    async with _start_all(contestants, unsupported, progress, limits) as started:
+        if not started:
+            return ComparisonRounds([], 0, unsupported)
+        comparison = _Comparison(started, pairs, steps, progress, limits)
         with contextlib.suppress(StoppedError):
             await comparison.run()
-    return ComparisonRounds(comparison.whole_rounds(), comparison.steps, unfit)
+    return ComparisonRounds(comparison.whole_rounds(), comparison.steps, unsupported)
 
 
 class _Comparison:
@@ -225,22 +225,22 @@ class _Comparison:
 
     def __init__(
         self,
-        fit: Sequence[Contestant],
+        started: Sequence[Contestant],
         pairs: int,
         steps: int | None,
         progress: Progress,
         limits: TimeLimits,
     ) -> None:
-        self._fit, self._pairs, self._steps = fit, pairs, steps
+        self._contestants, self._pairs, self._steps = started, pairs, steps
         self._progress, self._limits = progress, limits
-        self._series = {one.name: ContestantTimes(one.name, one.settings) for one in fit}
+        self._series = {one.name: ContestantTimes(one.name, one.settings) for one in started}
         self._step_s: dict[str, float] = {}
 
     @property
     def steps(self) -> int:
         """Steps per round: enough to tell, or fewer if all rounds would not fit otherwise."""
         fastest = min(self._step_s.values(), default=math.inf)
-        whole = self._pairs * self._cost(self._fit, 1)
+        whole = self._pairs * self._cost(self._contestants, 1)
         return self._steps or _steps(fastest, whole, self._limits.left)
 
     async def run(self) -> None:
@@ -252,9 +252,9 @@ class _Comparison:
         await self._warm_up()
         self._steps = self.steps
         for number in range(1, self._pairs + 1):
-            if number > 1 and self._limits.left < self._cost(self._fit, self.steps):
+            if number > 1 and self._limits.left < self._cost(self._contestants, self.steps):
                 break
-            order, what = rotated(self._fit, number), f"round {number} of {self._pairs}"
+            order, what = rotated(self._contestants, number), f"round {number} of {self._pairs}"
             for place, one in enumerate(order):
                 pending = self._cost(order[place:], self.steps)
                 self._report(f"{what}: {one.name}", pending, self._pairs - number)
@@ -264,14 +264,14 @@ class _Comparison:
     async def _warm_up(self) -> None:
         """Run the first steps, equally many for each; the first one shows how long a step takes."""
         share = self._limits.left * WARMUP_SHARE
-        for one in self._fit:
+        for one in self._contestants:
             self._progress(f"warm-up: {one.name}", self._limits.at_most)
             self._add(one, await self._limits.run(one.run(1), is_needed=True), is_warmup=True)
         steps = WARMUP_STEPS - 1
-        if self._cost(self._fit, steps) > share:
+        if self._cost(self._contestants, steps) > share:
             return
-        for place, one in enumerate(self._fit):
-            pending = self._cost(self._fit[place:], steps)
+        for place, one in enumerate(self._contestants):
+            pending = self._cost(self._contestants[place:], steps)
             self._report(f"warm-up: {one.name}", pending, self._pairs)
             self._add(one, await self._limits.run(one.run(steps), is_needed=True), is_warmup=True)
 
@@ -281,7 +281,7 @@ class _Comparison:
 
     def _report(self, what: str, pending: float, rounds: int) -> None:
         """Report progress: `pending` seconds for the current round, and `rounds` after it."""
-        rest = min(rounds * self._cost(self._fit, self.steps), self._limits.left - pending)
+        rest = min(rounds * self._cost(self._contestants, self.steps), self._limits.left - pending)
         self._progress(what, pending + max(0.0, rest))
 
     def _cost(self, contestants: Sequence[Contestant], steps: int) -> float:
@@ -343,19 +343,19 @@ def require_equal_losses(series: Sequence[ContestantTimes]) -> None:
 
 
 @contextlib.asynccontextmanager
-async def _started(
+async def _start_all(
     contestants: Sequence[Contestant],
-    unfit: dict[str, str],
+    unsupported: dict[str, str],
     progress: Progress,
     limits: TimeLimits,
 ) -> AsyncIterator[list[Contestant]]:
     """Start the contestants one after the other, since starting measures as well."""
-    fit: list[Contestant] = []
+    started: list[Contestant] = []
     clock = asyncio.get_running_loop().time
-    started = clock()
+    start_time = clock()
     async with contextlib.AsyncExitStack() as stack:
         for number, one in enumerate(contestants):
-            usual = (clock() - started) / number if number else 0.0
+            usual = (clock() - start_time) / number if number else 0.0
             left = max(limits.left, usual * (len(contestants) - number))
             what = f"starting {one.name} ({number + 1} of {len(contestants)})"
             progress(what, left if left > 0 else math.inf)
@@ -363,8 +363,8 @@ async def _started(
             try:
                 await limits.run(one.start(), is_needed=True)
             except UnsupportedJobError as error:
-                unfit[one.name] = str(error)
+                unsupported[one.name] = str(error)
                 await one.close()
             else:
-                fit.append(one)
-        yield fit
+                started.append(one)
+        yield started

@@ -53,7 +53,7 @@ def test_an_unsupported_contestant_is_closed_before_the_others_run() -> None:
     log: list[str] = []
     done = compare(Pretender("a", log), Pretender("b", log, why="no chain"))
     assert [one.name for one in done.series] == ["a"]
-    assert done.unfit == {"b": "no chain"}
+    assert done.unsupported == {"b": "no chain"}
     assert log.index("close b") < log.index("run a")
 
 
