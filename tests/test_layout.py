@@ -29,7 +29,7 @@ ELSEWHERE = {
     "cluster/test_balance_auto.py": """
         job/autobalance job/status server/services
     """,
-    "cluster/test_believed.py": "job/outputs server/snapshot_service",
+    "cluster/test_believed.py": "job/outputs process/channel server/snapshot_service",
     "cluster/test_bench.py": """
         tools/bench/peer_group tools/bench/peer_process tools/bench/peer_trainers
     """,
@@ -88,7 +88,6 @@ ELSEWHERE = {
     """,
     "unit/observability/prometheus/test_run.py": "observability/prometheus/registry",
     "unit/observability/run_folder/test_compare.py": "observability/run_folder/reader",
-    "unit/observability/test_events.py": "process/channel",
     "unit/observability/test_observers_loggers.py": "cli/observing",
     "unit/observability/test_tensorboard.py": "observability/tensorboard_file",
     "unit/observability/trace/test_analysis.py": "observability/trace/critical_path",

@@ -74,6 +74,7 @@ def drive(
     from rpcmp.cli.observing import observers, path_of, saying_where, seconds_between_timelines
     from rpcmp.cli.output import logged, printer
     from rpcmp.job.drive import drive as run
+    from rpcmp.observability.events.definitions import LogEvent
     from rpcmp.observability.observers import aside, watching
     from rpcmp.observability.run_folder.writer import TRACE
     from rpcmp.process.descriptors import raise_limit
@@ -90,13 +91,13 @@ def drive(
     raise_limit()
     found: list[Observer] = []
     with (
-        printer(job, as_json, verbose, quiet) as show,
+        printer(as_json, verbose, quiet) as show,
         metrics_of(job, metrics, found),
         aside(logged(show, display)) as shown,
         page_of(job, ui, found, shown),
         watching(found := [*found, *observers(job)], shown) as told,
         saying_where(found, told) as report,
-        display.reporting(report),
+        display.reporting(lambda entry: report(LogEvent.from_json(entry, complete=True))),
     ):
         folder = path_of(found)
         training = run(

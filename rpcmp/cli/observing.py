@@ -10,10 +10,11 @@ from pathlib import Path
 from rpcmp.cli.output import plain, with_log
 from rpcmp.config.schema import Config
 from rpcmp.errors import ConfigError
+from rpcmp.observability.events.definitions import KeptEvent
+from rpcmp.observability.events.event import Event
 from rpcmp.observability.observers import Observer, Report, loggers
 from rpcmp.observability.run_folder.writer import BEGINNINGS, RunFolder
 from rpcmp.observability.tensorboard import TensorBoard
-from rpcmp.process.channel import Message
 
 SHOWN_SECONDS = 2.0
 """Between two timelines that somebody looks at."""
@@ -47,10 +48,10 @@ def saying_where(found: Sequence[Observer], report: Report) -> Iterator[Report]:
     """Report the event `kept` at the end of a run that has begun: where its folder is."""
     begun, last = False, 0
 
-    def noting(event: Message) -> None:
+    def noting(event: Event) -> None:
         nonlocal begun, last
-        begun |= event["event"] in BEGINNINGS
-        last = event.get("generation", last)
+        begun |= isinstance(event, BEGINNINGS)
+        last = last if event.generation is None else event.generation
         report(event)
 
     try:
@@ -58,8 +59,7 @@ def saying_where(found: Sequence[Observer], report: Report) -> Iterator[Report]:
     finally:
         path = path_of(found)
         if begun and path is not None:
-            told = {"path": str(path), "time": time.time(), "generation": last}
-            report({"event": "kept", **told})
+            report(KeptEvent(path=str(path)).stamped(time.time(), last))
 
 
 def seconds_between_timelines(found: Sequence[Observer]) -> float:
@@ -81,7 +81,7 @@ def run_folder(config: Config) -> RunFolder:
     Raises:
         ConfigError: the config's folder cannot be written.
     """
-    folder = RunFolder(config, lambda write: with_log(plain(config, write), write))
+    folder = RunFolder(config, lambda write: with_log(plain(write), write))
     try:
         folder.make()
     except OSError as error:

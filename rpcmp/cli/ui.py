@@ -55,12 +55,13 @@ def page_of(job: Config, ui: str | None, observers: list[Observer], show: Report
         Endpoint,  # its libraries are needed by who has a page alone
     )
     from rpcmp.observability.dashboard.server import Page
+    from rpcmp.observability.events.definitions import UiEvent
 
     place = Endpoint.open(None if ui == ANY else ui, job.certs_folder)
     page = Page(place)
     observers.append(page)
     # To nobody else: there may be a token in it.
-    show({"event": "ui", "url": place.url, "time": time.time(), "generation": 1})
+    show(UiEvent(url=place.url).stamped(time.time(), 1))
     try:
         yield
     finally:

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 import rpcmp as library
 from rpcmp.checkpoint.folder import remove
+from rpcmp.observability.events.definitions import StepEvent
 from rpcmp.observability.run_folder.compare import compare
 from rpcmp.observability.run_folder.reader import read
 from tests.support.faults import committed, drive
@@ -98,11 +99,11 @@ def test_resuming_a_run_that_was_killed(whole: tuple[JobFolder, Result], job: Jo
     killed, resumed = map(read, sorted((job.folder / "runs").glob("job-*")))
     assert (killed.info.outcome, resumed.info.outcome) == ("running", "done")
     assert (killed.info.continues, resumed.info.continues) == (None, killed.name)
-    assert [event["step"] for event in resumed.all("step")] == list(range(begin + 1, STEPS + 1))
+    assert [event.step for event in resumed.all(StepEvent)] == list(range(begin + 1, STEPS + 1))
     (first,) = (whole[0].folder / "runs").glob("job-*")
     for later in (killed, resumed):  # each line is whole
         found = compare([read(first), later])
-        assert (found.shared, found.first_difference) == (len(later.all("step")), None)
+        assert (found.shared, found.first_difference) == (len(later.all(StepEvent)), None)
 
 
 @pytest.mark.parametrize("section", [True, False])

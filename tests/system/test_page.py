@@ -23,6 +23,7 @@ from tests.support import pageevents
 from tests.support.browsers import chromium, opened
 from tests.support.pageevents import Event
 from tests.support.processes import JobFolder, Server, connect, describe, poll_for, running
+from tests.support.runevents import typed
 
 expect.set_options(timeout=30_000)  # this machine may be busy
 
@@ -40,7 +41,7 @@ def serving(events: Iterable[Event], place: Endpoint | None = None) -> Iterator[
     page = Page(place)
     try:
         for event in events:
-            page.tell(event)
+            page.tell(typed(event))
         yield page, place.url
     finally:
         page.close()
@@ -139,7 +140,7 @@ def _sees_a_stage_come_back(tab: Tab, server: Server) -> None:
     poll_for(lambda: tab.evaluate("states")[-1] == "running", "the stage to come back")
     expect(tab.locator("#status")).to_have_text("training")
     expect(tab.locator(".event.fault").first).to_contain_text("stage1")
-    begun = tab.locator(".event.generation", has_text="Generation 2 begins")
+    begun = tab.locator(".event.generation", has_text="generation 2 starts")
     expect(begun).to_have_count(1)
     assert describe(server).worker_pid not in (0, killed)
     step = tab.locator("#steps").inner_text()
@@ -161,7 +162,7 @@ def test_a_lost_stage_is_shown_by_color_sign_and_text(browser: Browser) -> None:
         coarse = node(tab, "coarse")
         expect(coarse.locator(".state")).to_have_text("● running")
         calm = coarse.evaluate("node => getComputedStyle(node).borderTopColor")
-        page.tell(pageevents.fault(20))
+        page.tell(typed(pageevents.fault(20)))
         expect(coarse).to_have_attribute("data-state", "lost")
         expect(coarse.locator(".state")).to_have_text("✕ lost")
         expect(coarse).to_have_attribute("aria-label", re.compile("coarse, lost"))
@@ -172,7 +173,7 @@ def test_a_lost_stage_is_shown_by_color_sign_and_text(browser: Browser) -> None:
         expect(tab.locator("#status")).to_have_text("recovering")
         expect(node(tab, "fine")).to_have_attribute("data-state", "running")
         again = {"event": "generation", "generation": 2, "step": 20, "workers": {}}
-        page.tell(again)
+        page.tell(typed(again))
         expect(coarse).to_have_attribute("data-state", "running")
         assert seen.errors == []
 
@@ -197,7 +198,7 @@ def test_a_page_reports_a_lost_run_and_follows_the_next_one(
     place = Endpoint.open("127.0.0.1:0", None)
     page, port = Page(place), place.port
     for event in going_on(20):
-        page.tell(event)
+        page.tell(typed(event))
     with opened(browser, place.url) as (tab, _):
         expect(tab.locator("#connection")).to_have_text("Live")
         monkeypatch.setattr(page._run, "end", lambda: None)  # as if it had been killed
@@ -216,7 +217,7 @@ def test_the_page_stays_small_and_live_over_10000_steps(browser: Browser) -> Non
         expect(tab.locator("#steps")).to_contain_text("Step 10,000 of 10,000")
         expect(tab.locator("#loss-reading")).to_contain_text("step 10,000:")
         for event in going_on(10_400)[-600:]:
-            page.tell(event)
+            page.tell(typed(event))
         expect(tab.locator("#loss-reading")).to_contain_text("step 10,400:")
         assert tab.locator("*").count() < 4 * LINES + 1000
         assert tab.locator("#events li").count() == LINES
@@ -300,8 +301,8 @@ def test_the_pointer_zooms_and_shows_a_tooltip(browser: Browser) -> None:
         poll_for(lambda: picture(tab, "#timeline") != whole, "the diagram to be zoomed")
 
         tab.locator("#hold").check()
-        page.tell(pageevents.timeline(48))
-        page.tell({"event": "warning", "text": "after the diagram"})
+        page.tell(typed(pageevents.timeline(48)))
+        page.tell(typed({"event": "warning", "text": "after the diagram"}))
         expect(tab.locator(".event").first).to_contain_text("after the diagram")
         expect(tab.locator("#timeline-title")).to_have_text("Step 40")
         tab.locator("#hold").uncheck()

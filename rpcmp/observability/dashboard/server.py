@@ -22,7 +22,7 @@ from rpcmp.net.connection_limits import Budget, share
 from rpcmp.net.identity import Credentials
 from rpcmp.observability.dashboard.app import Endpoint, application
 from rpcmp.observability.dashboard.state import State
-from rpcmp.process.channel import Message
+from rpcmp.observability.events.event import Event
 
 LAST_WORDS = 1
 """Seconds for browsers to take the last message."""
@@ -62,7 +62,7 @@ class Page:
         )
         self._thread.start()
 
-    def tell(self, event: Message) -> None:
+    def tell(self, event: Event) -> None:
         """See Observer.
 
         Raises:
@@ -113,7 +113,7 @@ class _PublishedRun:
         self._state = State()
         self._lock = threading.Lock()
 
-    def take(self, event: Message) -> None:
+    def take(self, event: Event) -> None:
         """An event."""
         with self._lock:
             self._state.take(event)

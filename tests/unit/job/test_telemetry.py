@@ -53,7 +53,7 @@ def said(
 
 
 def told(vitals: Vitals) -> dict[str, Any]:
-    return vitals.event(5)
+    return vitals.event(5).to_json()
 
 
 def links(vitals: Vitals) -> dict[tuple[str, str], dict[str, Any]]:
