@@ -107,7 +107,9 @@ ELSEWHERE = {
     "unit/server/test_claim_log.py": "process/tempdirs",
     "unit/tools/bench/test_cases.py": "tools/bench/benchmark tools/bench/models",
     "unit/tools/tune/test_sweep.py": "tools/tune/setting_times tools/tune/sweep_report",
-    "unit/tools/verify/test_reference.py": "tools/verify/verification tools/verify/reference_parts",
+    "unit/tools/verify/test_reference_model.py": """
+        tools/verify/verification tools/verify/reference_parts
+    """,
     "unit/worker/grad_sync/test_bucket_allreduce.py": "worker/grad_sync/ready",
     "unit/worker/grad_sync/test_sync.py": "worker/grad_sync/mailbox worker/option_overrides",
     "unit/worker/test_optimizer_state.py": "worker/hidden_state worker/rehearsal",

@@ -16,7 +16,7 @@ from rpcmp.config.loader import parse_config
 from rpcmp.config.schema import Config
 from rpcmp.data.batches import Batches, load_batches
 from rpcmp.pipelining import assignment, layers
-from rpcmp.tools.verify.reference import UnsplitModel
+from rpcmp.tools.verify.reference_model import UnsplitModel
 from rpcmp.tools.verify.verification import ComparedRun, first_difference
 from tests.support.nearness import assert_near
 
