@@ -241,6 +241,8 @@ def test_paths_and_modules_that_pages_name_exist() -> None:
     assert {"tests.benchmarks.recovery", "rpcmp.config.reference"} <= modules
     for module in modules:
         found = importlib.util.find_spec(module)
+        if found is not None and found.submodule_search_locations:
+            found = importlib.util.find_spec(f"{module}.__main__")
         assert found is not None, module
         assert found.origin is not None
         assert '__name__ == "__main__"' in Path(found.origin).read_text(), module

@@ -19,13 +19,10 @@ MOST = 134
 
 ELSEWHERE = {
     "cli/test_doctor.py": """
-        cli/findingtable job/server_calls server/doctor_service tools/doctor/checkup
+        job/server_calls server/doctor_service tools/doctor/checkup
     """,
-    "cli/test_explain.py": "cli/explanation",
     "cli/test_health.py": "server/probe",
     "cli/test_remedy.py": "cli/hints cli/options",
-    "cli/test_report.py": "cli/runtable",
-    "cli/test_trace.py": "cli/sharetable",
     "cluster/test_balance_auto.py": """
         job/autobalance job/status server/services
     """,
@@ -47,7 +44,7 @@ ELSEWHERE = {
     "cluster/test_secrets.py": "config/redaction",
     "cluster/test_segments.py": "job/segments",
     "cluster/test_servers.py": """
-        cli/drain cli/serve cli/status cli/table job/generation server/claim server/serve
+        cli/drain cli/serve cli/status job/generation server/claim server/serve
         server/server server/store_proxy
     """,
     "cluster/test_tunnel.py": "net/dialer",
@@ -61,7 +58,6 @@ ELSEWHERE = {
         examples/residual_ddp examples/resnet50 examples/stdlib_gpt examples/two_parts
         examples/two_towers examples/unet
     """,
-    "system/test_page.py": "cli/ui",
     "test_docs.py": "config/reference",
     "unit/checkpoint/test_checkpoint.py": "checkpoint/manifest checkpoint/runs",
     "unit/checkpoint/test_export.py": "checkpoint/safetensors_layout cli/export",
@@ -97,11 +93,11 @@ ELSEWHERE = {
     "unit/pipelining/test_balance.py": "pipelining/cost_model pipelining/layer_profile",
     "unit/process/logging/test_logs.py": """
         process/logging/capture process/logging/display process/logging/rate_limit
-        process/logging/receiver process/logging/records process/logging/sender
+        process/logging/receiver
     """,
-    "unit/process/logging/test_printable.py": "cli/console",
+    "unit/process/logging/test_records_visible.py": "cli/console",
     "unit/process/test_activity.py": "process/descriptors",
-    "unit/process/test_confinement.py": "process/landlock process/namespace",
+    "unit/process/sandbox/test_confinement.py": "process/sandbox/namespace",
     "unit/rpc/test_transport_payload.py": "rpc/messages",
     "unit/rpc/test_unpickler.py": "worker/model",
     "unit/server/test_claim_log.py": "process/tempdirs",

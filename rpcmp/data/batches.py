@@ -22,7 +22,7 @@ from rpcmp.config.types import Factory
 from rpcmp.data.sample_order import Key, SampleOrder, require_sized, sampler_of
 from rpcmp.errors import ConfigError
 from rpcmp.pipelining import layers, microbatch, pytree
-from rpcmp.process.confinement import is_confined
+from rpcmp.process.sandbox.confinement import is_confined
 
 
 class Loaded(NamedTuple):

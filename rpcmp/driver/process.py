@@ -124,11 +124,11 @@ class DriverProcess:
 
     def run(self) -> None:
         """From the plan to the end of the group."""
-        with self._activity.doing("plan"):
+        with self._activity.during("plan"):
             config = self._plan(self._expect("plan"))
-        liveness.begin(self._channel, lambda: {"tensors": transport.answered.read()})
+        liveness.start_heartbeat(self._channel, lambda: {"tensors": transport.answered.read()})
         order = self._messages.get()
-        with self._activity.doing("join"):
+        with self._activity.during("join"):
             address = transport.join(order["members"], order["rank"], self._store, self._source)
         self._channel.send({"event": "joined", "address": address})
         work = self._messages.get()
@@ -182,7 +182,7 @@ class DriverProcess:
                 follower.write(Path(order["last_steps"]))
         if tracer is not None:
             tracer.write(Path(order["trace"]))
-        self._activity.end()
+        self._activity.stop()
         training.saves.wait()
         memory = group.memory()  # before anything is copied for a file
         if order["save_state"]:
@@ -214,7 +214,7 @@ class DriverProcess:
         self._channel.send({"event": "done"})
 
     def _next_order(self) -> Message:
-        self._activity.end()
+        self._activity.stop()
         return self._messages.get()
 
     def _make_training(

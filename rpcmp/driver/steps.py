@@ -76,7 +76,7 @@ class StepStream:
                 asked = self._ask(number)
 
     def _ask(self, number: int) -> float:
-        self._activity.begin("data", number + 1)
+        self._activity.start("data", number + 1)
         return time.perf_counter()
 
 

@@ -230,9 +230,9 @@ class Training:
 
     def _start(self, step: Step) -> RoundHandle:
         end = AfterRound.HOLD if self._config.holds_steps else AfterRound.STEP
-        self._activity.end()  # it may have to wait for a disk
+        self._activity.stop()  # it may have to wait for a disk
         save = self.saves.is_due(step.number)
-        self._activity.begin("step", step.number)
+        self._activity.start("step", step.number)
         version = step.number if save or self._is_kept(step.number) else 0
         return self._group.start_step(step.batch, step.number, end, version, save)
 
@@ -312,7 +312,7 @@ class Training:
         """
         self.save()
         self._report_progress()
-        self._activity.end()
+        self._activity.stop()
         self.saves.wait()
         step = self.progress.step
         if self.saves.has_failed(step):
@@ -323,7 +323,7 @@ class Training:
     def _write_report(self) -> None:
         if self._config.report is None or self._stop.is_set():
             return
-        self._activity.begin("report", self.progress.step)
+        self._activity.start("report", self.progress.step)
         write = importing.resolve(self._config.report.callable, "report")
         kwargs = self._config.report.kwargs
         try:

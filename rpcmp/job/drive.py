@@ -16,7 +16,7 @@ from rpcmp.observability.events.definitions import SummaryEvent
 from rpcmp.observability.events.event import Event
 from rpcmp.process.channel import Message
 from rpcmp.process.fork_client import Forks
-from rpcmp.process.signals import handled_by, wishes
+from rpcmp.process.signals import count_stop_requests, handle_stop_signals
 
 
 async def drive(
@@ -62,13 +62,13 @@ async def drive(
         run = TrainingRun(config, connect, report, start, processes)
         files = {"save_state": save_state, "trace": trace, "last_steps": last_steps}
         task = asyncio.ensure_future(run.train(_order(evaluate, timeline, files)))
-        with handled_by(lambda signum: run.interrupt(signum, task)):
+        with handle_stop_signals(lambda signum: run.interrupt(signum, task)):
             try:
                 return await task
             except asyncio.CancelledError:
                 if not run.signals:
                     raise
-                if wishes(run.signals) == 1 and run.saves_on(
+                if count_stop_requests(run.signals) == 1 and run.saves_on(
                     run.signals[0]
                 ):  # between two generations: there is no step to end
                     await run.leave()

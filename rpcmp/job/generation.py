@@ -288,12 +288,12 @@ class Generation:
             async for message in driver.messages():
                 await self._heard(driver, message)
         except (ValueError, LookupError, TypeError) as nonsense:
-            raise driver.talks_nonsense(nonsense, "the driver process") from nonsense
+            raise driver.garbled_message_error(nonsense, "the driver process") from nonsense
         code = await driver.wait()
-        died = f"the driver process (pid {driver.pid}) {interpreter.told(code)}"
+        died = f"the driver process (pid {driver.pid}) {interpreter.describe_exit(code)}"
         error = WorkerDiedError("\n".join(filter(None, [died, driver.stacks.read()])))
         error.stage = DRIVER
-        raise await driver.was_hung() or error
+        raise await driver.hung_error() or error
 
     async def _heard(self, driver: Child, message: Message) -> None:
         self._pulse.beat()
@@ -325,7 +325,7 @@ class Generation:
     async def _end_driver_if_silent(self, driver: Child) -> None:
         self._pulse.beat()
         seconds = await self._pulse.lost()
-        raise await driver.hung(DRIVER, seconds)
+        raise await driver.record_hang(DRIVER, seconds)
 
     async def _expect(self, name: str) -> Message:
         while True:

@@ -54,7 +54,7 @@ from rpcmp.pipelining.cost_model import Prediction
 from rpcmp.process.channel import Message
 from rpcmp.process.fork_client import Forks
 from rpcmp.process.logging.records import Entry
-from rpcmp.process.signals import wishes
+from rpcmp.process.signals import count_stop_requests
 from rpcmp.server.connection import versions
 
 
@@ -215,9 +215,9 @@ class TrainingRun:
 
     def interrupt(self, signum: int, task: asyncio.Future[SummaryEvent]) -> None:
         """The first signal while training ends the run after its step, any other at once."""
-        before = wishes(self.signals)
+        before = count_stop_requests(self.signals)
         self.signals.append(signum)
-        if wishes(self.signals) == before:
+        if count_stop_requests(self.signals) == before:
             return
         if not before and self._session is not None and self._training:
             self._session.send({"op": "finish_step", "save": self.saves_on(signum)})

@@ -28,9 +28,9 @@ from rpcmp.job.recovery import HeldSnapshots
 from rpcmp.job.server_calls import dialer_of, require_one_each
 from rpcmp.observability.events.definitions import ReplacedEvent, WaitingEvent
 from rpcmp.observability.events.event import Event
-from rpcmp.process.confinement import Reach, hidden_by
 from rpcmp.process.fork_client import DRIVERS, WORKERS, Forks
 from rpcmp.process.logging import display
+from rpcmp.process.sandbox.confinement import Reach, hidden_by
 from rpcmp.server.client import StageClient
 from rpcmp.v1 import control_pb2 as pb
 
@@ -78,7 +78,7 @@ class LocalServers:
         command += ["--listen", "127.0.0.1:0", "--parent", str(os.getpid())]
         command += self._options
         command += display.options()  # it shares our standard error
-        with await self._forks.another_line() as forks:
+        with await self._forks.new_line() as forks:
             process = await asyncio.create_subprocess_exec(
                 *(*command, "--forks", str(forks.fileno())),
                 stdin=asyncio.subprocess.DEVNULL,

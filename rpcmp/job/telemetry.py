@@ -17,7 +17,7 @@ from rpcmp.observability.events.definitions import VitalsEvent
 from rpcmp.observability.events.event import LinkTraffic, ProcessVitals
 from rpcmp.process import liveness
 from rpcmp.process.activity import Doing
-from rpcmp.process.tcp_stats import PeerTraffic
+from rpcmp.process.sockets import PeerTraffic
 from rpcmp.v1 import control_pb2 as pb
 
 VITALS_SECONDS = 1.0
@@ -113,7 +113,7 @@ class Vitals:
 
         Args:
             pid, doing: its own.
-            ways: see rpcmp.process.tcp_stats.
+            ways: see rpcmp.process.sockets.
             carried: seconds to other hosts and back, see rpcmp.net.relay.
             tensors: see rpcmp.rpc.transport.
         """

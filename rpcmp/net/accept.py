@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator
 from typing import Any
 
 from rpcmp.net.connection_limits import Budget, Guest, peer_of
-from rpcmp.process import tcp_stats
+from rpcmp.process import sockets
 
 RETRY_SECONDS = 0.1
 
@@ -75,7 +75,7 @@ def _was_silent(connection: socket.socket) -> bool:
     It then repeats the handshake, and hands over what answers that. A connection that speaks is
     handed over with what it says, also if its handshake had to be repeated because it got lost.
     """
-    seen = tcp_stats.info(connection.fileno())
+    seen = sockets.info(connection.fileno())
     return seen is not None and seen.received == 0 and seen.resent > 0
 
 

@@ -37,7 +37,7 @@ from rpcmp.net.local_peer import owner_of, require_answers, require_same_user, w
 from rpcmp.net.security import Security
 from rpcmp.net.splice import splice
 from rpcmp.net.tls import HEADER, Connection, TlsState, refusal
-from rpcmp.process.tcp_stats import keep_alive
+from rpcmp.process.sockets import keep_alive
 
 GREETING_SECONDS = 10.0
 """How long a connection may take for its handshake and its first bytes."""

@@ -16,11 +16,11 @@ from collections.abc import Callable, Iterator, Mapping
 
 from rpcmp.config.importing import explain_error
 from rpcmp.errors import JobError, RpcmpError, to_wire
-from rpcmp.process.channel import Channel, Message, begin_child
+from rpcmp.process.channel import Channel, Message, connect_to_supervisor
 from rpcmp.process.child import Child
-from rpcmp.process.confinement import Reach
 from rpcmp.process.fork_client import Forks
 from rpcmp.process.logging.records import Line, entry_of, pass_on
+from rpcmp.process.sandbox.confinement import Reach
 
 TASKS = {
     "sample": "rpcmp.worker.profiler:sample",
@@ -53,14 +53,16 @@ async def start_task(
     def log(line: Line) -> None:
         pass_on(entry_of(line, name, generation=0))
 
-    return await Child.spawn("rpcmp.process.task", environment, forks=forks, hear=log, reach=reach)
+    return await Child.spawn(
+        "rpcmp.process.task", environment, forks=forks, on_line=log, reach=reach
+    )
 
 
 def main() -> None:
     """Do the task that the supervisor asks for; the process ends here, or with its supervisor."""
     # First of all, and torch is imported after it: a supervisor that dies meanwhile must not leave
     # a process behind.
-    channel = begin_child().channel
+    channel = connect_to_supervisor().channel
     if (message := channel.receive()) is None:
         return
     threading.Thread(target=_exit_with_supervisor, args=[channel], daemon=True).start()

@@ -26,12 +26,12 @@ from rpcmp.config.types import Strict
 from rpcmp.config.user_code import COMPARED_BY_VERSION, sha256_of
 from rpcmp.errors import CheckpointError, FactoryError, one_line
 from rpcmp.net.security import Security
-from rpcmp.process import confinement
 from rpcmp.process.channel import Message
-from rpcmp.process.confinement import Reach
 from rpcmp.process.fork_client import Forks
 from rpcmp.process.interpreter import compute_environment
-from rpcmp.process.namespace import listeners
+from rpcmp.process.sandbox import confinement
+from rpcmp.process.sandbox.confinement import Reach
+from rpcmp.process.sockets import listeners
 from rpcmp.process.task import run_task
 from rpcmp.server.connection import PROTOCOL, machine
 
@@ -187,8 +187,8 @@ async def examine(
         listens=sorted(listeners().values()),
         network=network.name,
         exposed=network.reason,
-        confinement="" if reach is None else confinement.told(),
-        unconfined="" if reach is None else confinement.lacks(),
+        confinement="" if reach is None else confinement.kernel_support(),
+        unconfined="" if reach is None else confinement.missing_protection(),
         folder=await _check_folder(request, checkpoints),
         devices=checked["devices"],
         code=checked["code"],

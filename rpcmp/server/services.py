@@ -22,9 +22,9 @@ import grpc
 
 from rpcmp.errors import JobError, RpcmpError, one_line, to_wire
 from rpcmp.net.port import Inner
-from rpcmp.process.confinement import Reach
 from rpcmp.process.fork_client import Forks
 from rpcmp.process.interpreter import compute_environment
+from rpcmp.process.sandbox.confinement import Reach
 from rpcmp.process.task import run_task
 from rpcmp.server import claim_log
 from rpcmp.server.connection import machine
@@ -170,7 +170,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         self, request: pb.InspectRequest, grpc_context: GrpcContext
     ) -> pb.InspectResponse:
         claim = self._server.claimed_by(request.job_id, request.generation)
-        claim.hear_all()
+        claim.receive_pending()
         return pb.InspectResponse(
             generation=claim.generation,
             host=platform.node(),

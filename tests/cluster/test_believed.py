@@ -259,7 +259,7 @@ def test_a_malformed_message_of_a_child_ends_the_job_and_names_the_child(
     )
     result = rpcmp("drive", config, "--json")
     assert result.code not in (0, 1)
-    assert "speaks nonsense" in result.err
+    assert "sent an invalid message" in result.err
     assert "Traceback" not in result.err
 
 

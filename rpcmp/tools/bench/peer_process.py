@@ -16,7 +16,7 @@ from rpcmp.config.importing import explain_error
 from rpcmp.config.schema import Config
 from rpcmp.config.types import Strict
 from rpcmp.errors import JobError, RpcmpError, UnsupportedJobError, to_wire
-from rpcmp.process.channel import Message, begin_child
+from rpcmp.process.channel import Message, connect_to_supervisor
 
 Kind = Literal["one-process", "torch-pipelining", "stage-times"]
 
@@ -58,7 +58,7 @@ def main() -> None:
     """Serve the benchmark; the process ends here."""
     # First of all, and torch is imported after it: a supervisor that dies meanwhile must not leave
     # a process behind.
-    channel = begin_child().channel
+    channel = connect_to_supervisor().channel
     if (message := channel.receive()) is None:
         return
     config = PeerConfig.model_validate(message)

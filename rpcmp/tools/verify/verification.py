@@ -211,4 +211,4 @@ async def _run_reference(config: Config, path: Path, forks: Forks) -> ComparedRu
                     return ComparedRun(losses, load_tensors(path), {"reference": message["host"]})
     finally:
         await child.kill()
-    raise WorkerDiedError(f"the reference process {interpreter.told(child.exit_code)}")
+    raise WorkerDiedError(f"the reference process {interpreter.describe_exit(child.exit_code)}")

@@ -21,7 +21,7 @@ from rpcmp.net.identity import RELAY
 from rpcmp.net.local_peer import is_trusted, owner
 from rpcmp.net.port import IncomingConnection, Inner, PortMultiplexer
 from rpcmp.net.security import Security
-from rpcmp.process.tcp_stats import LISTEN
+from rpcmp.process.sockets import LISTEN
 
 HERE = "127.0.0.1"
 

@@ -1,4 +1,4 @@
-"""Text from elsewhere does not drive a terminal."""
+"""Untrusted text does not control a terminal."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rpcmp.cli.console import Console
-from rpcmp.process.logging.printable import visible
+from rpcmp.process.logging.records import visible
 
 HOSTILE = "x\x1b]0;owned\x07\x1b[2J\x9b31m\u202eevil\x00\x7f"
 SHOWN = r"x\x1b]0;owned\x07\x9b31m\u202eevil\x00\x7f"
@@ -29,7 +29,7 @@ SHOWN = r"x\x1b]0;owned\x07\x9b31m\u202eevil\x00\x7f"
         (HOSTILE, SHOWN),
     ],
 )
-def test_what_a_terminal_would_obey_is_shown(text: str, shown: str) -> None:
+def test_visible_escapes_control_characters(text: str, shown: str) -> None:
     assert visible(text) == shown
     assert visible(shown) == shown
 

@@ -1,4 +1,4 @@
-"""What the filter of system calls refuses, on every kind of machine: it is interpreted."""
+"""The system call filter refuses the same calls on every machine; its program is interpreted."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import socket
 
 import pytest
 
-from rpcmp.process import syscall_filter
+from rpcmp.process.sandbox import syscall_filter
 
 
 def verdict(machine: syscall_filter.Machine, call: str | int, *given: int, audit: int = 0) -> int:

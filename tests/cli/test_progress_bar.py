@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from rpcmp.cli import measuring
+from rpcmp.cli import progress_bar
 from rpcmp.tools.bench import peer_group
 from tests.support.processes import JobFolder, RunningHere, poll_for, rpcmp
 
@@ -33,7 +33,7 @@ def scratch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 @pytest.fixture(autouse=True)
 def _told_often(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each round is told of, and not what is under way every other second."""
-    monkeypatch.setattr(measuring, "PLAIN_SECONDS", 0.0)
+    monkeypatch.setattr(progress_bar, "PLAIN_SECONDS", 0.0)
 
 
 def left_in(folder: Path) -> list[str]:

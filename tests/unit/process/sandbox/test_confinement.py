@@ -1,4 +1,4 @@
-"""What a confined process can reach on its host: not keys, homes or its supervisor."""
+"""A confined process reaches neither keys nor homes nor its supervisor."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from typing import Any
 import pytest
 
 from rpcmp import errors
-from rpcmp.process import confinement, landlock, syscall_filter
 from rpcmp.process.child import Child
-from rpcmp.process.confinement import Reach, hidden_by
 from rpcmp.process.fork_client import Forks
 from rpcmp.process.interpreter import compute_environment
+from rpcmp.process.sandbox import confinement, landlock, syscall_filter
+from rpcmp.process.sandbox.confinement import Reach, hidden_by
 from tests.support.processes import makes_networks
 
 
-def test_a_path_of_modules_is_readable_unless_the_home_lies_in_it(
+def test_interpreter_paths_exclude_ancestors_of_the_home(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     home, modules = tmp_path / "home/ann", tmp_path / "home/ann/modules"
@@ -32,12 +32,12 @@ def test_a_path_of_modules_is_readable_unless_the_home_lies_in_it(
     paths = ["", ".", str(home), str(home.parent), "/", str(tmp_path / "link"), str(modules)]
     monkeypatch.setattr(sys, "path", paths)
     monkeypatch.setenv("LD_LIBRARY_PATH", os.pathsep.join(paths))
-    found = set(confinement._of_interpreter())
+    found = set(confinement._interpreter_paths())
     assert str(modules) in found
     assert not found & {*paths[:-1], *map(os.path.realpath, paths[:-1])}
 
 
-def test_a_certificates_folder_is_hidden_and_an_authoritys(tmp_path: Path) -> None:
+def test_hidden_by_covers_the_certificate_folder_and_its_authoritys(tmp_path: Path) -> None:
     certs = tmp_path / "certs"
     for folder in (certs / "stage0", certs / "driver"):
         folder.mkdir(parents=True)
@@ -60,8 +60,8 @@ def test_a_certificates_folder_is_hidden_and_an_authoritys(tmp_path: Path) -> No
 PROBE = """
 import ctypes, json, mmap, multiprocessing, os, resource, signal, socket, sys, tempfile, threading
 import torch
-from rpcmp.process import namespace as network
-from rpcmp.process.channel import begin_child
+from rpcmp.process.sandbox import namespace as network
+from rpcmp.process.channel import connect_to_supervisor
 
 libc = ctypes.CDLL(None, use_errno=True)
 
@@ -127,7 +127,7 @@ def status(*keys):
     return {key: lines[key].strip() for key in keys}
 
 if __name__ == "__main__":
-    bond = begin_child()
+    bond = connect_to_supervisor()
     given = bond.channel.receive()
     other = given["other"]
     supervisor = f"/proc/{other}"
@@ -211,7 +211,7 @@ if __name__ == "__main__":
 NONE = "0" * 16
 
 
-def test_a_confined_process_reaches_what_it_needs_and_nothing_else(
+def test_a_confined_process_reaches_only_what_it_needs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     code = tmp_path / "code"
@@ -283,7 +283,7 @@ def test_a_confined_process_reaches_what_it_needs_and_nothing_else(
     assert not scratch.exists()
 
 
-def test_what_is_denied_is_told_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_denied_file_error_contains_the_hint(monkeypatch: pytest.MonkeyPatch) -> None:
     error = PermissionError(errno.EACCES, "Permission denied", "/data")
     assert errors.one_line(error) == "PermissionError: [Errno 13] Permission denied: '/data'"
     monkeypatch.setattr(errors, "denied_hint", confinement.HINT)
@@ -291,13 +291,13 @@ def test_what_is_denied_is_told_with_its_remedy(monkeypatch: pytest.MonkeyPatch)
     assert "confine" not in errors.one_line(ValueError("no"))
 
 
-def test_a_kernel_that_lacks_something_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert confinement.lacks() == ""
+def test_missing_protection_names_what_the_kernel_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert confinement.missing_protection() == ""
     monkeypatch.setattr(landlock, "abi", lambda: 2)
-    assert confinement.told() == "Landlock ABI 2, seccomp"
-    assert "signal other processes" in confinement.lacks()
+    assert confinement.kernel_support() == "Landlock ABI 2, seccomp"
+    assert "signal other processes" in confinement.missing_protection()
     monkeypatch.setattr(landlock, "abi", lambda: 0)
     monkeypatch.setattr(syscall_filter, "is_available", lambda: False)
-    assert confinement.told() == "no Landlock, no seccomp"
-    assert "open all files of its user" in confinement.lacks()
-    assert "Unix sockets" in confinement.lacks()
+    assert confinement.kernel_support() == "no Landlock, no seccomp"
+    assert "open all files of its user" in confinement.missing_protection()
+    assert "Unix sockets" in confinement.missing_protection()

@@ -1,24 +1,21 @@
-"""A loopback that no other user of the machine reaches.
+"""Network namespaces: a loopback that no other user of the machine reaches.
 
-torch RPC listens on a TCP port, asks nobody who he is, and runs what it is sent. On the loopback of
-the host every local user could connect. So the agent of a worker gets a network namespace of its
-own, with nothing in it but loopback, and as a network namespace belongs to a thread and not to a
-process, only the agent does: it is made in a thread that has moved there, and the threads that it
-starts stay there. The user's code runs in others, on the host's network, and may download what it
-wants.
+torch RPC listens on a TCP port, authenticates no peer, and runs what it is sent. On the host's
+loopback every local user could connect to it. So a worker's RPC agent gets a network namespace of
+its own, with nothing in it but loopback. A network namespace belongs to a thread and not to a
+process, so only the agent lives in it: it is created in a thread that has moved there, and the
+threads that it starts stay there. The user's code runs in other threads, on the host's network, and
+may download what it wants.
 
-An ordinary user may make a network namespace inside of a user namespace of his own, in which he is
-nobody but himself; that takes a process with one thread, so the fork server does it before it
-imports anything. Sockets made inside can be used anywhere: the supervisor gets those that it relays
-with as file descriptors. Where the kernel allows none of that, `open_private` says why, and workers
-listen on the host's loopback.
-
-Where this process listens.
+An ordinary user may create a network namespace inside a user namespace of their own, which grants
+no other rights. That takes a process with one thread, so the fork server does it before it imports
+anything. Sockets that were created inside can be used anywhere: the supervisor receives those that
+it relays with as file descriptors. If the kernel allows none of this, `open_private` gives the
+reason, and workers listen on the host's loopback.
 """
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import errno
 import fcntl
@@ -31,8 +28,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
-from rpcmp.config import addresses
-
 Result = TypeVar("Result")
 
 _CLONE_NEWUSER, _CLONE_NEWNET = 0x10000000, 0x40000000
@@ -44,15 +39,12 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 class Network:
-    """The network that the agents of this process and of its forks are in.
+    """The network of the RPC agents of this process and of its forks.
 
     Args:
-        namespaces: descriptors of a private network namespace, and of the user namespace that it
-            was made in if that is ours too; empty: the host's.
+        namespaces: descriptors of a private network namespace and, if it is ours too, of the user
+            namespace that it was created in; empty for the host's network.
         reason: why it is not private.
-
-    Attributes:
-        namespaces, reason: as given.
     """
 
     def __init__(self, namespaces: Sequence[int] = (), reason: str = "") -> None:
@@ -62,50 +54,46 @@ class Network:
 
     @property
     def is_private(self) -> bool:
-        """Whether nobody else is in it."""
         return bool(self.namespaces)
 
     @property
     def name(self) -> str:
-        """The same for all who reach each other by loopback, on whatever machine."""
+        """Equal for processes that reach each other by loopback, unique over all machines."""
         machine = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        found = os.stat(self.namespaces[0] if self.is_private else "/proc/self/ns/net")
-        return f"{machine}:{found.st_dev}:{found.st_ino}"
+        status = os.stat(self.namespaces[0] if self.is_private else "/proc/self/ns/net")
+        return f"{machine}:{status.st_dev}:{status.st_ino}"
 
     def run(self, function: Callable[[], Result]) -> Result:
-        """Run `function` in this network, in a thread that ends with it, or in that of `stay`."""
+        """Run `function` in this network: in the thread of `stay`, else in one of its own."""
         if self._inside is not None:
             return self._inside.submit(function).result()
         return _in_thread(self._enter, function)
 
     def stay(self, prepare: Callable[[], None]) -> None:
-        """Enter now, in a thread that lives on, for a process that gives up the right to do so.
+        """Enter now, in a thread that lives on, before this process gives up the right to do so.
 
         Args:
             prepare: called in that thread once it is inside.
-
-        Raises:
-            OSError: it cannot enter.
         """
         self._inside = ThreadPoolExecutor(1, "rpcmp-network")
         self._inside.submit(self._enter).result()
         self._inside.submit(prepare).result()
 
     def interface(self, rank: int) -> str:
-        """The interface whose address a group's member listens on, see `add_address`."""
+        """Return the interface whose address a group's member listens on, see `add_address`."""
         return _label(rank) if self.is_private else "lo"
 
     def add_address(self, rank: int) -> None:
-        """Give a group's member the address that it listens on; it may not do so itself."""
+        """Add the address that a group's member listens on; a confined member may not do so."""
         if self.is_private:
             self.run(lambda: _add_address(_label(rank), address_of(rank)))
 
     def connectable(self) -> socket.socket:
-        """A TCP socket in this network."""
+        """Return an unconnected TCP socket in this network."""
         return self.run(lambda: socket.socket(socket.AF_INET, socket.SOCK_STREAM))
 
     def listener(self, host: str, port: int) -> socket.socket:
-        """A TCP socket in this network that listens.
+        """Return a listening TCP socket in this network.
 
         Raises:
             OSError: the port is taken.
@@ -114,7 +102,7 @@ class Network:
         def listen() -> socket.socket:
             listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
             try:
-                # What a generation before has closed at the same port is of no concern.
+                # Connections of an earlier generation at the same port may still be in TIME_WAIT.
                 listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 if not self.is_private:  # two servers on a host may relay to the same third
                     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
@@ -133,11 +121,11 @@ class Network:
 
 
 current = Network()
-"""That of this process: set by the fork server, and so by what it forks."""
+"""The network of this process: set by the fork server, and so inherited by its forks."""
 
 
 def address_of(rank: int) -> str:
-    """The loopback address of a group's member, the same in every private network."""
+    """Return the loopback address of a group's member, the same in every private network."""
     high, low = divmod(rank + 1, 256)
     return f"127.77.{high}.{low}"
 
@@ -147,9 +135,9 @@ def _label(rank: int) -> str:
 
 
 def open_private() -> Network:
-    """A network that only this process and its forks are in; call it before there are threads.
+    """Return a network for this process and its forks alone; requires a process of one thread.
 
-    The host's, with the reason, where the kernel or an administrator does not allow one.
+    If the kernel or an administrator does not allow one, return the host's, with the reason.
     """
     try:
         _check_allowed()
@@ -162,11 +150,7 @@ def open_private() -> Network:
 
 
 def _check_allowed() -> None:
-    """Try it in a process that ends: half way into a user namespace there is no way back.
-
-    Raises:
-        OSError: it is not allowed.
-    """
+    """Try it in a forked process: this one could not leave a half-entered user namespace."""
     if not (pid := os.fork()):
         try:
             if not _is_privileged():
@@ -181,10 +165,10 @@ def _check_allowed() -> None:
 
 
 def share(namespaces: Sequence[int]) -> Network:
-    """The private network of another process of ours; call it before there are threads.
+    """Join the private network of another process; requires a process of one thread.
 
     Args:
-        namespaces: its `Network.namespaces`.
+        namespaces: the other process's `Network.namespaces`.
     """
     for user in namespaces[1:]:
         _check(_LIBC.setns(user, _CLONE_NEWUSER))
@@ -199,7 +183,7 @@ def _is_privileged() -> bool:
 
 
 def _enter_user_namespace() -> int:
-    """Be in a user namespace of our own, as the same user."""
+    """Enter a user namespace of our own, as the same user, and return its descriptor."""
     user, group = os.geteuid(), os.getegid()
     _check(_LIBC.unshare(_CLONE_NEWUSER))
     Path("/proc/self/setgroups").write_text("deny")
@@ -220,7 +204,7 @@ def _open(namespace: str) -> int:
 
 
 def _add_address(interface: str, address: str) -> None:
-    """Give loopback one more address, under a label that TensorPipe finds it by."""
+    """Add an address to loopback, under a label by which TensorPipe finds it."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         for request, value in ((_SIOCSIFADDR, address), (_SIOCSIFNETMASK, "255.255.255.255")):
             name, number = interface.encode(), socket.inet_aton(value)
@@ -230,7 +214,7 @@ def _add_address(interface: str, address: str) -> None:
 
 
 def _in_thread(before: Callable[[], None], function: Callable[[], Result]) -> Result:
-    """What `function` returns in a thread of its own, whose namespaces `before` has changed."""
+    """Run `function` in a thread of its own, whose namespaces `before` has changed."""
     results: list[Result] = []
     errors: list[BaseException] = []
 
@@ -253,28 +237,3 @@ def _check(result: int) -> None:
     if result:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
-
-
-def listeners() -> dict[str, str]:
-    """The addresses at which this process listens for TCP, by the sockets' identity in the kernel.
-
-    Whatever network they are in: they are found by this process's descriptors.
-    """
-    found = {}
-    for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):
-            link = os.readlink(f"/proc/self/fd/{name}")
-            if link.startswith("socket:") and (address := _listens_at(int(name))):
-                found[link] = address
-    return found
-
-
-def _listens_at(fd: int) -> str:
-    """HOST:PORT where a socket listens; empty where it does not, or not for TCP."""
-    with socket.socket(fileno=os.dup(fd)) as copy:
-        if copy.family not in (socket.AF_INET, socket.AF_INET6):
-            return ""
-        if not copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-            return ""
-        host, port, *_ = copy.getsockname()
-        return addresses.joined(host, port)

@@ -1,4 +1,4 @@
-"""What the kernel says of connections and processes, read from outside of them."""
+"""Statistics of sockets and usage of processes, read from the kernel."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from rpcmp.process import liveness, tcp_stats
-from rpcmp.process.tcp_stats import INCOMING, Links, PeerTraffic, Traffic
+from rpcmp.process import liveness, sockets
+from rpcmp.process.sockets import INCOMING, Links, PeerTraffic, Traffic
 from tests.support.processes import poll_for
 
 
@@ -46,7 +46,7 @@ def _send(sender: socket.socket, receiver: socket.socket, count: int) -> None:
 
 
 def sent(connection: socket.socket) -> int:
-    found = tcp_stats.info(connection.fileno())
+    found = sockets.info(connection.fileno())
     assert found is not None
     return found.sent
 
@@ -62,12 +62,12 @@ def read(traffic: Traffic) -> dict[str, PeerTraffic]:
     return {way.peer: way for way in traffic.read(Links().watch())}
 
 
-def test_a_connection_says_what_it_has_carried(ends: Ends) -> None:
+def test_info_counts_bytes_of_a_connection(ends: Ends) -> None:
     ends.send(100_000)
     _send(ends.accepted, ends.client, 500)
-    found = tcp_stats.info(ends.client.fileno())
+    found = sockets.info(ends.client.fileno())
     assert found is not None
-    assert found.state == tcp_stats.ESTABLISHED
+    assert found.state == sockets.ESTABLISHED
     assert found.sent in (100_000, 100_001)  # the kernel counts the handshake as a byte
     assert found.received == 500
     assert 0 < found.round_trip_s < 10
@@ -75,24 +75,24 @@ def test_a_connection_says_what_it_has_carried(ends: Ends) -> None:
 
 def test_addresses_are_host_and_port(ends: Ends) -> None:
     own = "{}:{}".format(*ends.client.getsockname())
-    assert tcp_stats.peer_address(ends.client.fileno()) == ends.address
-    assert tcp_stats.own_address(ends.client.fileno()) == own
-    assert tcp_stats.own_address(ends.listener.fileno()) == ends.address
-    assert tcp_stats.peer_address(ends.listener.fileno()) == ""
+    assert sockets.peer_address(ends.client.fileno()) == ends.address
+    assert sockets.own_address(ends.client.fileno()) == own
+    assert sockets.own_address(ends.listener.fileno()) == ends.address
+    assert sockets.peer_address(ends.listener.fileno()) == ""
 
 
-def test_what_is_no_connection_of_tcp_says_nothing() -> None:
+def test_info_of_other_sockets_is_none() -> None:
     with contextlib.ExitStack() as stack:
         one, other = socket.socketpair()
         udp = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
         for each in (one, other, udp):
             stack.enter_context(each)
-            assert tcp_stats.info(each.fileno()) is None
-        assert tcp_stats.own_address(one.fileno()) == ""
-    assert tcp_stats.info(-1) is None
+            assert sockets.info(each.fileno()) is None
+        assert sockets.own_address(one.fileno()) == ""
+    assert sockets.info(-1) is None
 
 
-def test_bytes_are_counted_by_where_a_connection_leads(ends: Ends) -> None:
+def test_traffic_is_counted_by_peer(ends: Ends) -> None:
     traffic = Traffic()
     ends.send(3000)
     found = read(traffic)
@@ -102,7 +102,7 @@ def test_bytes_are_counted_by_where_a_connection_leads(ends: Ends) -> None:
     assert found[INCOMING].received >= 3000
 
 
-def test_several_connections_to_one_member_are_one_way(ends: Ends) -> None:
+def test_connections_to_one_peer_are_added_up(ends: Ends) -> None:
     second = socket.create_connection(ends.listener.getsockname())
     accepted, _ = ends.listener.accept()
     with second, accepted:
@@ -111,7 +111,7 @@ def test_several_connections_to_one_member_are_one_way(ends: Ends) -> None:
         assert read(Traffic())[ends.address].sent - 1200 in (0, 1, 2)
 
 
-def test_what_closed_connections_have_carried_still_counts(ends: Ends) -> None:
+def test_traffic_of_closed_connections_still_counts(ends: Ends) -> None:
     traffic = Traffic()
     ends.send(1000)
     before = read(traffic)[ends.address].sent
@@ -125,14 +125,14 @@ def test_what_closed_connections_have_carried_still_counts(ends: Ends) -> None:
         assert read(traffic)[ends.address].sent - before in (50, 51)
 
 
-def test_connections_elsewhere_are_nobodys_business(
+def test_traffic_ignores_connections_beyond_loopback(
     ends: Ends, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tcp_stats, "peer_address", lambda fd: "192.0.2.1:443")
+    monkeypatch.setattr(sockets, "peer_address", lambda fd: "192.0.2.1:443")
     assert read(Traffic()) == {}
 
 
-def test_a_process_takes_up_what_others_say_of_it() -> None:
+def test_usage_of_a_process_matches_the_kernels() -> None:
     process = psutil.Process()
     assert liveness.resident_bytes(os.getpid()) == pytest.approx(process.memory_info().rss, rel=0.2)
     until = time.process_time() + 0.05
@@ -142,7 +142,7 @@ def test_a_process_takes_up_what_others_say_of_it() -> None:
     assert liveness.cpu_seconds(os.getpid()) == pytest.approx(spent.user + spent.system, abs=0.5)
 
 
-def test_a_process_that_is_gone_takes_up_nothing() -> None:
+def test_usage_of_an_ended_process_is_zero() -> None:
     child = os.fork()
     if not child:
         os._exit(0)

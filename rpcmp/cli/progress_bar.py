@@ -1,4 +1,4 @@
-"""How far a measurement is, and its end on a signal: with what there is so far."""
+"""Progress of a measurement, which a signal stops early with the results so far."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from rich.text import Text
 
 from rpcmp.cli.console import Console
 from rpcmp.cli.terminal import echo
-from rpcmp.process.signals import handled_by, wishes
+from rpcmp.process.signals import count_stop_requests, handle_stop_signals
 from rpcmp.tools.bench.comparison import Progress as Tell
 
 PLAIN_SECONDS = 2.0
-"""Between two lines of one kind where there is no terminal."""
+"""Between two similar lines if there is no terminal."""
 
 SILENT_SECONDS = 5.0
-"""After which a line is said again, with the time that is left by then."""
+"""After which a line is printed again, with the time that is left by then."""
 
 
 class Measuring(NamedTuple):
-    """What a measurement has to know.
+    """The measurement's end of a progress display.
 
     Attributes:
-        tell: told how far it is.
-        stop: set when somebody wants what there is so far.
-        signals: that have been received.
+        tell: called with what is measured, and the seconds left.
+        stop: set by a signal: return the results so far.
+        signals: received so far.
     """
 
     tell: Tell
@@ -39,34 +39,37 @@ class Measuring(NamedTuple):
 
     @property
     def exit_code(self) -> int:
-        """Of a command that was stopped; 0: it was not."""
+        """Of the command: 0 unless a signal has stopped it."""
         return 128 + self.signals[0] if self.signals else 0
 
 
 @contextlib.contextmanager
 def measuring(name: str) -> Iterator[Measuring]:
-    """Show how long a measurement will take, and hear of a Ctrl-C; in an event loop.
+    """Show the progress of a measurement in an event loop, and handle Ctrl-C.
 
-    The first signal sets `stop`, the second cancels the task that is here.
+    The first signal sets `stop`, the second cancels the current task.
 
     Raises:
-        Exit: there was a second.
+        Exit: there was a second signal.
     """
     task, stop = asyncio.current_task(), asyncio.Event()
     signals: list[int] = []
 
-    def heard(signum: int) -> None:
+    def on_signal(signum: int) -> None:
         signals.append(signum)
         stop.set()
-        if wishes(signals) > 1 and task is not None:
+        if count_stop_requests(signals) > 1 and task is not None:
             task.cancel()
 
     console = Console(stderr=True)
-    with _bar(console, name) if console.is_terminal else _lines(name) as tell, handled_by(heard):
+    with (
+        _bar(console, name) if console.is_terminal else _lines(name) as tell,
+        handle_stop_signals(on_signal),
+    ):
         try:
             yield Measuring(tell, stop, signals)
         except asyncio.CancelledError:
-            if wishes(signals) < 2:
+            if count_stop_requests(signals) < 2:
                 raise
             raise click.exceptions.Exit(128 + signals[-1]) from None
 
@@ -81,7 +84,7 @@ def _lines(name: str) -> Iterator[Tell]:
 
 
 class _Lines:
-    """A line whenever something else is measured, and while one thing goes on, for plain output."""
+    """Plain output: a line whenever another thing is measured, and from time to time."""
 
     def __init__(self, name: str) -> None:
         self._name, self._what = name, ""
@@ -90,14 +93,12 @@ class _Lines:
         self._again: asyncio.TimerHandle | None = None
 
     def tell(self, what: str, left: float) -> None:
-        """See Progress of rpcmp.tools.bench.comparison."""
         is_other = what.partition(" ")[0] != self._what.partition(" ")[0]
         self._what, self._until = what, self._loop.time() + left
         if is_other or self._loop.time() - self._shown >= PLAIN_SECONDS:
             self._show()
 
     def close(self) -> None:
-        """Say nothing more."""
         if self._again is not None:
             self._again.cancel()
 
@@ -130,10 +131,9 @@ def _bar(console: Console, name: str) -> Iterator[Tell]:
 
 
 class _Left(ProgressColumn):
-    """Seconds until the end, counted down from one call to the next."""
+    """Seconds left, counted down between calls of `tell`."""
 
     def render(self, task: Task) -> Text:
-        """See ProgressColumn."""
         return Text(_left(task.fields["until"] - time.monotonic()))
 
 

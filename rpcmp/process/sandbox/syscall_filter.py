@@ -1,9 +1,9 @@
-"""A seccomp filter: system calls that a confined process has no use for, and an attacker has.
+"""A seccomp filter: refuse system calls that an attacker needs and a confined process does not.
 
-What Landlock does not see is refused here: sockets that lead to other processes of the user (D-Bus,
-docker, an ssh-agent, rpcmp's own), file modes and owners by name, limits of other processes; and
-what is not needed and has had holes: namespaces, mounts, bpf, io_uring, keys, 32-bit calls. A call
-that is refused fails with EPERM; with ENOSYS those for which libraries have a fallback.
+It covers what Landlock does not see: sockets that lead to other processes of the user (D-Bus,
+docker, an ssh-agent, rpcmp's own), file modes and owners by name, limits of other processes. It
+also refuses what is not needed and has had holes: namespaces, mounts, bpf, io_uring, keys, 32-bit
+calls. A refused call fails with EPERM, or with ENOSYS if libraries have a fallback for it.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from typing import NamedTuple
 
 
 class Machine(NamedTuple):
-    """What differs from processor to processor.
+    """A processor's system call ABI.
 
     Attributes:
-        audit: the kernel's name of its 64-bit ABI.
-        numbers: of system calls, by name; of those alone that it has.
+        audit: the kernel's identifier of its 64-bit ABI.
+        numbers: of the system calls that it has, by name.
     """
 
     audit: int
@@ -45,13 +45,13 @@ REFUSED = tuple(
     move_pages
     """.split()  # noqa: SIM905
 )
-"""With EPERM. Modes, owners and times are their owner's to change even of files that are open to be
-read only. A process that could leave its group would outlive its job. Shared memory and queues of
-System V are not files. Of files that may not be opened notifications would tell the names, and when
-they are used."""
+"""Refused with EPERM. A file's owner may change its mode, owner and times even through a read-only
+descriptor. A process that could leave its group would outlive its job. Shared memory and queues of
+System V are not files. Notifications would reveal the names of files that may not be opened, and
+when they are used."""
 
 MISSING = ["io_uring_setup", "io_uring_enter", "io_uring_register", "clone3"]
-"""With ENOSYS. Of clone3 the filter could not see the flags; glibc then calls clone."""
+"""Refused with ENOSYS. The filter cannot see the flags of clone3; glibc then calls clone."""
 
 _NUMBERS = """
     ptrace 101 117, process_vm_readv 310 270, process_vm_writev 311 271, pidfd_getfd 438 438,
@@ -74,7 +74,7 @@ _NUMBERS = """
     fanotify_init 300 262, process_madvise 440 440, process_mrelease 448 448,
     migrate_pages 256 238, move_pages 279 239, setpriority 141 140, ioprio_set 251 30
 """
-"""Of each call its number on x86-64 and on 64-bit ARM, which does not have all of them."""
+"""The number of each call on x86-64 and on 64-bit ARM; "-" if it does not exist there."""
 
 
 def _numbers(column: int) -> dict[str, int]:
@@ -101,23 +101,23 @@ _TIOCSTI, _TIOCLINUX = 0x5412, 0x541C
 _SET_FILTER, _ALL_THREADS, _GET_ACTION = 1, 1, 2
 
 Instruction = tuple[int, int, int, int]
-"""Of classic BPF: operation, jumps if true and if false, operand."""
+"""Classic BPF: operation, jumps if true and if false, operand."""
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def is_available() -> bool:
-    """Whether the kernel filters system calls, and their numbers on this processor are known."""
+    """Return whether the kernel has seccomp filters and this processor's call numbers are known."""
     machine = MACHINES.get(platform.machine())
     if machine is None or sys.maxsize < 2**32:
         return False
     action = ctypes.c_uint32(_ERRNO)
-    found: int = _LIBC.syscall(machine.numbers["seccomp"], _GET_ACTION, 0, ctypes.byref(action))
-    return found == 0
+    result: int = _LIBC.syscall(machine.numbers["seccomp"], _GET_ACTION, 0, ctypes.byref(action))
+    return result == 0
 
 
 def install() -> None:
-    """Filter the system calls of all threads of this process from now on, and of what it starts.
+    """Filter the system calls of all threads of this process, and of what it starts, for good.
 
     Raises:
         OSError: the kernel refuses it.
@@ -133,7 +133,7 @@ def install() -> None:
 
 
 def program(machine: Machine) -> list[Instruction]:
-    """Return the filter; each block ends with a verdict, or is jumped over."""
+    """Return the filter: one block per call, which ends with a verdict or is jumped over."""
     instructions: list[Instruction] = [
         (_LOAD, 0, 0, _ABI_AT),
         (_EQUAL, 1, 0, machine.audit),
@@ -151,11 +151,11 @@ def program(machine: Machine) -> list[Instruction]:
 
 
 def _by_argument() -> dict[str, list[Instruction]]:
-    """Calls that are refused for some arguments."""
+    """Filter blocks of the calls that are refused for some arguments only."""
     inet, inet6, netlink = socket.AF_INET, socket.AF_INET6, socket.AF_NETLINK
     return {
-        # A Unix socket that can be connected leads to services by their names. Not one of packets,
-        # at which next to none listen, and of which CUDA's driver makes one for itself.
+        # A Unix socket that can be connected leads to services by their names. SOCK_SEQPACKET is
+        # allowed: hardly any service listens on it, and CUDA's driver creates one for itself.
         "socket": [
             (_LOAD, 0, 0, _argument(0)),
             (_EQUAL, 7, 0, inet),
@@ -168,7 +168,7 @@ def _by_argument() -> dict[str, list[Instruction]]:
             _REFUSE,
             _ACCEPT,
         ],
-        # One of datagrams can be connected again, to somewhere else.
+        # A datagram socket can be connected again, to another peer.
         "socketpair": [
             (_LOAD, 0, 0, _argument(1)),
             (_AND, 0, 0, _SOCKET_TYPE),
@@ -183,7 +183,7 @@ def _by_argument() -> dict[str, list[Instruction]]:
             _REFUSE,
             _ACCEPT,
         ],
-        # Both would type into the terminal that the server was started from.
+        # Both insert input into the terminal that the server was started from.
         "ioctl": [
             (_LOAD, 0, 0, _argument(1)),
             (_EQUAL, 1, 0, _TIOCSTI),
@@ -191,7 +191,7 @@ def _by_argument() -> dict[str, list[Instruction]]:
             _REFUSE,
             _ACCEPT,
         ],
-        # Of one process, or thread, and not of all of a group or user.
+        # Allowed for one process or thread, but not for all of a group or user.
         "setpriority": [
             (_LOAD, 0, 0, _argument(0)),
             (_EQUAL, 1, 0, os.PRIO_PROCESS),
@@ -214,5 +214,5 @@ def _by_argument() -> dict[str, list[Instruction]]:
 
 
 def _argument(index: int) -> int:
-    """Where the lower half of an argument lies, on a little-endian processor."""
+    """Offset of the lower half of an argument on a little-endian processor."""
     return _ARGUMENTS_AT + 8 * index

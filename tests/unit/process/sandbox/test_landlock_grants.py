@@ -1,4 +1,4 @@
-"""What is granted of files and folders, and what is hidden beneath them."""
+"""Grants of files and folders around hidden entries."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rpcmp.process.grants import Access, Grant, grants, private_files
+from rpcmp.process.sandbox.landlock import Access, Grant, grants, private_files
 
 
 @pytest.fixture
@@ -28,12 +28,12 @@ def granted(tree: Path, *paths: str, hidden: Sequence[str] = ()) -> set[tuple[st
     return {(str(Path(grant.path).relative_to(tree)), grant.access.value) for grant in found}
 
 
-def test_a_folder_with_nothing_hidden_is_granted_as_one(tree: Path) -> None:
+def test_a_folder_without_hidden_entries_is_one_grant(tree: Path) -> None:
     assert granted(tree, "a") == {("a", "read")}
     assert granted(tree, "a", hidden=["b", "aa"]) == {("a", "read")}
 
 
-def test_siblings_of_what_is_hidden_are_granted_one_by_one_and_links_never(tree: Path) -> None:
+def test_siblings_of_hidden_entries_are_granted_and_links_never(tree: Path) -> None:
     assert granted(tree, "a", hidden=["a/deep/key"]) == {
         ("a", "list"),
         ("a/deep", "list"),
@@ -42,7 +42,7 @@ def test_siblings_of_what_is_hidden_are_granted_one_by_one_and_links_never(tree:
     }
 
 
-def test_nothing_is_granted_of_what_is_hidden_by_whatever_name(tree: Path) -> None:
+def test_hidden_paths_are_never_granted_by_any_name(tree: Path) -> None:
     assert granted(tree, "a", hidden=["a"]) == set()
     assert granted(tree, "a/deep/file", hidden=["a"]) == set()
     assert granted(tree, "a/link", hidden=["b"]) == set()
@@ -50,12 +50,12 @@ def test_nothing_is_granted_of_what_is_hidden_by_whatever_name(tree: Path) -> No
     assert granted(tree, "a/missing") == set()
 
 
-def test_the_links_own_target_is_granted_where_a_link_is(tree: Path) -> None:
+def test_a_granted_link_grants_its_target(tree: Path) -> None:
     assert granted(tree, "a/link") == {("b", "read")}
     assert grants([str(tree / "b")], Access.WRITE, []) == [Grant(str(tree / "b"), Access.WRITE)]
 
 
-def test_what_not_everybody_may_read_is_private(tree: Path) -> None:
+def test_private_files_are_those_not_world_readable(tree: Path) -> None:
     (tree / "a/deep/key").chmod(0o640)
     (tree / "b").chmod(0o750)
     assert sorted(private_files(str(tree))) == [str(tree / "a/deep/key"), str(tree / "b")]
