@@ -16,7 +16,7 @@ from rpcmp.cli.terminal import echo
 if TYPE_CHECKING:
     from rpcmp.tools.bench.benchmark import BenchmarkResult
     from rpcmp.tools.bench.cases import Case
-    from rpcmp.tools.bench.contestant import Contestant
+    from rpcmp.tools.bench.comparison import Contestant
 
 WIDTH = 140
 """Characters that a row of the table may take."""
@@ -77,7 +77,7 @@ def bench(
       rpcmp bench sleep --stages 8 --microbatches 16 --json
     """
     from rpcmp.cli.console import Console
-    from rpcmp.tools.bench import benchmark, cases, report
+    from rpcmp.tools.bench import benchmark, cases
 
     chosen = None if peers is None else [name.strip() for name in peers.split(",") if name.strip()]
     loaded = [cases.load(name, stages, microbatches, overrides) for name in names]
@@ -88,12 +88,12 @@ def bench(
         if result is None:
             echo(f"{case.name}: stopped before anything was measured", err=True)
         elif as_json:
-            echo(json.dumps(report.as_json(result)))
+            echo(json.dumps(benchmark.as_json(result)))
         else:
             # Never narrower than the table: a terminal wraps lines more legibly than rich cells.
             console.width = max(console.width, WIDTH)
-            console.print(report.table(result))
-            for line in report.lines(result):
+            console.print(benchmark.table(result))
+            for line in benchmark.lines(result):
                 echo(line)
         if code:
             raise click.exceptions.Exit(code)
@@ -105,7 +105,7 @@ async def _measure(
     """Return the result, if there is one, and the exit code."""
     from rpcmp.cli.progress_bar import measuring
     from rpcmp.tools.bench.benchmark import benchmark
-    from rpcmp.tools.bench.contestant import StoppedError, TimeLimits
+    from rpcmp.tools.bench.comparison import StoppedError, TimeLimits
     from rpcmp.tools.bench.statistics import fill_then_no_bubble
 
     with measuring(case.name) as now:

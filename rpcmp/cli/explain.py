@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
     from rpcmp.cli.console import Console
     from rpcmp.tools.explain.gather import Explanation
-    from rpcmp.tools.explain.picture import StageLink
-    from rpcmp.tools.explain.stage import ExplainedStage
+    from rpcmp.tools.explain.stage_estimates import ExplainedStage
+    from rpcmp.tools.job_links import StageLink
 
 WIDTH = 140
 """Characters of a line when the output is not a terminal."""
@@ -210,7 +210,7 @@ def _size(size: int | None) -> str:
 
 
 def _step(found: Explanation, width: int) -> Iterator[str]:
-    from rpcmp.tools.explain.picture import picture
+    from rpcmp.tools.explain.schedule_picture import picture
 
     predicted = found.prediction
     if predicted is None:
@@ -236,7 +236,7 @@ def _step(found: Explanation, width: int) -> Iterator[str]:
 
 def _listeners(found: Explanation) -> Table:
     from rpcmp.cli.console import table
-    from rpcmp.tools.explain.picture import FREE_PORT
+    from rpcmp.tools.job_links import FREE_PORT
 
     rows = [
         (
@@ -264,7 +264,7 @@ def _ways(found: Explanation) -> Table:
     from rpcmp.cli.console import table
 
     rows = []
-    for way in found.ways:
+    for way in found.links:
         dials = "; ".join(f"{one} -> {other}" for one, other in way.dials) or "nobody"
         rows.append((f"{way.one} - {way.other}", dials, ", ".join(way.carries), _how(way)))
     return table(("who", "dials", "for", "how"), rows, pad_edge=False)

@@ -23,7 +23,7 @@ from rpcmp.errors import ConfigError
 if TYPE_CHECKING:
     from rpcmp.config.schema import Config
     from rpcmp.tools.tune.grid import Grid
-    from rpcmp.tools.tune.measuring import Tuned
+    from rpcmp.tools.tune.setting_times import Tuned
 
 WIDTH = 160
 """Characters that a row of the table may take."""
@@ -117,7 +117,7 @@ def tune(
         raise click.exceptions.Exit(code)
     _show(tuned, as_json)
     if png is not None:
-        from rpcmp.tools.tune.report import write_png
+        from rpcmp.tools.tune.sweep_report import write_png
 
         write_png(tuned, png)
     if code:
@@ -134,8 +134,8 @@ async def _tune(
 ) -> tuple[Tuned | None, int]:
     """Return the result, if there is one, and the exit code."""
     from rpcmp.cli.progress_bar import measuring
-    from rpcmp.tools.bench.contestant import StoppedError, TimeLimits
-    from rpcmp.tools.tune.measuring import GroupRunner
+    from rpcmp.tools.bench.comparison import StoppedError, TimeLimits
+    from rpcmp.tools.tune.setting_times import GroupRunner
     from rpcmp.tools.tune.sweep import tune as run
 
     runner, tuned = GroupRunner(config, swept.settings, connect), None
@@ -155,14 +155,14 @@ async def _tune(
 
 def _show(tuned: Tuned, as_json: bool) -> None:
     from rpcmp.cli.console import Console
-    from rpcmp.tools.tune import report
+    from rpcmp.tools.tune import sweep_report
 
     if as_json:
-        echo(json.dumps(report.as_json(tuned)))
+        echo(json.dumps(sweep_report.as_json(tuned)))
         return
     # Never narrower than the table: a terminal wraps lines more legibly than rich does cells.
-    Console(width=max(Console().width, WIDTH)).print(report.table(tuned))
-    for line in report.lines(tuned):
+    Console(width=max(Console().width, WIDTH)).print(sweep_report.table(tuned))
+    for line in sweep_report.lines(tuned):
         echo(line)
 
 

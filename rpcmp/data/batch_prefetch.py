@@ -1,7 +1,7 @@
-"""What a stage reads of the batch, fetched from the driver a few micro-batches at a time.
+"""Slices of the batch for a stage, fetched from the driver a few micro-batches at a time.
 
-One question for every micro-batch would double the messages of a stage that reads the batch. Not
-all at once either: a stage must not hold more of a mini-batch because that has more micro-batches.
+A request per micro-batch would double the messages of a stage that reads the batch. A request for
+all of them would make a stage hold more memory the more micro-batches a mini-batch has.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rpcmp.rpc.messages import Bundle, StageOutputs
 from rpcmp.rpc.transport import NOBODY, Raised, Transport, attempt, outcome, when_all
 
 GROUP = 8
-"""Micro-batches that are fetched together."""
+"""Micro-batches per request."""
 
 
 class _Key(NamedTuple):
@@ -31,11 +31,11 @@ class _Key(NamedTuple):
 
 
 class Slices:
-    """The slices that were asked for and not taken yet. Thread-safe.
+    """Slices that were requested and not taken yet. Thread-safe.
 
     Args:
-        own: the bundles that this worker computes; it fetches nothing for others.
-        peers: the other members of the group; the driver is one.
+        own: the bundles that this worker computes, and for which alone it fetches.
+        peers: the other members of the group, including the driver.
     """
 
     def __init__(self, own: ReplicaShare, peers: Transport) -> None:
@@ -47,13 +47,12 @@ class Slices:
         self._left: dict[_Key, int] = {}
 
     def get(self, bundle: Bundle, kind: str, path: tuple[str, ...], reader: int) -> Future[Any]:
-        """Outputs, one for each micro-batch of a bundle, or a Raised; to be asked for once.
+        """Return StageOutputs per micro-batch of a bundle, or a Raised; called once per bundle.
 
         Args:
-            bundle: which micro-batches.
-            kind, path: what of them; see `BatchServer.slices`.
-            reader: which input of the stage it is for. Each gets tensors of its own, so that a
-                layer that works in place changes no other input.
+            kind, path: see `BatchServer.slices`.
+            reader: index of the stage's input. Each input gets its own tensors, so that a layer
+                that works in place changes no other input.
         """
         header = bundle.round
         own = header.indices_in(self._own.numbers(header.num_bundles))
@@ -79,7 +78,7 @@ class Slices:
         path: tuple[str, ...],
         reader: int,
     ) -> Future[Any]:
-        """The slices of the group that has the micro-batch `own[at]`."""
+        """Return the slices of the group with the micro-batch `own[at]`."""
         key = _Key(bundle.round.number, kind, path, reader, at // GROUP)
         group = self._groups.get(key)
         if group is None:
@@ -92,9 +91,10 @@ class Slices:
         return group
 
     def _fetch(self, *what: Any) -> Future[Any]:
-        """Ask the driver, on a thread of its own: outside of the micro-batch's autograd context.
+        """Request slices of the driver, on a thread outside the micro-batch's autograd context.
 
-        Inside, torch would make the driver a part of that context, with a message more to leave it.
+        Inside it, torch would make the driver a member of the context, which costs one more message
+        to clean up.
         """
         answer: Future[Any] = Future()
 
@@ -109,7 +109,7 @@ class Slices:
         return answer
 
     def forget(self) -> None:
-        """Let go of what was asked for and will not be taken: a round was aborted."""
+        """Drop what was requested and will not be taken, since a round was aborted."""
         with self._lock:
             self._groups.clear()
             self._left.clear()

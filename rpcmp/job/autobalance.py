@@ -48,9 +48,9 @@ from rpcmp.pipelining.layer_profile import (
     profile_seconds,
 )
 from rpcmp.pipelining.partition import StageHost, choose_balance
-from rpcmp.process.child import Child
 from rpcmp.process.fork_client import Forks
 from rpcmp.process.interpreter import compute_environment
+from rpcmp.process.task import run_task
 from rpcmp.server.client import StageClient
 from rpcmp.server.connection import versions
 from rpcmp.v1 import control_pb2 as pb
@@ -319,9 +319,11 @@ def as_one(config: Config, index: int, replicas: Sequence[HostProfile]) -> HostP
 
 
 async def _sample(config: Config, forks: Forks) -> bytes:
-    child = await Child.spawn("rpcmp.worker.profiler", compute_environment(threads=1), forks=forks)
-    answer = await child.ask(
-        {"op": "sample", "config": config.model_dump_json(), "folder": str(config.folder)}
+    """One micro-batch; see `rpcmp.rpc.tensors.dumps`."""
+    answer = await run_task(
+        {"op": "sample", "config": config.model_dump_json(), "folder": str(config.folder)},
+        compute_environment(threads=1),
+        forks,
     )
     if config.num_stages > answer["num_layers"]:
         raise ConfigError(

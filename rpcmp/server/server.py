@@ -24,7 +24,7 @@ from rpcmp.server.access import GroupMembers
 from rpcmp.server.claim import Claim, State
 from rpcmp.server.connection import differences, machine, versions
 from rpcmp.server.endpoints import NOT_SERVING, Endpoints
-from rpcmp.server.host_facts.facts import CheckRequest, examine
+from rpcmp.server.host_facts import CheckRequest, examine
 from rpcmp.server.snapshot_saver import Kept
 from rpcmp.server.snapshot_store import NO_FOLDER, SnapshotStore
 from rpcmp.v1 import control_pb2 as pb

@@ -22,10 +22,10 @@ import grpc
 
 from rpcmp.errors import JobError, RpcmpError, one_line, to_wire
 from rpcmp.net.port import Inner
-from rpcmp.process.child import Child
 from rpcmp.process.fork_client import Forks
 from rpcmp.process.interpreter import compute_environment
 from rpcmp.process.sandbox.confinement import Reach
+from rpcmp.process.task import run_task
 from rpcmp.server import claim_log
 from rpcmp.server.connection import machine
 from rpcmp.server.kv_store import require_askable
@@ -51,17 +51,17 @@ async def profile(
     """
     with claim_log.unpacked(request.job.code) as folder:
         environment = compute_environment(request.job.threads)
-        child = await Child.spawn(
-            "rpcmp.worker.profiler", environment, forks=forks, reach=reach and reach.reading(folder)
-        )
-        answer = await child.ask(
+        answer = await run_task(
             {
                 "op": "profile",
                 "order": request.order,
                 "code_folder": str(folder or ""),
                 "allowed": allowed,
                 "sample": base64.b64encode(request.sample).decode(),
-            }
+            },
+            environment,
+            forks,
+            reach and reach.reading(folder),
         )
     return json.dumps(answer["profile"])
 

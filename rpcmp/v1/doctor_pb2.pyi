@@ -24,7 +24,7 @@ class ExamineRequest(_message.Message):
     JOB_FIELD_NUMBER: _builtins.int
     ORDER_FIELD_NUMBER: _builtins.int
     order: _builtins.str
-    """JSON of rpcmp.server.host_facts.facts.Order"""
+    """JSON of rpcmp.server.host_facts.CheckRequest"""
     @_builtins.property
     def job(self) -> _control_pb2.PrepareRequest:
         """what the job would claim the server with"""
@@ -49,7 +49,7 @@ class ExamineResponse(_message.Message):
 
     FACTS_FIELD_NUMBER: _builtins.int
     facts: _builtins.str
-    """JSON of rpcmp.server.host_facts.facts.HostFacts"""
+    """JSON of rpcmp.server.host_facts.HostFacts"""
     def __init__(
         self,
         *,

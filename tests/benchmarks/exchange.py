@@ -1,4 +1,4 @@
-"""One rank of an exchange of gradients by itself: by rpcmp's sum, or Gloo's all-reduce.
+"""One rank of an exchange of gradients without training: by rpcmp, or by Gloo's all-reduce.
 
 Nothing is computed besides. Every rank has its gradients when the clock starts, and all have the
 sum when it stops; an exchange before that is not counted lets all begin at the same time.
@@ -23,13 +23,13 @@ from rpcmp.rpc.messages import Peer
 from rpcmp.worker.grad_sync.bucket_allreduce import BucketAllReduce
 
 PARAMETER_BYTES = 10**6
-"""Of each parameter but the last: as in a model with several layers, and not in one piece."""
+"""Size of each parameter but the last: several tensors, as in a model with several layers."""
 
 ELEMENT_BYTES = 4
 
 
 class Exchange(ABC):
-    """Exchanges one after the other."""
+    """Does one exchange after the other."""
 
     def run(self, steps: int) -> Message:
         """See Rank; there are no losses."""
@@ -43,11 +43,11 @@ class Exchange(ABC):
 
     @abstractmethod
     def _exchange(self) -> None:
-        """Once, until this rank has the sum."""
+        """Exchange once, until this rank has the sum."""
 
     @abstractmethod
     def _check(self) -> None:
-        """Whether it is the sum.
+        """Check the sum.
 
         Raises:
             MismatchError: it is not.
@@ -119,7 +119,7 @@ RPC = transport.TorchRpc()
 
 
 class Served:
-    """What a rank answers; the part of a stage that is needed here."""
+    """The RPC service of a rank; the part of a stage that is needed here."""
 
     def __init__(self, summing: BucketAllReduce) -> None:
         self._summing = summing

@@ -1,4 +1,4 @@
-"""One process of a contestant: does its steps when told, and blocks in between.
+"""One process of a contestant: does steps on request, and blocks in between.
 
     benchmark ──order──> rank ──ready──> benchmark        once
     benchmark ──steps──> rank ──begin, end, losses──> benchmark
@@ -15,10 +15,10 @@ from rpcmp.process.channel import Message, connect_to_supervisor
 
 
 class Rank(Protocol):
-    """What a process can do."""
+    """Work of one process."""
 
     def run(self, steps: int) -> Message:
-        """Do so many steps.
+        """Do `steps` steps.
 
         Returns:
             "begin" and "end", of `time.monotonic_ns`, and "losses": of each step, this rank's part

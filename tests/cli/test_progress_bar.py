@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from rpcmp.cli import progress_bar
-from rpcmp.tools.bench.peers import group
+from rpcmp.tools.bench import peer_group
 from tests.support.processes import JobFolder, RunningHere, poll_for, rpcmp
 
 
@@ -66,7 +66,7 @@ def test_a_benchmark_that_is_stopped_shows_what_there_is(
     scratch: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What sleeps has no stages to be measured, and this peer is one process."""
-    monkeypatch.setattr(group, "TRIAL_SECONDS", 0.0)
+    monkeypatch.setattr(peer_group, "TRIAL_SECONDS", 0.0)
     peer = "one-process-1-thread"
     few = ("--peers", peer, "--pairs", "1000", "--steps", "1", "--budget", "600")
     small = ("--stages", "2", "--microbatches", "2")
@@ -82,5 +82,5 @@ def test_a_benchmark_that_is_stopped_shows_what_there_is(
     assert 1 <= found["pairs"] < 1000
     assert set(found["spreads"]) == {"rpcmp", peer}
     assert all(seconds > 0 for seconds in (found["step_s"], found["peers"][peer]))
-    assert "stopped: this is what there was until then" in found["notes"]
+    assert "stopped: these are the results so far" in found["notes"]
     assert left_in(scratch) == []

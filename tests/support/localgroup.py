@@ -34,7 +34,8 @@ from rpcmp.config.schema import Config
 from rpcmp.config.topology import DRIVER
 from rpcmp.data import loader_process
 from rpcmp.data.batch_server import BatchServer
-from rpcmp.data.batches import OwnSampler, Samples, load_batches
+from rpcmp.data.batches import Samples, load_batches
+from rpcmp.data.sample_order import OwnSampler
 from rpcmp.data.stage_loader import LoaderPool
 from rpcmp.driver.datasets import Datasets
 from rpcmp.driver.metrics import Metrics
@@ -50,8 +51,8 @@ from rpcmp.process.activity import Activity
 from rpcmp.process.channel import ChildContext, Message
 from rpcmp.rpc import unpickler
 from rpcmp.rpc.messages import DatasetInfo
-from rpcmp.tools.verify.compare import ComparedRun, first_difference
-from rpcmp.tools.verify.reference.training import UnsplitModel
+from rpcmp.tools.verify.reference_model import UnsplitModel
+from rpcmp.tools.verify.verification import ComparedRun, first_difference
 from rpcmp.worker import process, weight_grad
 from rpcmp.worker.forward import Execution
 from rpcmp.worker.optimizer import StageOptimizer
