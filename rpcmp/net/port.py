@@ -1,19 +1,13 @@
 """The one port of a stage server.
 
-    a driver ────TLS, h2────┐          ┌──Unix socket──> gRPC, all of it
-    a stage  ────TLS, h2────┼──> front ┼──Unix socket──> gRPC, the little that peers need
-    anybody of the group ───┘          └───────────────> the relay
+    a driver ────TLS, h2────┐                     ┌──> gRPC, all services
+    a stage  ────TLS, h2────┼──> PortMultiplexer ─┼──> gRPC, the few methods for peers
+    any member of the group ┘                     └──> the relay of tensor connections
 
-TLS ends here, so that it is 1.3 and both sides have shown a certificate of our CA before a byte of
-anything else is read; ALPN says what will be spoken. Without certificates connections come from the
-same machine, and then from our own user or root alone, and from no process that is confined, as
-code of jobs is; or, where the server was started with --insecure, from anybody.
-
-The connections from the front to the gRPC servers behind it, each with a name.
-
-gRPC knows of a Unix socket's other end only the path that it is bound to. So the front binds its
-end to a random path, and remembers which visitor it carries. A process of the same user can find
-the sockets and connect to them too, but its connection has no such name, and no role.
+TLS ends here: it is 1.3, and both sides have shown a certificate of our CA before a byte of
+anything else is read. ALPN says which protocol follows. Without certificates connections come from
+the same machine, and only from our own user or root, and from no process that is confined, as the
+code of jobs is. A server that was started with --insecure takes them from anywhere.
 """
 
 from __future__ import annotations
@@ -22,11 +16,9 @@ import asyncio
 import contextlib
 import functools
 import logging
-import secrets
 import socket
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
-from pathlib import Path
+from collections.abc import Awaitable, Callable
 from typing import NamedTuple
 
 from rpcmp.errors import AddressInUseError, RpcmpError, SecurityError
@@ -35,7 +27,6 @@ from rpcmp.net.connection_limits import LOOPBACK, Budget, Guest, address_of, sha
 from rpcmp.net.identity import GRPC, RELAY, STRANGER, Role
 from rpcmp.net.local_peer import owner_of, require_answers, require_same_user, works_here
 from rpcmp.net.security import Security
-from rpcmp.net.splice import splice
 from rpcmp.net.tls import HEADER, Connection, TlsState, refusal
 from rpcmp.process.tcp_stats import keep_alive
 
@@ -46,7 +37,7 @@ MAX_STRANGERS = 256
 """Connections that have not got so far; fewer if there are few file descriptors."""
 
 MAX_CONNECTIONS = 4096
-"""All connections; fewer, too: each that is let in takes three descriptors."""
+"""All connections; fewer, too: each that is let in takes up to four descriptors."""
 
 MIN_SHARE = 16
 """Connections that every certificate's role may have, however few there may be in all."""
@@ -79,8 +70,7 @@ class PortMultiplexer:
 
     Args:
         security: who may come.
-        inner: names the connections to the gRPC servers.
-        drivers, peers: Unix sockets of gRPC servers, for those who drive and for stages.
+        serve_grpc: answers a connection's gRPC calls.
         relay: takes connections that carry tensors, and closes them.
         works_for: see `works_here`.
     """
@@ -88,18 +78,15 @@ class PortMultiplexer:
     def __init__(
         self,
         security: Security,
-        inner: Inner,
-        drivers: Path,
-        peers: Path,
+        serve_grpc: Callable[[IncomingConnection], Awaitable[None]],
         relay: Callable[[IncomingConnection], Awaitable[None]],
         works_for: int = 0,
     ) -> None:
         self._security, self._works_for = security, works_for
-        self._inner, self._drivers, self._peers = inner, drivers, peers
-        self._relay = relay
+        self._serve_grpc, self._relay = serve_grpc, relay
         self._listeners: list[socket.socket] = []
         self._tasks: set[asyncio.Future[None]] = set()
-        self._most = share(6, MAX_CONNECTIONS)
+        self._most = share(8, MAX_CONNECTIONS)
         self._budget = Budget(self._most, share(16, MAX_STRANGERS))
         self._inside: Counter[Role | None] = Counter()
 
@@ -232,16 +219,12 @@ class PortMultiplexer:
         return IncomingConnection(end, role, GRPC if first[0] else RELAY)
 
     async def _let_in(self, visitor: IncomingConnection) -> None:
-        if visitor.protocol == RELAY:
-            if visitor.role == STRANGER:
-                raise SecurityError("this server does not work for that process")
-            await self._relay(visitor)
+        if visitor.protocol == GRPC:
+            await self._serve_grpc(visitor)
             return
-        is_driver = visitor.role is None or visitor.role.is_driver
-        path = str(self._drivers if is_driver else self._peers)
-        with self._inner.carrying(visitor) as inside:
-            await asyncio.get_running_loop().sock_connect(inside, path)
-            await splice(visitor.end, Connection(inside))
+        if visitor.role == STRANGER:
+            raise SecurityError("this server does not work for that process")
+        await self._relay(visitor)
 
 
 def _name(connection: socket.socket) -> str:
@@ -250,68 +233,3 @@ def _name(connection: socket.socket) -> str:
     except OSError:
         return "a connection that is gone already"
     return f"{host}:{port}"
-
-
-class Inner:
-    """The named connections of one server.
-
-    Args:
-        folder: private to the server's user; holds the sockets.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._visitors: dict[str, IncomingConnection] = {}
-
-    def path(self) -> Path:
-        """A fresh path for a socket; all are equally long, so a deep folder fits all or none."""
-        return self._folder / secrets.token_hex(8)
-
-    @contextlib.contextmanager
-    def carrying(self, visitor: IncomingConnection) -> Iterator[socket.socket]:
-        """A socket to connect to a gRPC server, which sees the visitor's calls come from it."""
-        path = self.path()
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as end:
-            end.setblocking(False)
-            end.bind(str(path))
-            path.unlink()  # the socket keeps its name
-            self._visitors[path.name] = visitor
-            try:
-                yield end
-            finally:
-                del self._visitors[path.name]
-
-    def knows(self, peer: str) -> bool:
-        """Whether a call comes from the front.
-
-        Args:
-            peer: what gRPC says of the caller, "unix:" and the path, in which it quotes characters.
-        """
-        return _name_of_peer(peer) in self._visitors
-
-    def is_stranger(self, peer: str) -> bool:
-        """Whether a caller is a process that the server does not work for.
-
-        Args:
-            peer: as in `knows`.
-        """
-        visitor = self._visitors.get(_name_of_peer(peer))
-        return visitor is not None and visitor.role == STRANGER
-
-    def role(self, peer: str) -> Role | None:
-        """Return the role in a caller's certificate; None if there are no certificates.
-
-        Args:
-            peer: as in `knows`.
-
-        Raises:
-            SecurityError: the call does not come from the front, or its connection is gone.
-        """
-        visitor = self._visitors.get(_name_of_peer(peer))
-        if visitor is None:
-            raise SecurityError("the call did not come through the server's port")
-        return visitor.role
-
-
-def _name_of_peer(peer: str) -> str:
-    return peer.rpartition("/")[2]

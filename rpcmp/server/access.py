@@ -23,8 +23,7 @@ import grpc
 from rpcmp.config import topology
 from rpcmp.errors import ConfigError, SecurityError
 from rpcmp.net.identity import Role
-from rpcmp.net.port import Inner
-from rpcmp.server.hardened_grpc import Interceptor
+from rpcmp.server.hardened_grpc import Callers, Interceptor
 from rpcmp.v1 import control_pb2 as pb
 
 if TYPE_CHECKING:
@@ -148,11 +147,11 @@ class OnlyPeers(Interceptor):
     """Refuses everything else, before a byte of the message is looked at.
 
     Args:
-        inner: knows the callers' roles.
+        callers: knows the callers' roles.
     """
 
-    def __init__(self, inner: Inner) -> None:
-        self._inner = inner
+    def __init__(self, callers: Callers) -> None:
+        self._callers = callers
 
     async def intercept_service(
         self,
@@ -165,16 +164,16 @@ class OnlyPeers(Interceptor):
         handler = await continuation(call)
         if call.method.startswith(ALLOWED) or handler is None:
             return handler
-        return _refusing(handler, call.method, self._inner)
+        return _refusing(handler, call.method, self._callers)
 
 
-def _refusing(handler: Handler, method: str, inner: Inner) -> Handler:
+def _refusing(handler: Handler, method: str, callers: Callers) -> Handler:
     async def refuse(request: object, grpc_context: GrpcContext) -> None:
         why = (
             f"the certificate is for a stage, and only a driver may call {method}: `rpcmp certs "
             "issue DIR --driver` makes one for it"
         )
-        if inner.is_stranger(grpc_context.peer()):
+        if callers.is_stranger(grpc_context.peer()):
             why = (
                 f"this server does not let that process call {method}: either it works for another "
                 "process's job alone, or the caller is confined or in another container; with "

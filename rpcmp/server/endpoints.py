@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from rpcmp.errors import ConfigError, RelayError
 from rpcmp.net import link_test
-from rpcmp.net.port import GREETING_SECONDS, IncomingConnection, Inner, PortMultiplexer
+from rpcmp.net.port import GREETING_SECONDS, IncomingConnection, PortMultiplexer
 from rpcmp.net.tls import Connection
 from rpcmp.process import tempdirs
-from rpcmp.server import hardened_grpc
 from rpcmp.server.access import OnlyPeers
 from rpcmp.server.connection import PEERS_OPTIONS, SERVER_OPTIONS
 from rpcmp.server.doctor_service import DoctorServicer
+from rpcmp.server.hardened_grpc import Callers, GrpcServers
 from rpcmp.server.services import ControlServicer, RendezvousServicer
 from rpcmp.server.snapshot_service import SnapshotsServicer
 from rpcmp.v1.control_pb2_grpc import (
@@ -57,12 +55,11 @@ class Endpoints:
         self._server = server
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
         self._folder = tempdirs.create(PREFIX)
-        self._inner = Inner(self._folder)
-        self._drivers = self._make([], SERVER_OPTIONS)
-        self._peers = self._make([OnlyPeers(self._inner)], PEERS_OPTIONS)
-        self._paths = self._inner.path(), self._inner.path()
-        self._front = PortMultiplexer(
-            server.security, self._inner, *self._paths, self._carry, server.works_for
+        self._callers = Callers()
+        self._grpc = GrpcServers(self._folder, self._callers)
+        self._add_services()
+        self._port = PortMultiplexer(
+            server.security, self._serve_grpc, self._carry, server.works_for
         )
         self._measuring = 0
 
@@ -72,11 +69,8 @@ class Endpoints:
         Raises:
             ConfigError: the port is in use, or the host is not this machine's.
         """
-        for server, path in zip((self._drivers, self._peers), self._paths, strict=True):
-            server.add_insecure_port(f"unix:{path}")
-            await server.start()
         try:
-            bound = await self._front.start(host, port)
+            bound = await self._port.start(host, port)
         except ConfigError:
             await self.close()
             raise
@@ -85,8 +79,8 @@ class Endpoints:
 
     async def close(self) -> None:
         """Let calls be answered, such as the one that drains this server; end all connections."""
-        await asyncio.gather(*(server.stop(grace=0.5) for server in (self._drivers, self._peers)))
-        await self._front.stop()  # carries the answers, so it goes last
+        await self._grpc.stop(grace=0.5)
+        await self._port.stop()  # carries the answers, so it goes last
         tempdirs.remove(self._folder)
 
     async def set_health(self, status: health_pb2.HealthCheckResponse.ServingStatus) -> None:
@@ -94,16 +88,19 @@ class Endpoints:
         for service in SERVICES:
             await self._health.set(service, status)
 
-    def _make(
-        self, interceptors: Sequence[OnlyPeers], options: Sequence[tuple[str, int]]
-    ) -> grpc.aio.Server:
-        made = hardened_grpc.make(interceptors, options, self._inner)
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, made)
-        add_ControlServicer_to_server(ControlServicer(self._server, self._inner), made)
-        add_RendezvousServicer_to_server(RendezvousServicer(self._server, self._inner), made)
-        add_SnapshotsServicer_to_server(SnapshotsServicer(self._server, self._inner), made)
-        add_DoctorServicer_to_server(DoctorServicer(self._server), made)
-        return made
+    def _add_services(self) -> None:
+        server, grpc_servers = self._server, self._grpc
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, grpc_servers)
+        add_ControlServicer_to_server(ControlServicer(server, self._callers), grpc_servers)
+        add_RendezvousServicer_to_server(RendezvousServicer(server, self._callers), grpc_servers)
+        add_SnapshotsServicer_to_server(SnapshotsServicer(server, self._callers), grpc_servers)
+        add_DoctorServicer_to_server(DoctorServicer(server), grpc_servers)
+
+    async def _serve_grpc(self, connection: IncomingConnection) -> None:
+        if connection.role is None or connection.role.is_driver:
+            await self._grpc.serve(connection, [], SERVER_OPTIONS)
+        else:
+            await self._grpc.serve(connection, [OnlyPeers(self._callers)], PEERS_OPTIONS)
 
     async def _carry(self, visitor: IncomingConnection) -> None:
         """A connection that carries tensors, or is to be measured.

@@ -21,13 +21,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import grpc
 
 from rpcmp.errors import JobError, RpcmpError, one_line, to_wire
-from rpcmp.net.port import Inner
 from rpcmp.process.child import Child
 from rpcmp.process.confinement import Reach
 from rpcmp.process.fork_client import Forks
 from rpcmp.process.interpreter import compute_environment
 from rpcmp.server import claim_log
 from rpcmp.server.connection import machine
+from rpcmp.server.hardened_grpc import Callers
 from rpcmp.server.kv_store import require_askable
 from rpcmp.v1 import control_pb2 as pb
 from rpcmp.v1 import control_pb2_grpc
@@ -93,14 +93,14 @@ def answers_errors(method: Method) -> Method:
 class ControlServicer(control_pb2_grpc.ControlServicer):
     """See protos/rpcmp/v1/control.proto."""
 
-    def __init__(self, server: StageServer, inner: Inner) -> None:
-        self._server, self._inner = server, inner
+    def __init__(self, server: StageServer, callers: Callers) -> None:
+        self._server, self._callers = server, callers
 
     @answers_errors
     async def Describe(
         self, request: pb.DescribeRequest, grpc_context: GrpcContext
     ) -> pb.DescribeResponse:
-        role = self._inner.role(grpc_context.peer())
+        role = self._callers.role(grpc_context.peer())
         if role is None or role.is_driver:
             return self._server.describe()
         return pb.DescribeResponse(draining=self._server.draining)
@@ -190,12 +190,12 @@ if TYPE_CHECKING:
 class RendezvousServicer(control_pb2_grpc.RendezvousServicer):
     """See protos/rpcmp/v1/control.proto. The values go with the claim."""
 
-    def __init__(self, server: StageServer, inner: Inner) -> None:
-        self._server, self._inner = server, inner
+    def __init__(self, server: StageServer, callers: Callers) -> None:
+        self._server, self._callers = server, callers
 
     def _claim_of(self, job: Job, grpc_context: GrpcContext) -> Claim:
         """The current claim, whose group the caller must belong to."""
-        role = self._inner.role(grpc_context.peer())
+        role = self._callers.role(grpc_context.peer())
         claim = self._server.claimed_by(job.job_id, job.generation)
         claim.group.require_member(role, "use the rendezvous")
         return claim
@@ -212,7 +212,7 @@ class RendezvousServicer(control_pb2_grpc.RendezvousServicer):
         kind, _, rest = key.partition("/")
         if kind in ("addrs", "names"):
             name = rest if kind == "addrs" else value.decode(errors="replace")
-            claim.group.require_name(self._inner.role(grpc_context.peer()), name)
+            claim.group.require_name(self._callers.role(grpc_context.peer()), name)
 
     @answers_errors
     async def Set(self, request: pb.SetRequest, grpc_context: GrpcContext) -> pb.SetResponse:

@@ -18,7 +18,7 @@ from rpcmp.checkpoint.folder import remove
 from rpcmp.checkpoint.paths import Inside
 from rpcmp.checkpoint.slots import Slots
 from rpcmp.errors import BusyError, CheckpointError, RpcmpError, UnreachableError, to_wire
-from rpcmp.net.port import Inner
+from rpcmp.server.hardened_grpc import Callers
 from rpcmp.server.services import answers_errors
 from rpcmp.v1 import control_pb2 as pb
 from rpcmp.v1 import control_pb2_grpc
@@ -106,8 +106,8 @@ MAX_FETCHING = 64
 class SnapshotsServicer(control_pb2_grpc.SnapshotsServicer):
     """See protos/rpcmp/v1/control.proto."""
 
-    def __init__(self, server: StageServer, inner: Inner) -> None:
-        self._server, self._inner = server, inner
+    def __init__(self, server: StageServer, callers: Callers) -> None:
+        self._server, self._callers = server, callers
         self._fetching = 0
 
     async def Fetch(
@@ -116,7 +116,7 @@ class SnapshotsServicer(control_pb2_grpc.SnapshotsServicer):
         try:
             # A host that was replaced must not speak for its successor.
             claim = self._server.claimed_by(request.job_id, request.generation)
-            claim.require_may_fetch(self._inner.role(grpc_context.peer()), request)
+            claim.require_may_fetch(self._callers.role(grpc_context.peer()), request)
             vault = self._vault_of(request.job_id)
             with self._one_more():
                 async for part in vault.stream(request):

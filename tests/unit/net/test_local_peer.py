@@ -10,7 +10,6 @@ import os
 import socket
 import struct
 import threading
-from pathlib import Path
 
 import pytest
 
@@ -19,7 +18,7 @@ from rpcmp.net import local_peer
 from rpcmp.net.dialer import Dialer
 from rpcmp.net.identity import RELAY
 from rpcmp.net.local_peer import is_trusted, owner
-from rpcmp.net.port import IncomingConnection, Inner, PortMultiplexer
+from rpcmp.net.port import IncomingConnection, PortMultiplexer
 from rpcmp.net.security import Security
 from rpcmp.process.tcp_stats import LISTEN
 
@@ -151,7 +150,7 @@ def test_a_kernel_that_does_not_say_is_an_error(monkeypatch: pytest.MonkeyPatch)
         raise AssertionError("it has come in")
 
     async def start() -> None:
-        front = PortMultiplexer(Security(), Inner(Path()), Path(), Path(), refuse)
+        front = PortMultiplexer(Security(), refuse, refuse)
         try:
             await front.start(HERE, 0)
         finally:
