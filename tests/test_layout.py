@@ -19,11 +19,10 @@ MOST = 149
 
 ELSEWHERE = {
     "cli/test_doctor.py": """
-        cli/findingtable job/server_calls server/doctor_service server/host_facts/facts
+        cli/findingtable job/server_calls server/host_facts/facts
         server/host_facts/process tools/doctor/checkup
     """,
     "cli/test_explain.py": "cli/explanation tools/explain/gather",
-    "cli/test_health.py": "server/probe",
     "cli/test_remedy.py": "cli/hints cli/options",
     "cli/test_report.py": "cli/runtable",
     "cli/test_trace.py": "cli/sharetable",
@@ -48,8 +47,8 @@ ELSEWHERE = {
     "cluster/test_secrets.py": "config/redaction",
     "cluster/test_segments.py": "job/segments",
     "cluster/test_servers.py": """
-        cli/drain cli/serve cli/status cli/table job/generation server/claim server/serve
-        server/server server/store_proxy
+        cli/drain cli/serve cli/status cli/table job/generation server/claim server/lifecycle
+        server/stage_server
     """,
     "cluster/test_tunnel.py": "net/dialer",
     "cluster/test_verify.py": "cli/verify tools/verify/reference/process",
@@ -79,7 +78,7 @@ ELSEWHERE = {
     "unit/driver/test_training.py": "driver/evaluator driver/rounds driver/steps driver/tracing",
     "unit/net/test_link_test.py": "net/tls",
     "unit/net/test_local_peer.py": "net/port",
-    "unit/net/test_revocation.py": "net/certificates net/name_constraints",
+    "unit/net/test_revocation.py": "net/certificates",
     "unit/net/test_rpc_inspection.py": "net/rpc_format net/rpc_pickle",
     "unit/net/test_security.py": "cli/certs net/authority",
     "unit/observability/dashboard/test_server.py": "observability/dashboard/app",

@@ -21,8 +21,8 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from rpcmp.errors import SecurityError
-from rpcmp.net import certificates, name_constraints
-from rpcmp.net.certificates import Issued, write
+from rpcmp.net import certificates
+from rpcmp.net.certificates import Issued, write_file
 from rpcmp.net.identity import CA, CERTIFICATE, CRL, KEY, Role, require_private
 
 CA_KEY = "ca.key"
@@ -74,7 +74,7 @@ class Authority:
     @property
     def permitted(self) -> list[x509.GeneralName] | None:
         """Names that it may certify; None: all of them, as rpcmp 0.1.0 made authorities."""
-        return name_constraints.of(self.certificate)
+        return certificates.permitted_names(self.certificate)
 
     @property
     def not_after(self) -> datetime:
@@ -106,7 +106,7 @@ class Authority:
         """
         self.certificate = _own(self._key, self.certificate.subject, days, permitted)
         for folder in (self.folder, *self.issued):
-            write(folder / CA, self.certificate.public_bytes(PEM), 0o644)
+            write_file(folder / CA, self.certificate.public_bytes(PEM), 0o644)
 
     def revoke(self, serials: Iterable[int]) -> None:
         """Add certificates to the CRL, in every folder that it has issued.
@@ -134,7 +134,7 @@ class Authority:
             builder = builder.add_revoked_certificate(one)
         content = builder.sign(self._key, hashes.SHA256()).public_bytes(PEM)
         for folder in (self.folder, *self.issued):
-            write(folder / CRL, content, 0o644)
+            write_file(folder / CRL, content, 0o644)
 
     def revoked(self) -> list[x509.CertificateRevocationList]:
         """Return its CRL; nothing if it has revoked nothing yet.
@@ -176,15 +176,18 @@ def create(
             f"{folder} has a certificate authority: to replace it would make all of its "
             "certificates worthless. Choose another folder, or remove this one"
         )
-    permitted = [*name_constraints.ALWAYS]
-    for subtree in (*map(name_constraints.asked, permit), *map(name_constraints.around, hosts)):
-        if not name_constraints.is_permitted(subtree, permitted):
+    permitted = [*certificates.ALWAYS_PERMITTED]
+    for subtree in (
+        *map(certificates.parse_permit, permit),
+        *map(certificates.subtree_around, hosts),
+    ):
+        if not certificates.is_permitted(subtree, permitted):
             permitted.append(subtree)
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "rpcmp private CA")])
     certificate = _own(key, name, days, permitted)
-    write(folder / CA_KEY, _pem(key), 0o600)
-    write(folder / CA, certificate.public_bytes(PEM), 0o644)
+    write_file(folder / CA_KEY, _pem(key), 0o600)
+    write_file(folder / CA, certificate.public_bytes(PEM), 0o644)
 
 
 def permit(folder: Path, hosts: Sequence[str]) -> bool:
@@ -201,9 +204,9 @@ def permit(folder: Path, hosts: Sequence[str]) -> bool:
     if permitted is None:
         return False
     more = [
-        name_constraints.around(host)
+        certificates.subtree_around(host)
         for host in hosts
-        if not name_constraints.is_permitted(name_constraints.name_of(host), permitted)
+        if not certificates.is_permitted(certificates.general_name(host), permitted)
     ]
     if more:
         begin = authority.certificate.not_valid_before_utc
@@ -248,7 +251,7 @@ def issue(
     Raises:
         SecurityError: there is no authority, a host is no name, or the authority expires before.
     """
-    names = [x509.UniformResourceIdentifier(role.uri), *map(name_constraints.name_of, hosts)]
+    names = [x509.UniformResourceIdentifier(role.uri), *map(certificates.general_name, hosts)]
     permit(folder, hosts)
     authority = Authority.load(folder)
     key = ec.generate_private_key(ec.SECP256R1())
@@ -287,7 +290,7 @@ def revoke(folder: Path, name: str) -> int:
     now = datetime.now(UTC)
     found = {
         one.serial
-        for one in certificates.read(folder)
+        for one in certificates.read_issued(folder)
         if one.name == name and one.not_after > now and one.serial not in done
     }
     if not found:
@@ -316,13 +319,13 @@ def _put(
     """Record a certificate, and then write its folder: what is in use can always be revoked."""
     crl = authority.revoked()
     _adopt(authority, name)
-    certificates.add(authority.folder, Issued.of(certificate, name))
+    certificates.add_issued(authority.folder, Issued.from_certificate(certificate, name))
     issued = authority.folder / name
-    write(issued / KEY, _pem(key), 0o600)
-    write(issued / CERTIFICATE, certificate.public_bytes(PEM), 0o644)
-    write(issued / CA, authority.certificate.public_bytes(PEM), 0o644)
+    write_file(issued / KEY, _pem(key), 0o600)
+    write_file(issued / CERTIFICATE, certificate.public_bytes(PEM), 0o644)
+    write_file(issued / CA, authority.certificate.public_bytes(PEM), 0o644)
     for one in crl:
-        write(issued / CRL, one.public_bytes(PEM), 0o644)
+        write_file(issued / CRL, one.public_bytes(PEM), 0o644)
     return issued
 
 
@@ -333,8 +336,10 @@ def _adopt(authority: Authority, name: str) -> None:
         found = x509.load_pem_x509_certificate(content)
     except (FileNotFoundError, ValueError):  # none, or a broken one that issuing mends
         return
-    if found.serial_number not in {one.serial for one in certificates.read(authority.folder)}:
-        certificates.add(authority.folder, Issued.of(found, name))
+    if found.serial_number not in {
+        one.serial for one in certificates.read_issued(authority.folder)
+    }:
+        certificates.add_issued(authority.folder, Issued.from_certificate(found, name))
 
 
 def _certificate(path: Path) -> x509.Certificate:

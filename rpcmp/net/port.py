@@ -22,8 +22,16 @@ from collections.abc import Awaitable, Callable
 from typing import NamedTuple
 
 from rpcmp.errors import AddressInUseError, RpcmpError, SecurityError
-from rpcmp.net.accept import connections, speaks_second
-from rpcmp.net.connection_limits import LOOPBACK, Budget, Guest, address_of, share, user_of
+from rpcmp.net.accept import (
+    LOOPBACK,
+    Budget,
+    Guest,
+    address_of,
+    connections,
+    share,
+    speaks_second,
+    user_of,
+)
 from rpcmp.net.identity import GRPC, RELAY, STRANGER, Role
 from rpcmp.net.local_peer import owner_of, require_answers, require_same_user, works_here
 from rpcmp.net.security import Security

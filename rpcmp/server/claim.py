@@ -37,9 +37,8 @@ from rpcmp.process.logging.records import Entry, Line, entry_of, pass_on
 from rpcmp.server import claim_log
 from rpcmp.server.access import GroupMembers
 from rpcmp.server.claim_log import LogBuffer, WorkerVitals
-from rpcmp.server.kv_store import KeyValueStore
+from rpcmp.server.rendezvous import KeyValueStore, StoreProxy
 from rpcmp.server.snapshot_store import SnapshotStore
-from rpcmp.server.store_proxy import StoreProxy
 from rpcmp.v1 import control_pb2 as pb
 
 State = pb.ServerState

@@ -14,9 +14,9 @@ from rpcmp.net.tls import Connection
 from rpcmp.process import tempdirs
 from rpcmp.server.access import OnlyPeers
 from rpcmp.server.connection import PEERS_OPTIONS, SERVER_OPTIONS
-from rpcmp.server.doctor_service import DoctorServicer
 from rpcmp.server.hardened_grpc import Callers, GrpcServers
-from rpcmp.server.services import ControlServicer, RendezvousServicer
+from rpcmp.server.rendezvous import RendezvousServicer
+from rpcmp.server.services import ControlServicer, DoctorServicer
 from rpcmp.server.snapshot_service import SnapshotsServicer
 from rpcmp.v1.control_pb2_grpc import (
     add_ControlServicer_to_server,
@@ -26,7 +26,7 @@ from rpcmp.v1.control_pb2_grpc import (
 from rpcmp.v1.doctor_pb2_grpc import add_DoctorServicer_to_server
 
 if TYPE_CHECKING:
-    from rpcmp.server.server import StageServer
+    from rpcmp.server.stage_server import StageServer
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -89,12 +89,12 @@ class Endpoints:
             await self._health.set(service, status)
 
     def _add_services(self) -> None:
-        server, grpc_servers = self._server, self._grpc
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, grpc_servers)
-        add_ControlServicer_to_server(ControlServicer(server, self._callers), grpc_servers)
-        add_RendezvousServicer_to_server(RendezvousServicer(server, self._callers), grpc_servers)
-        add_SnapshotsServicer_to_server(SnapshotsServicer(server, self._callers), grpc_servers)
-        add_DoctorServicer_to_server(DoctorServicer(server), grpc_servers)
+        server, services = self._server, self._grpc.services
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, services)
+        add_ControlServicer_to_server(ControlServicer(server, self._callers), services)
+        add_RendezvousServicer_to_server(RendezvousServicer(server, self._callers), services)
+        add_SnapshotsServicer_to_server(SnapshotsServicer(server, self._callers), services)
+        add_DoctorServicer_to_server(DoctorServicer(server), services)
 
     async def _serve_grpc(self, connection: IncomingConnection) -> None:
         if connection.role is None or connection.role.is_driver:

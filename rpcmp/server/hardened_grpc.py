@@ -101,28 +101,35 @@ class Callers:
         return self._connections.get(peer.rpartition("/")[2])
 
 
+class _Handlers:
+    """Collects the handlers of services as grpc.aio.Server does."""
+
+    def __init__(self) -> None:
+        self.generic: list[GenericHandler] = []
+
+    def add_generic_rpc_handlers(self, generic_rpc_handlers: Sequence[GenericHandler]) -> None:
+        self.generic += generic_rpc_handlers
+
+    def add_registered_method_handlers(self, service_name: str, method_handlers: object) -> None:
+        """Do nothing: the generic handlers have the same methods."""
+
+
 class GrpcServers:
     """The gRPC servers behind the port, one per connection.
 
-    To the generated `add_..._to_server` functions this is a server; call them before `serve`.
-
     Args:
         folder: private to this user; sockets lie there for a moment.
+
+    Attributes:
+        services: takes the place of a server in the generated `add_..._to_server` functions; they
+            are to be called before `serve`.
     """
 
     def __init__(self, folder: Path, callers: Callers) -> None:
         self._folder, self._callers = folder, callers
-        self._handlers: list[GenericHandler] = []
+        self._handlers = _Handlers()
+        self.services = cast("grpc.aio.Server", self._handlers)
         self._running: set[grpc.aio.Server] = set()
-
-    def add_generic_rpc_handlers(self, generic_rpc_handlers: Sequence[GenericHandler]) -> None:
-        """See grpc.aio.Server."""
-        self._handlers += generic_rpc_handlers
-
-    def add_registered_method_handlers(
-        self, service_name: str, method_handlers: dict[str, Handler]
-    ) -> None:
-        """See grpc.aio.Server; the generic handlers have the same methods."""
 
     async def serve(
         self,
@@ -138,7 +145,7 @@ class GrpcServers:
         """
         answering = (*interceptors, _AnswerErrors(self._callers))
         server = grpc.aio.server(
-            handlers=self._handlers, interceptors=answering, options=list(options)
+            handlers=self._handlers.generic, interceptors=answering, options=list(options)
         )
         path = self._path()
         server.add_insecure_port(f"unix:{path}")

@@ -16,6 +16,7 @@ import json
 import os
 import platform
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import grpc
@@ -26,11 +27,10 @@ from rpcmp.process.confinement import Reach
 from rpcmp.process.fork_client import Forks
 from rpcmp.process.interpreter import compute_environment
 from rpcmp.server import claim_log
-from rpcmp.server.connection import machine
+from rpcmp.server.connection import machine, way_to
 from rpcmp.server.hardened_grpc import Callers
-from rpcmp.server.kv_store import require_askable
 from rpcmp.v1 import control_pb2 as pb
-from rpcmp.v1 import control_pb2_grpc
+from rpcmp.v1 import control_pb2_grpc, doctor_pb2, doctor_pb2_grpc
 
 
 async def profile(
@@ -67,7 +67,7 @@ async def profile(
 
 
 if TYPE_CHECKING:
-    from rpcmp.server.server import StageServer
+    from rpcmp.server.stage_server import StageServer
 
     GrpcContext = grpc.aio.ServicerContext[Any, Any]
 
@@ -180,70 +180,22 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         )
 
 
-if TYPE_CHECKING:
-    from rpcmp.server.claim import Claim
-    from rpcmp.server.server import StageServer
+class DoctorServicer(doctor_pb2_grpc.DoctorServicer):
+    """See protos/rpcmp/v1/doctor.proto."""
 
-    Job = pb.SetRequest | pb.GetRequest | pb.CompareSetRequest | pb.AddRequest
-
-
-class RendezvousServicer(control_pb2_grpc.RendezvousServicer):
-    """See protos/rpcmp/v1/control.proto. The values go with the claim."""
-
-    def __init__(self, server: StageServer, callers: Callers) -> None:
-        self._server, self._callers = server, callers
-
-    def _claim_of(self, job: Job, grpc_context: GrpcContext) -> Claim:
-        """The current claim, whose group the caller must belong to."""
-        role = self._callers.role(grpc_context.peer())
-        claim = self._server.claimed_by(job.job_id, job.generation)
-        claim.group.require_member(role, "use the rendezvous")
-        return claim
-
-    def _require_own(self, claim: Claim, key: str, value: bytes, grpc_context: GrpcContext) -> None:
-        """Refuse a member that would give another's address, or be at another's rank.
-
-        No agent asks who it has reached at an address: torch's agents store theirs under
-        "addrs/NAME", and their names under "names/RANK".
-
-        Raises:
-            SecurityError: the caller's certificate is for neither that member nor the driver.
-        """
-        kind, _, rest = key.partition("/")
-        if kind in ("addrs", "names"):
-            name = rest if kind == "addrs" else value.decode(errors="replace")
-            claim.group.require_name(self._callers.role(grpc_context.peer()), name)
+    def __init__(self, server: StageServer) -> None:
+        self._server = server
 
     @answers_errors
-    async def Set(self, request: pb.SetRequest, grpc_context: GrpcContext) -> pb.SetResponse:
-        claim = self._claim_of(request, grpc_context)
-        self._require_own(claim, request.key, request.value, grpc_context)
-        claim.values.set(request.key, request.value)
-        return pb.SetResponse(generation=claim.generation)
+    async def Examine(
+        self, request: doctor_pb2.ExamineRequest, grpc_context: GrpcContext
+    ) -> doctor_pb2.ExamineResponse:
+        return doctor_pb2.ExamineResponse(facts=await self._server.examine(request))
 
     @answers_errors
-    async def Get(self, request: pb.GetRequest, grpc_context: GrpcContext) -> pb.GetResponse:
-        claim = self._claim_of(request, grpc_context)
-        require_askable(request.keys)
-        await claim.values.wait_for(request.keys)
-        value = claim.values.get(request.keys[0])
-        return pb.GetResponse(generation=claim.generation, value=value or b"")
-
-    @answers_errors
-    async def CompareSet(
-        self, request: pb.CompareSetRequest, grpc_context: GrpcContext
-    ) -> pb.CompareSetResponse:
-        claim = self._claim_of(request, grpc_context)
-        self._require_own(claim, request.key, request.desired, grpc_context)
-        held = claim.values.get(request.key)
-        if (held or b"") == request.expected:
-            held = request.desired
-            claim.values.set(request.key, held)
-        return pb.CompareSetResponse(generation=claim.generation, value=held or b"")
-
-    @answers_errors
-    async def Add(self, request: pb.AddRequest, grpc_context: GrpcContext) -> pb.AddResponse:
-        claim = self._claim_of(request, grpc_context)
-        self._require_own(claim, request.key, b"", grpc_context)
-        value = claim.values.add(request.key, request.amount)
-        return pb.AddResponse(generation=claim.generation, value=value)
+    async def Probe(
+        self, request: doctor_pb2.ProbeRequest, grpc_context: GrpcContext
+    ) -> doctor_pb2.ProbeResponse:
+        place = (request.stage_name, request.address, request.stage_index)
+        way = await way_to(self._server.dialer, *place, request.seconds)
+        return doctor_pb2.ProbeResponse(**asdict(way))

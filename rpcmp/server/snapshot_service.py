@@ -93,8 +93,8 @@ async def receive_file(parts: AsyncIterator[bytes], place: Inside, size: int) ->
 
 
 if TYPE_CHECKING:
-    from rpcmp.server.server import StageServer
     from rpcmp.server.snapshot_store import SnapshotStore
+    from rpcmp.server.stage_server import StageServer
 
     GrpcContext = grpc.aio.ServicerContext[Any, Any]
 

@@ -205,7 +205,7 @@ def test_a_server_that_is_not_who_it_should_be_gets_no_job(
     code = f"""
 import asyncio
 from pathlib import Path
-from rpcmp.server.server import StageServer
+from rpcmp.server.stage_server import StageServer
 from rpcmp.net.security import Security
 
 async def main():
@@ -241,8 +241,8 @@ def test_a_server_that_is_drained_says_so_before_it_hangs_up() -> None:
 import asyncio
 from rpcmp.server.services import ControlServicer
 from rpcmp.server.endpoints import Endpoints
-from rpcmp.server.serve import serve
-from rpcmp.server.server import StageServer
+from rpcmp.server.lifecycle import serve
+from rpcmp.server.stage_server import StageServer
 
 drain, close, closes = ControlServicer.Drain, Doors.close, asyncio.Event()
 

@@ -17,8 +17,7 @@ from typing import Any
 import uvicorn
 from starlette.types import ASGIApp
 
-from rpcmp.net.accept import BoundedListener
-from rpcmp.net.connection_limits import Budget, share
+from rpcmp.net.accept import BoundedListener, Budget, share
 from rpcmp.net.identity import Credentials
 from rpcmp.observability.dashboard.app import Endpoint, application
 from rpcmp.observability.dashboard.state import State

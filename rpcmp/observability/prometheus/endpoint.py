@@ -23,8 +23,7 @@ from prometheus_client.registry import Collector
 
 from rpcmp.config import addresses
 from rpcmp.errors import ConfigError
-from rpcmp.net.accept import accept_speaking, speaks_second
-from rpcmp.net.connection_limits import Budget, Guest, peer_of, share
+from rpcmp.net.accept import Budget, Guest, accept_speaking, peer_of, share, speaks_second
 from rpcmp.net.identity import Credentials
 from rpcmp.net.security import Security, is_loopback
 

@@ -14,7 +14,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 from rpcmp.errors import SecurityError
-from rpcmp.net import authority, certificates, identity, name_constraints
+from rpcmp.net import authority, certificates, identity
 from rpcmp.net.certificates import Certificate
 from rpcmp.net.identity import CA, CRL, GRPC, KEY, Credentials
 from rpcmp.net.security import Security, expiry_warning
@@ -196,9 +196,9 @@ def test_a_certificate_does_not_outlive_its_authority(certs: Path) -> None:
     ],
 )
 def test_a_host_permits_its_domain_or_private_network(host: str, subtree: str) -> None:
-    found = name_constraints.around(host)
+    found = certificates.subtree_around(host)
     assert str(found.value) == subtree
-    assert name_constraints.is_permitted(name_constraints.name_of(host), [found])
+    assert certificates.is_permitted(certificates.general_name(host), [found])
 
 
 @pytest.mark.parametrize(

@@ -100,9 +100,11 @@ def test_a_call_that_goes_round_the_port_is_refused(
 
     async def run() -> None:
         servers, callers = make(tmp_path)
-        health_pb2_grpc.add_HealthServicer_to_server(health_pb2_grpc.HealthServicer(), servers)
-        add_ControlServicer_to_server(ControlServicer(), servers)
-        add_SnapshotsServicer_to_server(SnapshotsServicer(), servers)
+        health_pb2_grpc.add_HealthServicer_to_server(
+            health_pb2_grpc.HealthServicer(), servers.services
+        )
+        add_ControlServicer_to_server(ControlServicer(), servers.services)  # type: ignore[abstract]
+        add_SnapshotsServicer_to_server(SnapshotsServicer(), servers.services)  # type: ignore[abstract]
         async with connected(servers, None, [each(callers) for each in interceptors]) as client:
             await answer_to(client, HEALTH)
             for method in ("Control/Drain", "Control/Describe", "Snapshots/Fetch", "Snapshots/Put"):
@@ -140,7 +142,7 @@ def make(folder: Path) -> tuple[GrpcServers, Callers]:
 def add_health(servers: GrpcServers, check: Any) -> None:
     servicer = health_pb2_grpc.HealthServicer()
     servicer.Check = check
-    health_pb2_grpc.add_HealthServicer_to_server(servicer, servers)
+    health_pb2_grpc.add_HealthServicer_to_server(servicer, servers.services)
 
 
 @contextlib.asynccontextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from rpcmp.net.connection_limits import Budget, Guest
+from rpcmp.net.accept import Budget, Guest
 
 
 class Door:

@@ -17,7 +17,7 @@ from collections.abc import Callable
 
 from rpcmp.net.security import INSECURE, WARN_SECONDS, Security, watch
 from rpcmp.process.signals import ending_signals, wishes
-from rpcmp.server.server import DRAIN_SECONDS, StageServer
+from rpcmp.server.stage_server import DRAIN_SECONDS, StageServer
 
 
 def notify(state: str) -> None:

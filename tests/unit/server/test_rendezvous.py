@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from rpcmp.errors import BusyError, JobError, RpcmpError
-from rpcmp.server.kv_store import (
+from rpcmp.server.rendezvous import (
     MAX_ASKED,
     MAX_BYTES,
     MAX_KEY,
@@ -62,7 +62,7 @@ def test_what_counts_does_so_within_64_bits() -> None:
 
 
 def test_who_waits_for_keys_is_woken_by_these_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rpcmp.server.kv_store.MAX_WAITING", 3)
+    monkeypatch.setattr("rpcmp.server.rendezvous.MAX_WAITING", 3)
 
     async def scene() -> None:
         values = KeyValueStore()
