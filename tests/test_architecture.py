@@ -205,7 +205,7 @@ import importlib, sys
 import rpcmp.cli, rpcmp.config.schema, rpcmp.job.drive, rpcmp.job.generation, rpcmp.job.status
 import rpcmp.observability.observers, rpcmp.observability.tensorboard, rpcmp.observability.observers
 import rpcmp.observability.dashboard.html, rpcmp.observability.dashboard.server
-import rpcmp.server.lifecycle, rpcmp.server.stage_server, rpcmp.server.connection
+import rpcmp.server.lifecycle, rpcmp.server.stage_server, rpcmp.server.probe
 for command in rpcmp.cli.COMMANDS:
     importlib.import_module(f"rpcmp.cli.{command}")
 print([name for name in ("torch", "numpy") if name in sys.modules])

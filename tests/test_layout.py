@@ -23,6 +23,7 @@ ELSEWHERE = {
         server/host_facts/process tools/doctor/checkup
     """,
     "cli/test_explain.py": "cli/explanation tools/explain/gather",
+    "cli/test_health.py": "server/probe",
     "cli/test_remedy.py": "cli/hints cli/options",
     "cli/test_report.py": "cli/runtable",
     "cli/test_trace.py": "cli/sharetable",

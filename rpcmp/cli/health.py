@@ -49,7 +49,7 @@ def health(
     """
     from rpcmp.net.dialer import Dialer
     from rpcmp.net.security import Security
-    from rpcmp.server.connection import SERVING, probe
+    from rpcmp.server.probe import SERVING, probe
 
     if server_name is not None and certs is None:
         raise click.UsageError("--server-name is checked against a certificate: give --certs DIR")

@@ -1,7 +1,6 @@
-"""What both ends of a control connection share: gRPC's options and the protocol's version.
+"""gRPC settings that both ends share, and the version of what they say.
 
-Also the two checks that need no StageClient: a call of the standard health service, for
-orchestrators that start it anew every few seconds, and a measurement of the link to a server.
+Measuring our own way to a stage server: over the connections of a run, without gRPC.
 """
 
 from __future__ import annotations
@@ -12,12 +11,8 @@ import ssl
 from importlib import metadata
 from pathlib import Path
 
-import grpc
-from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
-from grpc_health.v1.health_pb2_grpc import HealthStub
-
-from rpcmp.errors import RelayError, RpcmpError, SecurityError, UnreachableError, one_line
-from rpcmp.net.dialer import OPEN_SECONDS, Dialer, Tunnel
+from rpcmp.errors import RelayError, SecurityError, UnreachableError, one_line
+from rpcmp.net.dialer import OPEN_SECONDS, Dialer
 from rpcmp.net.identity import RELAY
 from rpcmp.net.link_test import LinkSpeed, measure
 from rpcmp.net.tls import Connection, refusal
@@ -162,50 +157,3 @@ async def _measure(end: Connection, where: str, seconds: float) -> LinkSpeed:
         raise SecurityError(f"{where} refuses us: {refusal(error)}") from error
     except OSError as error:
         raise UnreachableError(f"lost {where} while measuring: {one_line(error)}") from error
-
-
-SERVING = "SERVING"
-
-
-async def probe(address: str, dialer: Dialer, seconds: float) -> str:
-    """What the server at `address` says of itself: "SERVING", or "NOT_SERVING" while it drains.
-
-    Args:
-        address: HOST:PORT.
-        dialer: how this process talks to servers.
-        seconds: how long it may take to answer.
-
-    Raises:
-        UnreachableError: it does not answer in time.
-        SecurityError: it is not who it should be, or does not let us in.
-        ConfigError: it is not on loopback, and there are no certificates.
-    """
-    dialer.security.require_allowed([address])
-    # Also without certificates: what the tunnel says of a failure is clearer than what gRPC does.
-    tunnel = Tunnel(dialer, address, stage_index=None)
-    try:
-        async with (
-            asyncio.timeout(seconds),
-            grpc.aio.insecure_channel(tunnel.target, options=CHANNEL_OPTIONS) as channel,
-        ):
-            answer: HealthCheckResponse = await HealthStub(channel).Check(HealthCheckRequest())
-    except TimeoutError as error:
-        raise UnreachableError(
-            f"{address} does not answer within {seconds:g} s; {IS_IT_RUNNING}"
-        ) from error
-    except grpc.aio.AioRpcError as error:
-        wants_tls = await dialer.misunderstanding(address)
-        raise (wants_tls or _reason(error, tunnel, address)) from error
-    finally:
-        await tunnel.close()
-    return str(HealthCheckResponse.ServingStatus.Name(answer.status))
-
-
-def _reason(error: grpc.aio.AioRpcError, tunnel: Tunnel, address: str) -> RpcmpError:
-    if isinstance(tunnel.failure, UnreachableError):
-        return UnreachableError(f"{tunnel.failure}; {IS_IT_RUNNING}")
-    if tunnel.failure is not None:
-        return tunnel.failure
-    return UnreachableError(
-        f"{address} does not answer as a stage server does: {error.code().name}: {error.details()}"
-    )
