@@ -1,4 +1,4 @@
-"""The ways into a stage server: one port, and behind it gRPC twice, and the relay."""
+"""The services of a stage server behind its one port: gRPC and the relay."""
 
 from __future__ import annotations
 
@@ -35,20 +35,20 @@ SERVICES = (
     "",
     *(f"rpcmp.v1.{name}" for name in ("Control", "Rendezvous", "Snapshots", "Doctor")),
 )
-"""What the health service answers for; "" is the server as a whole."""
+"""Names that the health service knows; "" is the server as a whole."""
 
 MAX_MEASURING = 4
-"""Who measures takes what he can get of the link, and of a core."""
+"""Measurements at a time: each uses the link and a core as much as it can."""
 
 PREFIX = "rpcmp-server-"
-"""Beginning of the name of the folder where the gRPC servers listen."""
+"""Prefix of the folder for gRPC's sockets."""
 
 
 class Endpoints:
-    """Closed until `open`.
+    """Services that listen from `open` to `close`.
 
     Args:
-        server: whom they lead to.
+        server: answers the calls.
     """
 
     def __init__(self, server: StageServer) -> None:
@@ -64,7 +64,7 @@ class Endpoints:
         self._measuring = 0
 
     async def open(self, host: str, port: int) -> int:
-        """Listen; returns the port, which is a free one for port 0.
+        """Listen; return the port, which is a free one for port 0.
 
         Raises:
             ConfigError: the port is in use, or the host is not this machine's.
@@ -78,13 +78,12 @@ class Endpoints:
         return bound
 
     async def close(self) -> None:
-        """Let calls be answered, such as the one that drains this server; end all connections."""
+        """Close all connections, after a moment for answers, such as the one to Drain."""
         await self._grpc.stop(grace=0.5)
         await self._port.stop()  # carries the answers, so it goes last
         tempdirs.remove(self._folder)
 
     async def set_health(self, status: health_pb2.HealthCheckResponse.ServingStatus) -> None:
-        """What the health service says from now on."""
         for service in SERVICES:
             await self._health.set(service, status)
 
@@ -103,11 +102,11 @@ class Endpoints:
             await self._grpc.serve(connection, [OnlyPeers(self._callers)], PEERS_OPTIONS)
 
     async def _carry(self, visitor: IncomingConnection) -> None:
-        """A connection that carries tensors, or is to be measured.
+        """Serve a connection for tensors, or for a measurement.
 
         Raises:
-            RelayError: nothing runs here.
-            OSError, EOFError: it broke.
+            RelayError: no group runs here.
+            OSError, EOFError: the connection broke.
         """
         async with asyncio.timeout(GREETING_SECONDS):
             greeting = await visitor.end.read_message()
@@ -119,10 +118,10 @@ class Endpoints:
         await self._server.claim.relay.take(visitor, greeting)
 
     async def _measure(self, end: Connection) -> None:
-        """Let somebody measure the way here, if not too many do.
+        """Answer a measurement, unless too many are under way.
 
         Raises:
-            RelayError: they do.
+            RelayError: there are too many.
         """
         if self._measuring >= MAX_MEASURING:
             raise RelayError(f"{self._measuring} others measure the way here already")

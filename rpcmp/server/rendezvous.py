@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import weakref
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Self
 
@@ -33,10 +34,10 @@ if TYPE_CHECKING:
     Job = pb.SetRequest | pb.GetRequest | pb.CompareSetRequest | pb.AddRequest
 
 MAX_KEY = 4096
-"""Characters. Workers' names are in there, and stages' names in these."""
+"""Characters of a key. Keys contain workers' names, and these contain stages' names."""
 
 MAX_VALUE = 32 * 1024
-"""Bytes; an agent's address has some hundred."""
+"""Bytes of a value; an agent's address has some hundred."""
 
 MAX_KEYS = 16 * 1024
 """For groups of a thousand: an agent has a few."""
@@ -45,37 +46,40 @@ MAX_BYTES = 16 * 2**20
 """Of all keys and values together."""
 
 MAX_ASKED = 1024
-"""Keys that one question may name."""
+"""Keys per Get request."""
 
 MAX_WAITING = 16 * 1024
-"""Questions for keys that nobody has set yet."""
+"""Get requests that wait for keys."""
 
 _LONGEST = len(str(-(2**63)))
 
 
 class KeyValueStore:
-    """A key-value store with bounds, in one event loop.
+    """A bounded key-value store, for one event loop.
 
-    Who waits for a key is woken by that key alone: in a group of a thousand each waits for each.
+    A task that waits for a key is woken by that key only: in a group of a thousand each member
+    waits for each other.
     """
 
     def __init__(self) -> None:
         self._values: dict[str, bytes] = {}
         self._bytes = 0
-        self._waiting: dict[str, dict[asyncio.Future[None], None]] = {}  # by key
+        # Tasks that wait hold the event of a key; without them it is dropped.
+        self._arrivals: weakref.WeakValueDictionary[str, asyncio.Event] = (
+            weakref.WeakValueDictionary()
+        )
         self._num_waiting = 0
         self._is_closed = False
 
     def get(self, key: str) -> bytes | None:
-        """A value; None where there is none."""
         return self._values.get(key)
 
     async def wait_for(self, keys: Iterable[str]) -> None:
-        """Return when there is a value for each key.
+        """Wait until each key has a value.
 
         Raises:
             BusyError: the job ended first.
-            JobError: too many wait already.
+            JobError: too many requests wait already.
         """
         if self._num_waiting >= MAX_WAITING:
             raise JobError(f"{MAX_WAITING} questions to the rendezvous are unanswered already")
@@ -90,32 +94,24 @@ class KeyValueStore:
         while key not in self._values:
             if self._is_closed:
                 raise BusyError("the job ended while a worker waited for the others")
-            wait = asyncio.get_running_loop().create_future()
-            waiting = self._waiting.setdefault(key, {})
-            waiting[wait] = None
-            try:
-                await wait
-            finally:
-                waiting.pop(wait, None)
-                if not waiting and self._waiting.get(key) is waiting:
-                    del self._waiting[key]
+            arrival = self._arrivals.setdefault(key, asyncio.Event())
+            await arrival.wait()
 
     def close(self) -> None:
-        """Let nobody wait any longer."""
+        """Fail all requests that wait."""
         self._is_closed = True
-        for key in list(self._waiting):
+        for key in list(self._arrivals):
             self._wake(key)
 
     def _wake(self, key: str) -> None:
-        for wait in self._waiting.pop(key, {}):
-            if not wait.done():
-                wait.set_result(None)
+        if (arrival := self._arrivals.pop(key, None)) is not None:
+            arrival.set()
 
     def set(self, key: str, value: bytes) -> None:
         """Set a value.
 
         Raises:
-            JobError: it is too large, or there are too many.
+            JobError: it is too large, or the store is full.
         """
         if len(key) > MAX_KEY:
             raise JobError(f"a rendezvous takes no key of {len(key)} characters, {MAX_KEY} at most")
@@ -132,10 +128,10 @@ class KeyValueStore:
         self._wake(key)
 
     def add(self, key: str, amount: int) -> int:
-        """Add to a value that counts; what it is then.
+        """Add to a counter; return its new value.
 
         Raises:
-            JobError: it does not count, or beyond 64 bits.
+            JobError: the value is not a number, or exceeds 64 bits.
         """
         held = self._values.get(key, b"0")
         if not held.removeprefix(b"-").isdigit() or len(held) > _LONGEST:
@@ -148,10 +144,10 @@ class KeyValueStore:
 
 
 def require_askable(keys: Iterable[str]) -> None:
-    """Refuse a question for no key, or for too many.
+    """Refuse a request for no key, or for too many.
 
     Raises:
-        JobError: it is one.
+        JobError: the number of keys is out of range.
     """
     if not 1 <= (count := len(list(keys))) <= MAX_ASKED:
         raise JobError(f"a rendezvous answers no question for {count} keys")
@@ -168,17 +164,17 @@ class RendezvousServicer(control_pb2_grpc.RendezvousServicer):
         self._server, self._callers = server, callers
 
     def _claim_of(self, job: Job, grpc_context: GrpcContext) -> Claim:
-        """The current claim, whose group the caller must belong to."""
+        """Return the current claim; the caller must belong to its group."""
         role = self._callers.role(grpc_context.peer())
         claim = self._server.claimed_by(job.job_id, job.generation)
         claim.group.require_member(role, "use the rendezvous")
         return claim
 
     def _require_own(self, claim: Claim, key: str, value: bytes, grpc_context: GrpcContext) -> None:
-        """Refuse a member that would give another's address, or be at another's rank.
+        """Refuse a member that would set another's address, or take another's rank.
 
-        No agent asks who it has reached at an address: torch's agents store theirs under
-        "addrs/NAME", and their names under "names/RANK".
+        torch's agents store their addresses under "addrs/NAME" and their names under "names/RANK",
+        and do not check which agent answers at an address.
 
         Raises:
             SecurityError: the caller's certificate is for neither that member nor the driver.
@@ -224,16 +220,16 @@ class RendezvousServicer(control_pb2_grpc.RendezvousServicer):
 
 
 MAX_ASKING = 64
-"""Questions of one child under way; an agent has one on each of its threads."""
+"""Calls of one worker under way; an agent makes one per thread."""
 
 
 class StoreProxy:
-    """Passes on what a child's `rpcmp.rpc.store.ChannelStore` asks; its other end.
+    """Makes the calls for a worker's `rpcmp.rpc.store.ChannelStore`.
 
     Args:
-        client: of the server that serves the store; owned from now on.
-        job_id, generation: whose store.
-        tell: tells the child.
+        client: of the server that has the store; closed with the proxy.
+        job_id, generation: of the claim.
+        tell: sends a message to the worker.
     """
 
     def __init__(
@@ -253,15 +249,15 @@ class StoreProxy:
         generation: int,
         tell: Callable[[Message], None],
     ) -> Self:
-        """The proxy of the store at `address`, which the server of the first stage has."""
+        """Return the proxy of the store at `address`, the server of the first stage."""
         client = StageClient("rendezvous", address, dialer, stage_index=0)
         return cls(client, job_id, generation, tell)
 
     def heard(self, message: Message) -> None:
-        """Pass on one question; the child is told the answer.
+        """Make a call; the answer is sent to the worker.
 
         Raises:
-            ValueError: it is no question, or more are under way than an agent ever has.
+            ValueError: the message is malformed, or more calls are under way than an agent makes.
         """
         if not isinstance(message.get("id"), int):
             raise ValueError("a question to the rendezvous has no number")
@@ -272,7 +268,7 @@ class StoreProxy:
         task.add_done_callback(self._asking.discard)
 
     async def close(self) -> None:
-        """Ask nothing more."""
+        """Cancel all calls."""
         for task in self._asking:
             task.cancel()
         await asyncio.gather(*self._asking, return_exceptions=True)

@@ -1,11 +1,7 @@
-"""The Control service: messages in, calls of the stage server, messages out.
+"""The Control and Doctor services: each call becomes a call of the stage server.
 
-An error of ours travels as the status's details, in the JSON of `rpcmp.errors`, so that the driver
-raises the very error that the server did.
-
-Measuring a job's layers on this host: a child as a worker is, for the length of one call.
-
-The Rendezvous service: the key-value store of the job that has claimed this server.
+An RpcmpError travels in the status's details, as JSON of `rpcmp.errors`, so that the driver raises
+the same error as the server.
 """
 
 from __future__ import annotations
@@ -39,15 +35,17 @@ async def profile(
     allowed: Sequence[str] | None,
     reach: Reach | None = None,
 ) -> str:
-    """JSON of what was measured; the child ends where the caller goes away.
+    """Measure a job's layers in a child process; return the profile as JSON.
+
+    The child is killed if the caller cancels the call.
 
     Args:
-        forks: where the child comes from.
+        forks: starts the child.
         allowed: see StageServer.
-        reach: what the child may open beyond the job's files; None: it is not confined.
+        reach: files that the child may open beyond the job's own; None: it is not confined.
 
     Raises:
-        RpcmpError: what a layer failed with, or why the child ended.
+        RpcmpError: a layer failed, or the child ended.
     """
     with claim_log.unpacked(request.job.code) as folder:
         environment = compute_environment(request.job.threads)

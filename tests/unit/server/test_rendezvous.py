@@ -52,7 +52,7 @@ def test_what_does_not_count_cannot_be_added_to(held: bytes) -> None:
     assert values.get("k") == held
 
 
-def test_what_counts_does_so_within_64_bits() -> None:
+def test_a_counter_stays_within_64_bits() -> None:
     values = KeyValueStore()
     assert values.add("k", 2**63 - 1) == 2**63 - 1
     with pytest.raises(JobError, match="64 bits"):
@@ -61,7 +61,7 @@ def test_what_counts_does_so_within_64_bits() -> None:
     assert values.add("k", -1) == -2
 
 
-def test_who_waits_for_keys_is_woken_by_these_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_waiting_task_is_woken_by_its_own_keys_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rpcmp.server.rendezvous.MAX_WAITING", 3)
 
     async def scene() -> None:
@@ -82,14 +82,14 @@ def test_who_waits_for_keys_is_woken_by_these_alone(monkeypatch: pytest.MonkeyPa
         for wait in (other, asyncio.create_task(values.wait_for(["c"]))):
             with pytest.raises(BusyError, match="the job ended"):
                 await wait
-        assert values._waiting == {}
+        assert not values._arrivals
         await values.wait_for(["a", "b"])
 
     asyncio.run(scene())
 
 
 @pytest.mark.parametrize("count", [0, MAX_ASKED + 1])
-def test_a_question_names_keys_but_not_too_many(count: int) -> None:
+def test_a_request_is_refused_if_it_names_no_key_or_too_many(count: int) -> None:
     with pytest.raises(JobError, match=f"for {count} keys"):
         require_askable(["k"] * count)
     require_askable(["k"] * MAX_ASKED)
