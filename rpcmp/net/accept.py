@@ -29,29 +29,29 @@ from rpcmp.process import tcp_stats
 from rpcmp.process.descriptors import limit
 
 STRANGER_SECONDS = 10.0
-"""How long a connection may take to prove itself."""
+"""Time limit for a connection to authenticate."""
 
 LOOPBACK = "this machine"
-"""The peer of a loopback connection whose user is not known (yet)."""
+"""The peer of a loopback connection while its user is not known."""
 
 
 def share(part: int, most: int) -> int:
-    """Return how many descriptors a door may use: one `part`th of this process's, `most` at most.
+    """Return a limit on descriptors: one `part`th of this process's, at most `most`.
 
-    Whatever strangers do, the rest is the run's.
+    Strangers cannot use up the rest, which is the run's.
     """
     return max(1, min(most, limit() // part))
 
 
 @dataclass(eq=False)
 class Guest:
-    """A connection that has been admitted.
+    """An admitted connection.
 
     Attributes:
-        peer: whose it is; may be set anew once that is known better.
-        since: when it was admitted, of the monotonic clock.
-        end: ends the connection; called once at most, without waiting for it.
-        is_ended: whether that has been called.
+        peer: its user or address; may be updated once that is known better.
+        since: time of its admission, of the monotonic clock.
+        end: ends the connection without waiting for it; called at most once.
+        is_ended: whether `end` has been called.
     """
 
     peer: str
@@ -61,13 +61,13 @@ class Guest:
 
 
 class Budget:
-    """The connections of one door, or of several that share what there is. Thread-safe.
+    """A limit on the connections of one or several listeners. Thread-safe.
 
     Args:
         most: open at once; more are refused.
-        strangers: of these, how many may be strangers.
-        per_peer: how many one peer may have; None: all.
-        seconds: how long a stranger may stay.
+        strangers: unauthenticated ones among them.
+        per_peer: per user or address; None: no limit of its own.
+        seconds: time limit for a connection to authenticate.
     """
 
     def __init__(
@@ -87,8 +87,8 @@ class Budget:
     def has_room(self) -> bool:
         """Return whether to accept another connection now.
 
-        If there is no room, a stranger is ended, and the next one can be accepted once it has left.
-        If there is no stranger either, the connection is to be accepted: `admit` refuses it.
+        If there is no room, an unauthenticated connection is ended; the next one can be accepted
+        once that is closed. If there is none to end, accept: `admit` then refuses the new one.
         """
         with self._lock:
             strangers = len(self._unproven)
@@ -101,10 +101,10 @@ class Budget:
             return False
 
     def admit(self, peer: str, end: Callable[[], object]) -> Guest | None:
-        """Count a connection; None if there is no room for it, or its peer has too many.
+        """Count a connection; return None if there is no room, or its peer has too many.
 
         Args:
-            peer: whose it is, see `peer_of`.
+            peer: see `peer_of`.
             end: ends the connection.
         """
         with self._lock:
@@ -120,34 +120,33 @@ class Budget:
             return guest
 
     def prove(self, guest: Guest) -> None:
-        """Count a connection as a stranger's no more."""
+        """Count a connection as authenticated."""
         with self._lock:
             if guest in self._unproven:
                 del self._unproven[guest]
                 self._proven[guest] = None
 
     def leave(self, guest: Guest) -> None:
-        """Count a connection no more; it is closed."""
+        """Stop counting a connection, which is closed."""
         with self._lock:
             self._unproven.pop(guest, None)
             self._proven.pop(guest, None)
 
     def expire(self) -> None:
-        """End the strangers whose time is up; to be called now and then."""
+        """End the connections that have not authenticated in time; call it now and then."""
         with self._lock:
             ends = time.monotonic() - self._seconds
             for guest in [guest for guest in self._unproven if guest.since < ends]:
                 _end(guest)
 
     def end_all(self) -> None:
-        """End every connection."""
         with self._lock:
             for guest in [*self._unproven, *self._proven]:
                 _end(guest)
 
 
 def _end_one(strangers: list[Guest]) -> bool:
-    """End the oldest stranger of the peer that has the most; return whether there is one."""
+    """End the oldest connection of the peer that has the most; return False if there is none."""
     present = [guest for guest in strangers if not guest.is_ended]
     if not present:
         return False
@@ -163,24 +162,23 @@ def _end(guest: Guest) -> None:
 
 
 def peer_of(connection: socket.socket) -> str:
-    """Return whose a connection is: a user of this machine, or another's address.
+    """Return the user of a loopback connection, or the remote address.
 
-    One question to the kernel; not for an event loop that has something else to do, see
-    `address_of`.
+    Asks the kernel, so an event loop rather uses `address_of`.
     """
     found = address_of(connection)
     return found if found != LOOPBACK else user_of(_owner(connection))
 
 
 def user_of(uid: int | None) -> str:
-    """Return the peer that a user of this machine is."""
+    """Return the peer for a user of this machine."""
     return LOOPBACK if uid is None else f"uid {uid}"
 
 
 def address_of(connection: socket.socket) -> str:
-    """Return the address that a connection comes from, as far as its sender has no choice of it.
+    """Return the part of a remote address that its sender cannot choose.
 
-    All of 127.0.0.0/8 is one sender's, and so are the 2**64 addresses of an IPv6 host.
+    127.0.0.0/8 is one sender, and so are the 2**64 addresses of an IPv6 host.
     """
     try:
         host = ipaddress.ip_address(connection.getpeername()[0].partition("%")[0])
@@ -205,25 +203,25 @@ def _owner(connection: socket.socket) -> int | None:
 RETRY_SECONDS = 0.1
 
 LEAVING_SECONDS = 0.001
-"""Between two looks whether a connection that was ended has left."""
+"""Interval of checks whether a connection that was ended is closed."""
 
 SILENT_SECONDS = 5
-"""How long the kernel may keep a connection to itself that says nothing; it rounds that up."""
+"""How long the kernel may hold back a connection that sends nothing; it rounds up."""
 
 BACKLOG = 4096
-"""Connections that the kernel may hold back; what is more is accepted at once, by SYN cookies."""
+"""Connections that the kernel may hold back; it accepts more at once, by SYN cookies."""
 
 SILENT_AT_ONCE = 64
-"""Silent connections that are closed before something else gets its turn."""
+"""Silent connections that are closed in a row."""
 
 log = logging.getLogger(__name__)
 
 
 def speaks_second(listener: socket.socket) -> None:
-    """Listen; have the kernel hold connections back until they have said something, or for seconds.
+    """Listen, and have the kernel hold back connections until they have sent something.
 
-    Silent ones, which strangers may hold open in any number, then cost this process nothing. For
-    protocols whose client speaks first, and does so before it is accepted.
+    Silent ones, which strangers may hold open in any number, then cost this process nothing. Only
+    for protocols in which the client sends first, before it is accepted.
 
     Args:
         listener: bound to an address.
@@ -234,15 +232,15 @@ def speaks_second(listener: socket.socket) -> None:
 
 
 def accept_speaking(listener: socket.socket) -> tuple[socket.socket, Any]:
-    """Accept as `listener.accept` does, but close what the kernel has waited for in vain.
+    """Accept a connection, but close those for whose first byte the kernel has waited in vain.
 
-    That costs much less than to begin a protocol, and to find out whose the connection is.
+    That is much cheaper than to start a protocol, or to look up the connection's owner.
 
     Args:
-        listener: does not block; only one that `speaks_second` is waited for.
+        listener: non-blocking; connections are only held back after `speaks_second`.
 
     Raises:
-        OSError: as `listener.accept` does; BlockingIOError also if all that came were silent.
+        OSError: as `socket.accept`; BlockingIOError also if all connections were silent.
     """
     for _ in range(SILENT_AT_ONCE):
         connection, address = socket.socket.accept(listener)
@@ -262,8 +260,8 @@ def _defers(listener: socket.socket) -> bool:
 def _was_silent(connection: socket.socket) -> bool:
     """Return whether the kernel has waited in vain for a connection's first byte.
 
-    It then repeats the handshake, and hands over what answers that. A connection that speaks is
-    handed over with what it says, also if its handshake had to be repeated because it got lost.
+    It then repeats the handshake, and hands over the connection at the answer. A connection that
+    sends is handed over with its data, even if its handshake was repeated because of a lost packet.
     """
     seen = tcp_stats.info(connection.fileno())
     return seen is not None and seen.received == 0 and seen.resent > 0
@@ -272,13 +270,13 @@ def _was_silent(connection: socket.socket) -> bool:
 async def connections(
     listener: socket.socket, budget: Budget | None = None
 ) -> AsyncGenerator[socket.socket, None]:
-    """Yield each connection that is opened to a listening socket.
+    """Yield each connection to a listening socket.
 
-    Not by asyncio's `sock_accept`: one that is cancelled while a connection comes loses it, and
-    says so with a traceback (Python 3.11).
+    asyncio's `sock_accept` is no alternative: if it is cancelled while a connection arrives, it
+    loses the connection and logs a traceback (Python 3.11).
 
     Args:
-        budget: nothing is accepted while it has no room; None: there is no limit.
+        budget: accept only while it has room; None: no limit.
     """
     while True:
         await _readable(listener)
@@ -297,7 +295,7 @@ async def connections(
 
 
 async def _readable(listener: socket.socket) -> None:
-    """Wait until there is a connection to accept."""
+    """Wait for a connection to accept."""
     loop = asyncio.get_running_loop()
     came = asyncio.Event()
     loop.add_reader(listener, came.set)
@@ -308,9 +306,9 @@ async def _readable(listener: socket.socket) -> None:
 
 
 class BoundedListener(socket.socket):
-    """A listening socket for servers that accept by themselves, such as asyncio's.
+    """A listening socket within a budget, for servers that accept by themselves, such as asyncio's.
 
-    What it accepts counts until it is closed; `prove` tells which connections are no strangers.
+    Connections count until they are closed.
 
     Args:
         listener: the socket; detached.
@@ -342,7 +340,7 @@ class BoundedListener(socket.socket):
         return connection, address
 
     def prove(self, address: Any) -> None:
-        """Count the connection from an address as a stranger's no more.
+        """Count the connection from an address as authenticated.
 
         Args:
             address: host and port.
@@ -351,7 +349,7 @@ class BoundedListener(socket.socket):
             self._budget.prove(guest)
 
     def left(self, guest: Guest) -> None:
-        """Count a connection no more."""
+        """Stop counting a connection."""
         self._budget.leave(guest)
         self._guests = {key: one for key, one in self._guests.items() if one is not guest}
 
@@ -361,7 +359,7 @@ class _Accepted(socket.socket):
     closed_by: BoundedListener | None = None
 
     def end(self) -> None:
-        """Break the connection; the server that has it sees that, and closes it."""
+        """Shut the connection down; its server notices, and closes it."""
         with contextlib.suppress(OSError):
             self.shutdown(socket.SHUT_RDWR)
 

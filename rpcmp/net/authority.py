@@ -1,12 +1,12 @@
-"""A private certificate authority, for those who have none: a key and a certificate in a folder.
+"""A private certificate authority: a key and a certificate in a folder.
 
     DIR/ca.crt, ca.key                     the authority; its key never leaves this folder
-    DIR/issued.txt                         what it has issued, see `rpcmp.net.certificates`
-    DIR/ca.crl                             what it has revoked, once it has revoked anything
-    DIR/stage1/ca.crt, tls.crt, tls.key    what stage 1's host gets, and ca.crl if there is one
+    DIR/issued.txt                         its record, see `rpcmp.net.certificates`
+    DIR/ca.crl                             revoked certificates, if there are any
+    DIR/stage1/ca.crt, tls.crt, tls.key    the files for stage 1's host, and ca.crl if it exists
 
-Elliptic curve P-256 throughout: every TLS library has it, and a handshake takes well under a
-millisecond of it.
+All keys are on the elliptic curve P-256: every TLS library has it, and it takes well under a
+millisecond of a handshake.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from rpcmp.net.identity import CA, CERTIFICATE, CRL, KEY, Role, require_private
 CA_KEY = "ca.key"
 CA_DAYS = 730
 SKEW = timedelta(minutes=5)
-"""What hosts' clocks may differ by: a fresh certificate is valid from so long ago."""
+"""Greatest difference of hosts' clocks: fresh certificates are valid from so long ago."""
 NEVER = datetime(9999, 12, 31, 23, 59, 59, tzinfo=UTC)
-"""When a CRL expires. It is copied by hand: one that was not copied again must not stop runs."""
+"""Expiry of CRLs. They are copied by hand, and a forgotten copy must not stop runs."""
 
 PEM = serialization.Encoding.PEM
 
 
 class Authority:
-    """An authority's key and certificate, to sign with.
+    """An authority's key and certificate.
 
     Attributes:
-        folder: where they lie.
+        folder: of its files.
         certificate: its own.
     """
 
@@ -73,7 +73,7 @@ class Authority:
 
     @property
     def permitted(self) -> list[x509.GeneralName] | None:
-        """Names that it may certify; None: all of them, as rpcmp 0.1.0 made authorities."""
+        """Names that it may certify; None: all, as in authorities of rpcmp 0.1.0."""
         return certificates.permitted_names(self.certificate)
 
     @property
@@ -83,7 +83,7 @@ class Authority:
 
     @property
     def is_aged(self) -> bool:
-        """Whether less than half of its life is left."""
+        """Whether less than half of its validity is left."""
         begin = self.certificate.not_valid_before_utc
         return datetime.now(UTC) > begin + (self.not_after - begin) / 2
 
@@ -93,13 +93,12 @@ class Authority:
         return sorted(path.parent for path in self.folder.glob(f"*/{CERTIFICATE}"))
 
     def sign(self, builder: x509.CertificateBuilder) -> x509.Certificate:
-        """Certify what a builder describes."""
         ours = x509.AuthorityKeyIdentifier.from_issuer_public_key(self._key.public_key())
         builder = builder.issuer_name(self.certificate.subject)
         return builder.add_extension(ours, critical=False).sign(self._key, hashes.SHA256())
 
     def renew(self, days: int, permitted: Sequence[x509.GeneralName] | None) -> None:
-        """Certify itself anew, under the same key and name, in every folder that it has issued.
+        """Renew its certificate, with the same key and name, in every folder that it has issued.
 
         Raises:
             SecurityError: a file cannot be written.
@@ -137,7 +136,7 @@ class Authority:
             write_file(folder / CRL, content, 0o644)
 
     def revoked(self) -> list[x509.CertificateRevocationList]:
-        """Return its CRL; nothing if it has revoked nothing yet.
+        """Return its CRL; empty if it has revoked nothing.
 
         Raises:
             SecurityError: the CRL cannot be read, or another authority has signed it.
@@ -160,16 +159,16 @@ class Authority:
 def create(
     folder: Path, hosts: Sequence[str] = (), permit: Sequence[str] = (), days: int = CA_DAYS
 ) -> None:
-    """Make a certificate authority in `folder`, for names around `hosts` only.
+    """Create a certificate authority in `folder`, for names around `hosts` only.
 
     Args:
-        folder: to make it in.
+        folder: to create it in.
         hosts: names and IP addresses; each permits its domain or private network.
-        permit: domains, hosts, addresses and networks that are permitted besides.
-        days: how long it is valid.
+        permit: further domains, hosts, addresses and networks to permit.
+        days: its validity.
 
     Raises:
-        SecurityError: there is one, the folder cannot be written, or a host is no name.
+        SecurityError: there is one already, the folder cannot be written, or a host is not a name.
     """
     if (folder / CA_KEY).exists():
         raise SecurityError(
@@ -191,13 +190,13 @@ def create(
 
 
 def permit(folder: Path, hosts: Sequence[str]) -> bool:
-    """Permit an authority to certify `hosts`, which other hosts believe once they have its ca.crt.
+    """Permit an authority to certify `hosts`; other hosts accept that once they have its ca.crt.
 
     Returns:
-        whether it was widened; otherwise it was permitted already.
+        whether it was changed; otherwise it was permitted already.
 
     Raises:
-        SecurityError: there is no authority, a host is no name, or a file cannot be written.
+        SecurityError: there is no authority, a host is not a name, or a file cannot be written.
     """
     authority = Authority.load(folder)
     permitted = authority.permitted
@@ -215,7 +214,7 @@ def permit(folder: Path, hosts: Sequence[str]) -> bool:
 
 
 def renew(folder: Path) -> bool:
-    """Renew an authority of which less than half of its life is left; whether it was.
+    """Renew an authority if less than half of its validity is left; return whether it was renewed.
 
     Raises:
         SecurityError: there is none, or a file cannot be written.
@@ -235,21 +234,21 @@ def issue(
     days: int,
     begin: datetime | None = None,
 ) -> Path:
-    """Issue a certificate, or renew one: servers that use it take up the new files by themselves.
+    """Issue or renew a certificate; servers that use it load the new files by themselves.
 
     Args:
-        folder: of the authority, which is permitted to certify the hosts if it was not.
-        name: of the folder in it that gets ca.crt, tls.crt and tls.key.
-        role: what its holder may be.
-        hosts: names and IP addresses that a server is reached at.
-        days: how long it is valid.
-        begin: from when on; None: now.
+        folder: of the authority. It is permitted to certify the hosts if it was not.
+        name: of the folder in it for ca.crt, tls.crt and tls.key.
+        role: of the holder.
+        hosts: names and IP addresses of the server.
+        days: its validity.
+        begin: start of its validity; None: now.
 
     Returns:
-        that folder.
+        the certificate's folder.
 
     Raises:
-        SecurityError: there is no authority, a host is no name, or the authority expires before.
+        SecurityError: there is no authority, a host is not a name, or the authority expires before.
     """
     names = [x509.UniformResourceIdentifier(role.uri), *map(certificates.general_name, hosts)]
     permit(folder, hosts)
@@ -316,7 +315,7 @@ def is_revoked(folder: Path, name: str) -> bool:
 def _put(
     authority: Authority, name: str, key: ec.EllipticCurvePrivateKey, certificate: x509.Certificate
 ) -> Path:
-    """Record a certificate, and then write its folder: what is in use can always be revoked."""
+    """Record a certificate, then write its folder: any certificate in use can be revoked."""
     crl = authority.revoked()
     _adopt(authority, name)
     certificates.add_issued(authority.folder, Issued.from_certificate(certificate, name))
@@ -330,7 +329,7 @@ def _put(
 
 
 def _adopt(authority: Authority, name: str) -> None:
-    """Record what rpcmp 0.1.0 has issued into DIR/NAME, which kept no record."""
+    """Record the certificate in DIR/NAME if rpcmp 0.1.0 has issued it, which kept no record."""
     try:
         content = (authority.folder / name / CERTIFICATE).read_bytes()
         found = x509.load_pem_x509_certificate(content)
@@ -359,7 +358,7 @@ def _own(
     days: int,
     permitted: Sequence[x509.GeneralName] | None,
 ) -> x509.Certificate:
-    """Return an authority's certificate of itself."""
+    """Return an authority's self-signed certificate."""
     builder = (
         _builder(name, key, days)
         .issuer_name(name)

@@ -35,8 +35,8 @@ ALWAYS_PERMITTED: Sequence[x509.GeneralName] = [
     x509.IPAddress(ipaddress.ip_network("127.0.0.0/8")),
     x509.IPAddress(ipaddress.ip_network("::1/128")),
 ]
-"""Permitted in any case. The hosts of URIs are the roles'; that a kind of name is in the list is
-also what forbids all others of that kind."""
+"""Permitted by every authority. The hosts of URIs are the roles. A kind of name in this list also
+forbids all other names of that kind."""
 
 SUFFIX_LETTERS = 3
 """Letters up to which the second label from the end may be part of a public suffix, as in co.uk."""
@@ -99,7 +99,7 @@ def is_permitted(name: x509.GeneralName, subtrees: Iterable[x509.GeneralName]) -
 
 
 def permitted_names(authority: x509.Certificate) -> list[x509.GeneralName] | None:
-    """Return what an authority's certificate permits; None: all names, as rpcmp 0.1.0 made it."""
+    """Return the names that an authority permits; None: all, as in authorities of rpcmp 0.1.0."""
     try:
         found = authority.extensions.get_extension_for_class(x509.NameConstraints).value
     except x509.ExtensionNotFound:
@@ -108,7 +108,7 @@ def permitted_names(authority: x509.Certificate) -> list[x509.GeneralName] | Non
 
 
 def describe_names(subtrees: Iterable[x509.GeneralName]) -> str:
-    """Return hosts, domains and networks for people, without those that are always permitted."""
+    """Format hosts, domains and networks, without those that are always permitted."""
     return ", ".join(str(subtree.value) for subtree in subtrees if subtree not in ALWAYS_PERMITTED)
 
 
@@ -127,10 +127,10 @@ def _is_in(small: Network, large: Network) -> bool:
 
 
 def write_file(path: Path, content: bytes, mode: int) -> None:
-    """Replace a file as a whole, with its mode from the first byte on.
+    """Replace a file atomically; it has its mode from the first byte on.
 
-    A file that is there keeps its owner, and its mode as far as `mode` and reading by its group
-    allow: certificates of containers belong to the image's group.
+    An existing file keeps its owner, and its mode as far as `mode` and reading by its group allow:
+    certificates of containers belong to the image's group.
 
     Raises:
         SecurityError: the file cannot be written.
@@ -148,7 +148,7 @@ def write_file(path: Path, content: bytes, mode: int) -> None:
 
 
 def append_line(path: Path, line: str) -> None:
-    """Add one line to a file for its owner alone, on the disk when this returns.
+    """Append a line to a file that only its owner can read, and sync it to the disk.
 
     Raises:
         SecurityError: the file cannot be written.
@@ -175,13 +175,13 @@ def _unwritable(path: Path, error: OSError) -> SecurityError:
 
 @dataclass(frozen=True)
 class Certificate:
-    """A certificate.
+    """A certificate of a host.
 
     Attributes:
         path: its file.
-        role: what its holder may be; None: nothing.
-        hosts: names and IP addresses that it is for.
-        not_before, not_after: when it is valid, UTC.
+        role: its holder's role; None if it has none.
+        hosts: its names and IP addresses.
+        not_before, not_after: its validity, UTC.
     """
 
     path: Path
@@ -192,7 +192,7 @@ class Certificate:
 
     @classmethod
     def load(cls, folder: Path) -> Self:
-        """That of a folder of `rpcmp.net.identity`.
+        """Load the certificate in a folder of `rpcmp.net.identity`.
 
         Raises:
             SecurityError: it cannot be read.
@@ -220,7 +220,7 @@ class Certificate:
 
 
 def authority_text(folder: Path) -> str:
-    """Return which names the authority in a folder may certify, and until when, for people.
+    """Describe the names that the authority in a folder may certify, and its expiry.
 
     Raises:
         SecurityError: its certificate cannot be read.
@@ -239,10 +239,10 @@ RECORD = "issued.txt"
 
 
 class Issued(NamedTuple):
-    """One certificate.
+    """A line of the record.
 
     Attributes:
-        serial: its serial number.
+        serial: the certificate's serial number.
         name: of the folder that it was issued into.
         not_after: its expiry, UTC.
     """
@@ -253,12 +253,11 @@ class Issued(NamedTuple):
 
     @classmethod
     def from_certificate(cls, certificate: x509.Certificate, name: str) -> Self:
-        """Return what is recorded of a certificate."""
         return cls(certificate.serial_number, name, certificate.not_valid_after_utc)
 
 
 def read_issued(folder: Path) -> list[Issued]:
-    """Return all that the authority in `folder` has issued; nothing if it keeps no record.
+    """Return the record of the authority in `folder`; empty if it keeps none.
 
     Raises:
         SecurityError: the record cannot be read.

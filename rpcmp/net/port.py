@@ -39,27 +39,27 @@ from rpcmp.net.tls import HEADER, Connection, TlsState, refusal
 from rpcmp.process.tcp_stats import keep_alive
 
 GREETING_SECONDS = 10.0
-"""How long a connection may take for its handshake and its first bytes."""
+"""Time limit for a connection's handshake and first bytes."""
 
 MAX_STRANGERS = 256
-"""Connections that have not got so far; fewer if there are few file descriptors."""
+"""Connections before that; fewer if there are few file descriptors."""
 
 MAX_CONNECTIONS = 4096
-"""All connections; fewer, too: each that is let in takes up to four descriptors."""
+"""All connections; fewer likewise: each that is admitted takes up to four descriptors."""
 
 MIN_SHARE = 16
-"""Connections that every certificate's role may have, however few there may be in all."""
+"""Connections that each role may have, however few there may be in all."""
 
 log = logging.getLogger(__name__)
 
 
 class IncomingConnection(NamedTuple):
-    """Somebody at the door.
+    """A connection that has authenticated.
 
     Attributes:
         end: the connection.
-        role: what his certificate says; None: there are no certificates.
-        protocol: what he wants to speak.
+        role: of its certificate; None without certificates.
+        protocol: GRPC or RELAY.
     """
 
     end: Connection
@@ -68,18 +68,18 @@ class IncomingConnection(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The role and the address, for messages: "stage 1 at 10.0.0.2:40000"."""
+        """Role and address, for messages: "stage 1 at 10.0.0.2:40000"."""
         where = _name(self.end.socket)
         return where if self.role is None else f"{self.role} at {where}"
 
 
 class PortMultiplexer:
-    """Lets visitors in.
+    """Authenticates connections, and hands them to the protocol that they speak.
 
     Args:
-        security: who may come.
+        security: which connections are accepted.
         serve_grpc: answers a connection's gRPC calls.
-        relay: takes connections that carry tensors, and closes them.
+        relay: serves a connection for tensors, and closes it.
         works_for: see `works_here`.
     """
 
@@ -99,12 +99,12 @@ class PortMultiplexer:
         self._inside: Counter[Role | None] = Counter()
 
     async def start(self, host: str, port: int) -> int:
-        """Listen; returns the port, which is a free one for port 0.
+        """Listen; return the port, which is a free one for port 0.
 
         Raises:
             AddressInUseError: the port is in use, or the host is not this machine's.
-            SecurityError: there are no certificates, and the kernel does not say whose a
-                connection is.
+            SecurityError: there are no certificates, and the kernel does not tell the owners of
+                connections.
         """
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
@@ -141,7 +141,7 @@ class PortMultiplexer:
 
     @property
     def _asks_kernel(self) -> bool:
-        """Whether it is the kernel that says who may come in."""
+        """Whether connections are authenticated by the kernel."""
         return self._security.credentials is None and not self._security.insecure
 
     async def _accept(self, listener: socket.socket) -> None:
@@ -182,20 +182,20 @@ class PortMultiplexer:
             visitor.end.close()
 
     def _require_room(self, role: Role | None) -> None:
-        """Refuse a role that has more than its share: the driver must always find room.
+        """Refuse a role that has more than its share: there must always be room for the driver.
 
         Raises:
-            SecurityError: it has.
+            SecurityError: it has more.
         """
         share_of_one = max(MIN_SHARE, self._most // 4)
         if role is not None and not role.is_driver and self._inside[role] > share_of_one:
             raise SecurityError(f"{role} has {share_of_one} connections here already")
 
     async def _greet(self, connection: socket.socket, guest: Guest) -> IncomingConnection:
-        """Find out who it is.
+        """Authenticate a connection.
 
         Raises:
-            SecurityError: somebody who may not come in.
+            SecurityError: it is refused.
             OSError, EOFError: the handshake failed.
         """
         keep_alive(connection.fileno())

@@ -1,10 +1,10 @@
-"""What a message of torch RPC from another host may look like.
+"""Forms that a message of torch RPC from another host may have.
 
-torch RPC takes more than this protocol needs. A `SCRIPT_CALL` runs any of some 4,000 operators,
+torch RPC accepts more than this protocol needs. A `SCRIPT_CALL` runs any of some 4,000 operators,
 `aten::from_file` among them, and never passes the unpickler of `rpcmp.rpc.unpickler`; C++ parses
 pickles of its own; a tensor's strides may point outside of its memory. So the supervisor reads each
-message before its worker does, and lets through what matches byte for byte one of the few forms
-that torch gives to what rpcmp sends:
+message before its worker does, and passes only messages that match, byte for byte, one of the few
+forms that torch gives to rpcmp's own:
 
     type     4 bytes   PYTHON_CALL, PYTHON_RET, ...: the tables below
     id       8 bytes
@@ -13,7 +13,7 @@ that torch gives to what rpcmp sends:
 
 The forms are those of torch 2.13: tensorpipe_utils.cpp and message.h of torch/csrc/distributed/rpc,
 torch/csrc/jit/serialization/pickler.cpp. tests/unit/net/test_rpc_inspection.py compares them with
-what torch sends. Nothing here imports torch: this runs in supervisors.
+messages of torch. Nothing here imports torch: this runs in supervisors.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ class FormatError(ValueError):
 
 
 Check = Callable[[bytes, int], bytes | None]
-"""The pickle of Python's in a payload, empty if there is none, in a message with so many tensors;
-None: the payload has another form than its type."""
+"""Takes a payload and its number of tensors; returns the Python pickle in it, empty if there is
+none. Returns None if the payload does not have the form of its type.
+"""
 
 NAMES = {
     0x100: "SCRIPT_CALL",
@@ -61,13 +62,13 @@ NAMES = {
     0x218: "RREF_BACKWARD_RESP",
     0x237: "EXCEPTION",
 }
-"""torch's types of messages, all of them: for errors, and for tests."""
+"""All of torch's types of messages, for errors and tests."""
 
 MAX_EXCEPTION = 2**20
 """Bytes of an error's text."""
 
 CACHED = 16 * 1024
-"""Bytes of a tensor list up to which it is remembered: each micro-batch has the same."""
+"""Bytes of a tensor list up to which its check is cached: each micro-batch has the same."""
 
 # Integers in a pickle of torch's, and pairs of them: the ids of references.
 _INT = rb"(?:K.|M..|J.{4}|\x8a\x08.{8})"
@@ -103,7 +104,7 @@ def _empty(payload: bytes, num_tensors: int) -> bytes | None:
 
 
 def _call(payload: bytes, num_tensors: int) -> bytes | None:
-    """Whether it is asynchronous, then Python's pickle of function and arguments."""
+    """A flag, asynchronous or not, and Python's pickle of function and arguments."""
     return _python(payload[1:], num_tensors) if payload[:1] in (b"\0", b"\1") else None
 
 
@@ -126,7 +127,7 @@ def _matching(pattern: re.Pattern[bytes]) -> Check:
 
 
 def _with_autograd(wrapped: int, check: Check) -> Check:
-    """The check of a message that wraps another: that, torch's ids, and how long these are."""
+    """Return the check of a message that wraps another: its bytes, torch's ids, their length."""
 
     def inner(payload: bytes, num_tensors: int) -> bytes | None:
         if len(payload) < _TAIL.size:
@@ -169,10 +170,10 @@ FROM_STAGES: dict[int, Check] = {
     0x111: _gradients,
     0x113: _matching(_CONTEXT),
 }
-"""What a stage may ask for."""
+"""Requests that a stage may make."""
 
 REQUESTS: dict[int, Check] = {**FROM_STAGES, 0x105: _remote_call, 0x10B: _matching(_TWO_IDS)}
-"""What the driver may ask for: it alone has references."""
+"""Requests that the driver may make: only the driver has references."""
 
 RESPONSES: dict[int, Check] = {
     0x203: _python,
@@ -183,7 +184,7 @@ RESPONSES: dict[int, Check] = {
     0x214: _empty,
     0x237: _exception,
 }
-"""What a peer may answer."""
+"""Responses of any peer."""
 
 EXCEPTION = 0x237
 
@@ -196,28 +197,25 @@ ANSWERS = {
     0x111: {0x212},
     0x113: {0x214},
 }
-"""The types of the answers to each request, if they are no exception."""
+"""Types of the responses to each request, besides an exception."""
 
 
 def name_of(kind: int) -> str:
-    """torch's name of a type of messages, also where it wraps another."""
+    """Return torch's name of a message type."""
     return NAMES.get(kind, f"unknown type {kind:#x}")
 
 
 def require(kinds: dict[int, Check], kind: int, payload: bytes, num_tensors: int) -> bytes:
-    """Refuse a message that is not one of `kinds`.
+    """Refuse a message that is not one of `kinds`; return the Python pickle in it, or empty bytes.
 
     Args:
         kinds: FROM_STAGES, REQUESTS or RESPONSES.
-        kind: its type.
-        payload: torch's payload of it.
+        kind: the message's type.
+        payload: torch's payload.
         num_tensors: how many tensors come with it.
 
-    Returns:
-        Python's pickle in it; empty if there is none.
-
     Raises:
-        FormatError: its type is another, or its payload has another form.
+        FormatError: it has another type, or its payload another form.
     """
     if (check := kinds.get(kind)) is None:
         raise FormatError(f"a message of type {name_of(kind)}")
@@ -257,7 +255,7 @@ _WHOLE = {"Long", "Int", "Short", "Char", "Byte", "Bool", "UInt16", "UInt32", "U
 MAX_DIMENSIONS = 64
 
 MAX_ITEMS = 2**40
-"""Of a tensor, empty dimensions not counted: torch fails, and ends the process, if it overflows."""
+"""Of a tensor, not counting empty dimensions: torch fails, and ends the process, on overflow."""
 
 
 def count_tensors(pickle: bytes, lengths: Sequence[int]) -> int:
@@ -285,7 +283,7 @@ _remembered = lru_cache(maxsize=256)(_count_tensors)
 
 
 class _TensorList:
-    """A reader of the one form that torch's pickler has for a list of dense CPU tensors."""
+    """Reads the one form that torch's pickler has for a list of dense CPU tensors."""
 
     def __init__(self, pickle: bytes, lengths: tuple[int, ...]) -> None:
         self._data, self._at = pickle, 0
@@ -294,7 +292,6 @@ class _TensorList:
         self._storages = 0
 
     def read(self) -> int:
-        """Read all of it; returns how many tensors there are."""
         count = 0
         self._expect(b"\x80\x02")
         self._require(self._shared() == "torch.jit._pickle.build_tensorlist", "no tensor list")
@@ -327,7 +324,7 @@ class _TensorList:
             self._require(last < num_items, "a tensor that reaches beyond its memory")
 
     def _storage(self) -> tuple[int, bool]:
-        """How many items a storage has, and whether they may have gradients; it may be shared."""
+        """Return a storage's number of items, and whether these may have gradients."""
         if self._data[self._at : self._at + 1] in (b"h", b"j"):
             shared = self._shared()
             self._require(isinstance(shared, tuple), "no storage")
@@ -350,7 +347,7 @@ class _TensorList:
         return found
 
     def _shared(self) -> object:
-        """A string or global, which is written once and referred to afterwards."""
+        """Read a string or global, which is written once and referred to afterwards."""
         code = self._take(1)
         if code == b"h":
             return self._memo[self._take(1)[0]]
@@ -371,7 +368,7 @@ class _TensorList:
         return line.decode()
 
     def _remember(self, value: object) -> None:
-        """The pickler numbers what it remembers without gaps; a gap would have C++ fill it."""
+        """Check that the pickler numbers its memo without gaps: C++ would fill a gap."""
         code = self._take(1)
         self._require(code in (b"q", b"r"), "something that is not remembered")
         number = self._take(1)[0] if code == b"q" else _LENGTH.unpack(self._take(4))[0]
@@ -414,7 +411,7 @@ _INT_BYTES = {b"K": 2, b"M": 3, b"J": 5, b"\x8a": 10}
 
 
 def _int(token: bytes) -> int:
-    """An integer of a pickle, with its code."""
+    """Return an integer of a pickle, given with its code."""
     if token[:1] == b"\x8a":
         if token[1] != 8:
             raise FormatError("an integer of another length")

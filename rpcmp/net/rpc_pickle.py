@@ -1,16 +1,16 @@
-"""Which functions a message of another host may name: what members call, by who they are.
+"""Functions that a message from another host may name, by its sender.
 
-Torch's messages carry Python's pickle, and torch knows no caller. So a server reads the pickle
-before its worker does, with inert stand-ins for everything that it names, and refuses what the
-member on the other side has no business with: a stage asks others for outputs, sums and what is
-missing, and the driver for samples. Only the driver does the rest.
+torch's messages carry Python's pickle, and torch does not check the caller. So a server reads the
+pickle before its worker does, with inert stand-ins for everything that it names, and refuses what
+the sender has no business with: a stage asks others for outputs, sums and missing gradients, and
+the driver for samples. Only the driver does the rest.
 
-The worker's own unpickler, `rpcmp.rpc.unpickler`, decides over everything else that is named.
+The worker's own unpickler, `rpcmp.rpc.unpickler`, decides about everything else that is named.
 
-Both take memory as a pickle tells them to: ten bytes that remember something under a large number
-make Python reserve gigabytes, and a list of a megabyte of empty lists takes a hundred. So a pickle
-has to consist of what Python's pickler writes today (protocol 4), which numbers what it remembers
-by itself, and of not too much of it.
+Both allocate memory as a pickle tells them to: ten bytes that memoize something under a large
+number make Python reserve gigabytes, and a megabyte of empty lists takes a hundred. So a pickle has
+to consist of what Python's pickler writes today (protocol 4), which numbers its memo by itself, and
+must not have too many operations.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ STAGES_CALL = {
     ("rpcmp.worker.stage", "Stage.total"),
     ("rpcmp.data.batch_server", "BatchServer.slices"),
 }
-"""What a stage may call, of others and of the driver."""
+"""Functions that a stage may call, on other stages and on the driver."""
 
 MAX_OPERATIONS = 2**20
-"""Of one pickle. Large are the samples of a data set that gives no tensors, and traces."""
+"""Per pickle. The largest are samples of a data set that gives no tensors, and traces."""
 
 _RUN_LENGTH = 64
 
@@ -53,10 +53,10 @@ _SHORT = b"|".join(re.escape(bytes([length])) + b".{%d}" % length for length in 
 _RUN = re.compile(
     rb"(?:%b|%b|[\x8cC\x8a](?:%b)){1,%d}+" % (_PLAIN, _FIXED, _SHORT, _RUN_LENGTH), re.DOTALL
 )
-"""Operations without arguments, with those of a fixed length, and with a length of one byte."""
+"""Operations without arguments, with arguments of fixed length, and with a length of one byte."""
 
 _LONG = {b"X": 4, b"B": 4, b"\x8b": 4, b"\x8d": 8, b"\x8e": 8, b"\x96": 8}
-"""Operations with long arguments, and how many bytes their lengths have."""
+"""Operations with long arguments, and the number of bytes of their lengths."""
 
 
 def require(data: bytes, peer: str, is_call: bool) -> None:
@@ -65,10 +65,10 @@ def require(data: bytes, peer: str, is_call: bool) -> None:
     Args:
         data: the pickle.
         peer: RPC name of the sender.
-        is_call: whether the message calls; an answer names no function at all.
+        is_call: whether the message is a call; an answer may name no function.
 
     Raises:
-        FormatError: it does, or is no pickle.
+        FormatError: it does, or is not a pickle.
     """
     _require_bounded(data)
     reader = _Reader(io.BytesIO(data))
@@ -86,7 +86,7 @@ def require(data: bytes, peer: str, is_call: bool) -> None:
 
 
 def _require_bounded(data: bytes) -> None:
-    """Refuse a pickle that would have who reads it take far more memory than it has itself.
+    """Refuse a pickle that would make its reader take far more memory than it has bytes.
 
     Raises:
         FormatError: it would, or may.
@@ -117,7 +117,7 @@ class _Reader(pickle.Unpickler):
         self.functions: list[tuple[str, str]] = []
 
     def find_class(self, module: str, name: str) -> type:
-        """Return the stand-in of a name; a method's has a dot, a function's begins with a line."""
+        """Return the stand-in for a name; functions start with "_", methods contain a dot."""
         if module in _FUNCTIONS and ("." in name or name.startswith("_")):
             self.functions.append((module, name))
             return _Function
@@ -125,21 +125,21 @@ class _Reader(pickle.Unpickler):
 
 
 class _Unchanged(type):
-    """Of the stand-ins: a pickle may change what it names, and this process reads many."""
+    """Base of stand-ins: a pickle may change what it names, and this process reads many."""
 
     def __setattr__(cls, name: str, value: object) -> None:
         raise FormatError(f"a pickle that changes {name!r} of what it names")
 
 
 class _Function(metaclass=_Unchanged):
-    """A function in a message: an argument, never called or changed while the message is read."""
+    """Stand-in for a function: an argument, never called or changed while the message is read."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> _Function:
         raise FormatError("a function that is called by the pickle itself")
 
 
 class _Data(metaclass=_Unchanged):
-    """A class in a message, and what is made of it: takes everything, and keeps nothing."""
+    """Stand-in for a class and its instances: accepts everything, and keeps nothing."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> _Data:
         return object.__new__(cls)
@@ -157,10 +157,10 @@ class _Data(metaclass=_Unchanged):
         pass
 
     def append(self, item: object) -> None:
-        """As of a list or a deque."""
+        """For lists and deques."""
 
     def extend(self, items: object) -> None:
-        """As of a list."""
+        """For lists."""
 
     def add(self, item: object) -> None:
-        """As of a set."""
+        """For sets."""

@@ -281,7 +281,7 @@ class Claim:
         )
 
     def vitals(self) -> pb.Vitals:
-        """Return the worker's vitals, read from outside so that a busy worker does not delay them."""
+        """Return the worker's vitals; read from outside, so a busy worker does not delay them."""
         return self._vitals.message(self.worker_pid, self.doing, self.relay.round_trips)
 
     async def stacks(self) -> str:

@@ -126,7 +126,7 @@ class StageClient:
         return await self._call(self._stub.Stop(request, timeout=CALL_SECONDS))
 
     async def drain(self) -> str:
-        """Drain the server; return the name of the job that has to end first, or an empty string."""
+        """Drain the server; return the name of the job that has to end first, or ""."""
         request = pb.DrainRequest()
         answer: pb.DrainResponse = await self._call(self._stub.Drain(request, timeout=CALL_SECONDS))
         return answer.job
@@ -145,7 +145,7 @@ class StageClient:
         return answer.saved
 
     async def check(self, request: pb.CheckRequest) -> list[str]:
-        """Return the state of each of a checkpoint's files on the server's disk; reads all of them."""
+        """Return the states of a checkpoint's files on the server's disk; reads all of them."""
         answer: pb.CheckResponse = await self._call(self._snapshots.Check(request))
         return list(answer.states)
 

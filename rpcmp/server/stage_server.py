@@ -1,4 +1,4 @@
-"""A stage server: serves one job at a time and keeps its snapshots. For its services: `endpoints`."""
+"""A stage server: serves one job at a time and keeps its snapshots. Its services: `endpoints`."""
 
 from __future__ import annotations
 
@@ -258,7 +258,7 @@ class StageServer:
         return claim
 
     async def watch(self, claim: Claim) -> AsyncIterator[pb.WatchResponse]:
-        """Yield each change of the claim, and the worker's vitals; the claim ends with the stream."""
+        """Yield each change of the claim, with the worker's vitals; then the claim ends."""
         if claim.watched:
             raise BusyError("somebody else watches this job already")
         claim.watched = True
