@@ -171,7 +171,7 @@ def serve(
             reach,
             parent or 0,
         )
-        display.place = lambda: server.place
+        display.place = lambda: server.log_source
         with served(server, metrics, security):
             return await run_server(server, host, port, announce)
 

@@ -291,7 +291,7 @@ class Generation:
                 self._heard_beat(driver, message)
                 return
             case "store" if self._store is not None:
-                self._store.heard(message)
+                self._store.handle(message)
                 return
             case "error":
                 error = from_wire(message["error"])

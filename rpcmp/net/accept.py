@@ -28,7 +28,7 @@ from rpcmp.net.local_peer import owner
 from rpcmp.process import tcp_stats
 from rpcmp.process.descriptors import limit
 
-STRANGER_SECONDS = 10.0
+AUTHENTICATION_SECONDS = 10.0
 """Time limit for a connection to authenticate."""
 
 LOOPBACK = "this machine"
@@ -65,7 +65,7 @@ class Budget:
 
     Args:
         most: open at once; more are refused.
-        strangers: unauthenticated ones among them.
+        unauthenticated: unauthenticated ones among them.
         per_peer: per user or address; None: no limit of its own.
         seconds: time limit for a connection to authenticate.
     """
@@ -73,15 +73,15 @@ class Budget:
     def __init__(
         self,
         most: int,
-        strangers: int,
+        unauthenticated: int,
         per_peer: int | None = None,
-        seconds: float = STRANGER_SECONDS,
+        seconds: float = AUTHENTICATION_SECONDS,
     ) -> None:
-        self._most, self._strangers = most, strangers
+        self._most, self._most_unauthenticated = most, unauthenticated
         self._per_peer = most if per_peer is None else per_peer
         self._seconds = seconds
-        self._unproven: dict[Guest, None] = {}  # the oldest first
-        self._proven: dict[Guest, None] = {}
+        self._unauthenticated: dict[Guest, None] = {}  # the oldest first
+        self._authenticated: dict[Guest, None] = {}
         self._lock = threading.RLock()
 
     def has_room(self) -> bool:
@@ -91,13 +91,16 @@ class Budget:
         once that is closed. If there is none to end, accept: `admit` then refuses the new one.
         """
         with self._lock:
-            strangers = len(self._unproven)
-            if not strangers:
+            unauthenticated = len(self._unauthenticated)
+            if not unauthenticated:
                 return True
-            if strangers < self._strangers and strangers + len(self._proven) < self._most:
+            if (
+                unauthenticated < self._most_unauthenticated
+                and unauthenticated + len(self._authenticated) < self._most
+            ):
                 return True
-            if not any(guest.is_ended for guest in self._unproven):
-                _end_one(list(self._unproven))
+            if not any(guest.is_ended for guest in self._unauthenticated):
+                _end_one(list(self._unauthenticated))
             return False
 
     def admit(self, peer: str, end: Callable[[], object]) -> Guest | None:
@@ -108,46 +111,48 @@ class Budget:
             end: ends the connection.
         """
         with self._lock:
-            if len(self._unproven) + len(self._proven) >= self._most:
+            if len(self._unauthenticated) + len(self._authenticated) >= self._most:
                 return None
             if self._per_peer < self._most:
-                strangers = [guest for guest in self._unproven if guest.peer == peer]
-                guests = [guest for guest in self._proven if guest.peer == peer]
-                if len(strangers) + len(guests) >= self._per_peer and not _end_one(strangers):
+                unauthenticated = [guest for guest in self._unauthenticated if guest.peer == peer]
+                guests = [guest for guest in self._authenticated if guest.peer == peer]
+                if len(unauthenticated) + len(guests) >= self._per_peer and not _end_one(
+                    unauthenticated
+                ):
                     return None
             guest = Guest(peer, time.monotonic(), end)
-            self._unproven[guest] = None
+            self._unauthenticated[guest] = None
             return guest
 
-    def prove(self, guest: Guest) -> None:
+    def authenticate(self, guest: Guest) -> None:
         """Count a connection as authenticated."""
         with self._lock:
-            if guest in self._unproven:
-                del self._unproven[guest]
-                self._proven[guest] = None
+            if guest in self._unauthenticated:
+                del self._unauthenticated[guest]
+                self._authenticated[guest] = None
 
-    def leave(self, guest: Guest) -> None:
+    def remove(self, guest: Guest) -> None:
         """Stop counting a connection, which is closed."""
         with self._lock:
-            self._unproven.pop(guest, None)
-            self._proven.pop(guest, None)
+            self._unauthenticated.pop(guest, None)
+            self._authenticated.pop(guest, None)
 
     def expire(self) -> None:
         """End the connections that have not authenticated in time; call it now and then."""
         with self._lock:
             ends = time.monotonic() - self._seconds
-            for guest in [guest for guest in self._unproven if guest.since < ends]:
+            for guest in [guest for guest in self._unauthenticated if guest.since < ends]:
                 _end(guest)
 
     def end_all(self) -> None:
         with self._lock:
-            for guest in [*self._unproven, *self._proven]:
+            for guest in [*self._unauthenticated, *self._authenticated]:
                 _end(guest)
 
 
-def _end_one(strangers: list[Guest]) -> bool:
+def _end_one(unauthenticated: list[Guest]) -> bool:
     """End the oldest connection of the peer that has the most; return False if there is none."""
-    present = [guest for guest in strangers if not guest.is_ended]
+    present = [guest for guest in unauthenticated if not guest.is_ended]
     if not present:
         return False
     ((greediest, _),) = Counter(guest.peer for guest in present).most_common(1)
@@ -202,7 +207,7 @@ def _owner(connection: socket.socket) -> int | None:
 
 RETRY_SECONDS = 0.1
 
-LEAVING_SECONDS = 0.001
+CLOSING_SECONDS = 0.001
 """Interval of checks whether a connection that was ended is closed."""
 
 SILENT_SECONDS = 5
@@ -217,7 +222,7 @@ SILENT_AT_ONCE = 64
 log = logging.getLogger(__name__)
 
 
-def speaks_second(listener: socket.socket) -> None:
+def listen_deferred(listener: socket.socket) -> None:
     """Listen, and have the kernel hold back connections until they have sent something.
 
     Silent ones, which strangers may hold open in any number, then cost this process nothing. Only
@@ -231,13 +236,13 @@ def speaks_second(listener: socket.socket) -> None:
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, SILENT_SECONDS)
 
 
-def accept_speaking(listener: socket.socket) -> tuple[socket.socket, Any]:
+def accept_with_data(listener: socket.socket) -> tuple[socket.socket, Any]:
     """Accept a connection, but close those for whose first byte the kernel has waited in vain.
 
     That is much cheaper than to start a protocol, or to look up the connection's owner.
 
     Args:
-        listener: non-blocking; connections are only held back after `speaks_second`.
+        listener: non-blocking; connections are only held back after `listen_deferred`.
 
     Raises:
         OSError: as `socket.accept`; BlockingIOError also if all connections were silent.
@@ -281,9 +286,9 @@ async def connections(
     while True:
         await _readable(listener)
         while budget is not None and not budget.has_room():
-            await asyncio.sleep(LEAVING_SECONDS)
+            await asyncio.sleep(CLOSING_SECONDS)
         try:
-            connection, _ = accept_speaking(listener)
+            connection, _ = accept_with_data(listener)
         except (BlockingIOError, InterruptedError, ConnectionError):  # gone again
             continue
         except OSError as error:  # too many open files: later there may be fewer
@@ -317,7 +322,7 @@ class BoundedListener(socket.socket):
 
     def __init__(self, listener: socket.socket, budget: Budget) -> None:
         super().__init__(listener.family, listener.type, listener.proto, listener.detach())
-        speaks_second(self)
+        listen_deferred(self)
         self._budget = budget
         self._guests: dict[Any, Guest] = {}
 
@@ -329,7 +334,7 @@ class BoundedListener(socket.socket):
         """
         if not self._budget.has_room():
             raise BlockingIOError("a connection has to leave first")
-        plain, address = accept_speaking(self)
+        plain, address = accept_with_data(self)
         connection = _Accepted(self.family, self.type, self.proto, plain.detach())
         guest = self._budget.admit(peer_of(connection), connection.end)
         if guest is None:
@@ -339,18 +344,18 @@ class BoundedListener(socket.socket):
         connection.closed_by = self
         return connection, address
 
-    def prove(self, address: Any) -> None:
+    def authenticate(self, address: Any) -> None:
         """Count the connection from an address as authenticated.
 
         Args:
             address: host and port.
         """
         if (guest := self._guests.get(tuple(address[:2]))) is not None:
-            self._budget.prove(guest)
+            self._budget.authenticate(guest)
 
-    def left(self, guest: Guest) -> None:
+    def remove(self, guest: Guest) -> None:
         """Stop counting a connection."""
-        self._budget.leave(guest)
+        self._budget.remove(guest)
         self._guests = {key: one for key, one in self._guests.items() if one is not guest}
 
 
@@ -367,5 +372,5 @@ class _Accepted(socket.socket):
         """See socket.socket."""
         super().close()
         if self.closed_by is not None and self.guest is not None:
-            self.closed_by.left(self.guest)
+            self.closed_by.remove(self.guest)
             self.closed_by = None

@@ -107,7 +107,7 @@ class Dialer:
         end = Connection(await _connect(host, port), session)
         try:
             await self._require_own(end.socket, address)
-            await end.shake_hands()
+            await end.do_handshake()
             if session is not None:
                 self._require(session, address, stage_index)
                 self.security.establish(end)

@@ -198,7 +198,7 @@ class Role:
         return self.kind == "driver"
 
     def may_serve(self, stage_index: int | None) -> bool:
-        """Return whether the holder may serve a stage. None, as of a spare, stands for any stage."""
+        """Return whether the holder may serve a stage; None stands for any, as of a spare."""
         if stage_index is None:
             return not self.is_driver
         return self.kind == "spare" or self.stage_index == stage_index

@@ -28,8 +28,8 @@ from rpcmp.net.accept import (
     Guest,
     address_of,
     connections,
+    listen_deferred,
     share,
-    speaks_second,
     user_of,
 )
 from rpcmp.net.identity import GRPC, RELAY, STRANGER, Role
@@ -41,7 +41,7 @@ from rpcmp.process.tcp_stats import keep_alive
 GREETING_SECONDS = 10.0
 """Time limit for a connection's handshake and first bytes."""
 
-MAX_STRANGERS = 256
+MAX_UNAUTHENTICATED = 256
 """Connections before that; fewer if there are few file descriptors."""
 
 MAX_CONNECTIONS = 4096
@@ -95,8 +95,8 @@ class PortMultiplexer:
         self._listeners: list[socket.socket] = []
         self._tasks: set[asyncio.Future[None]] = set()
         self._most = share(8, MAX_CONNECTIONS)
-        self._budget = Budget(self._most, share(16, MAX_STRANGERS))
-        self._inside: Counter[Role | None] = Counter()
+        self._budget = Budget(self._most, share(16, MAX_UNAUTHENTICATED))
+        self._num_by_role: Counter[Role | None] = Counter()
 
     async def start(self, host: str, port: int) -> int:
         """Listen; return the port, which is a free one for port 0.
@@ -120,7 +120,7 @@ class PortMultiplexer:
         if self._asks_kernel:
             require_answers(listener)
         else:  # clients that ask the kernel, too, wait until they are accepted
-            speaks_second(listener)
+            listen_deferred(listener)
         self._spawn(self._accept(listener))
         bound: int = listener.getsockname()[1]
         return bound
@@ -152,17 +152,17 @@ class PortMultiplexer:
                 continue
             serving = self._spawn(self._serve(connection, guest))
             guest.end = serving.cancel
-            serving.add_done_callback(functools.partial(self._left, connection, guest))
+            serving.add_done_callback(functools.partial(self._closed, connection, guest))
 
-    def _left(self, connection: socket.socket, guest: Guest, task: asyncio.Future[None]) -> None:
+    def _closed(self, connection: socket.socket, guest: Guest, task: asyncio.Future[None]) -> None:
         connection.close()  # a task that is cancelled before it starts does not
-        self._budget.leave(guest)
+        self._budget.remove(guest)
 
     async def _serve(self, connection: socket.socket, guest: Guest) -> None:
         who = _name(connection)
         try:
             async with asyncio.timeout(GREETING_SECONDS):
-                visitor = await self._greet(connection, guest)
+                incoming = await self._authenticate(connection, guest)
         except (OSError, EOFError, TimeoutError, SecurityError) as error:
             log.debug("refused %s: %s", who, refusal(error))
             connection.close()
@@ -170,16 +170,16 @@ class PortMultiplexer:
         except BaseException:
             connection.close()
             raise
-        self._budget.prove(guest)
-        self._inside[visitor.role] += 1
+        self._budget.authenticate(guest)
+        self._num_by_role[incoming.role] += 1
         try:
-            self._require_room(visitor.role)
-            await self._let_in(visitor)
+            self._require_room(incoming.role)
+            await self._dispatch(incoming)
         except (OSError, EOFError, RpcmpError) as error:
             log.debug("lost %s: %s", who, refusal(error))
         finally:
-            self._inside[visitor.role] -= 1
-            visitor.end.close()
+            self._num_by_role[incoming.role] -= 1
+            incoming.end.close()
 
     def _require_room(self, role: Role | None) -> None:
         """Refuse a role that has more than its share: there must always be room for the driver.
@@ -188,10 +188,10 @@ class PortMultiplexer:
             SecurityError: it has more.
         """
         share_of_one = max(MIN_SHARE, self._most // 4)
-        if role is not None and not role.is_driver and self._inside[role] > share_of_one:
+        if role is not None and not role.is_driver and self._num_by_role[role] > share_of_one:
             raise SecurityError(f"{role} has {share_of_one} connections here already")
 
-    async def _greet(self, connection: socket.socket, guest: Guest) -> IncomingConnection:
+    async def _authenticate(self, connection: socket.socket, guest: Guest) -> IncomingConnection:
         """Authenticate a connection.
 
         Raises:
@@ -206,10 +206,10 @@ class PortMultiplexer:
                 guest.peer = user_of(await owner_of(connection))
         credentials = self._security.credentials
         if credentials is None:
-            return await self._greet_plain(Connection(connection))
+            return await self._authenticate_local(Connection(connection))
         session = TlsState(credentials.server())
         end = Connection(connection, session)
-        await end.shake_hands()
+        await end.do_handshake()
         if session.peer_role is None:
             raise SecurityError("its certificate has no role of rpcmp")
         if session.protocol not in (GRPC, RELAY):
@@ -217,7 +217,7 @@ class PortMultiplexer:
         self._security.establish(end)
         return IncomingConnection(end, session.peer_role, session.protocol)
 
-    async def _greet_plain(self, end: Connection) -> IncomingConnection:
+    async def _authenticate_local(self, end: Connection) -> IncomingConnection:
         role = None
         asks = self._asks_kernel or self._works_for
         if asks and not await works_here(end.socket, self._works_for):
@@ -226,13 +226,13 @@ class PortMultiplexer:
         end.decrypted[:0] = first  # a frame is short and begins with a zero, HTTP/2 with PRI
         return IncomingConnection(end, role, GRPC if first[0] else RELAY)
 
-    async def _let_in(self, visitor: IncomingConnection) -> None:
-        if visitor.protocol == GRPC:
-            await self._serve_grpc(visitor)
+    async def _dispatch(self, incoming: IncomingConnection) -> None:
+        if incoming.protocol == GRPC:
+            await self._serve_grpc(incoming)
             return
-        if visitor.role == STRANGER:
+        if incoming.role == STRANGER:
             raise SecurityError("this server does not work for that process")
-        await self._relay(visitor)
+        await self._relay(incoming)
 
 
 def _name(connection: socket.socket) -> str:

@@ -165,7 +165,7 @@ class Relay:
         """As the driver: keep a connection open for the worker of a stage to use."""
         self._spawn(self._keep_waiting(stage))
 
-    async def take(self, visitor: IncomingConnection, greeting: Mapping[str, Any]) -> None:
+    async def take(self, incoming: IncomingConnection, greeting: Mapping[str, Any]) -> None:
         """Serve an incoming connection until it ends.
 
         Args:
@@ -177,8 +177,8 @@ class Relay:
         if {key: greeting.get(key) for key in self._greeting} != self._greeting or not self._own:
             raise RelayError("it is of a group that does not run here")
         self._require_open()
-        visitor.end.has_frames = True
-        serving = self._spawn(self._serve(visitor, greeting))
+        incoming.end.has_frames = True
+        serving = self._spawn(self._serve(incoming, greeting))
         try:
             await asyncio.wait([serving])
         finally:
@@ -186,22 +186,22 @@ class Relay:
         if not serving.cancelled() and (error := serving.exception()) is not None:
             raise error
 
-    async def _serve(self, visitor: IncomingConnection, greeting: Mapping[str, Any]) -> None:
-        peer = self._member(visitor, greeting)
+    async def _serve(self, incoming: IncomingConnection, greeting: Mapping[str, Any]) -> None:
+        peer = self._member(incoming, greeting)
         if greeting.get("op") != "wait":
             if self._open[peer.name] >= MAX_OPEN:  # each may have a message in our memory
                 raise RelayError(f"{peer.label} has {MAX_OPEN} connections here already")
             self._open[peer.name] += 1
             try:
-                await self._connect(visitor.end, peer)
+                await self._connect(incoming.end, peer)
             finally:
                 self._open[peer.name] -= 1
         elif peer.server:
             raise RelayError(f"{peer.name} has nothing to wait for")
         else:
-            await self._park(visitor.end)
+            await self._park(incoming.end)
 
-    def _member(self, visitor: IncomingConnection, greeting: Mapping[str, Any]) -> RelayPeer:
+    def _member(self, incoming: IncomingConnection, greeting: Mapping[str, Any]) -> RelayPeer:
         """Return the member of the group that has opened a connection.
 
         Raises:
@@ -209,9 +209,9 @@ class Relay:
         """
         peer = self._peers.get(str(greeting.get("from")))
         if peer is None:
-            raise RelayError(f"{visitor.name} names no peer of {self._name}")
-        if not peer.may_be(visitor.role):
-            raise RelayError(f"{visitor.name} may not speak for {peer.name}")
+            raise RelayError(f"{incoming.name} names no peer of {self._name}")
+        if not peer.may_be(incoming.role):
+            raise RelayError(f"{incoming.name} may not speak for {peer.name}")
         return peer
 
     async def close(self) -> None:

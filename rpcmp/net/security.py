@@ -64,7 +64,7 @@ class Security:
         revoked = [end for end in self._established if self._is_revoked(end)]
         for end in revoked:
             self._established.discard(end)
-            end.hang_up()
+            end.shut_down()
         return [str(end.session.peer_role) for end in revoked if end.session is not None]
 
     def _is_revoked(self, end: Connection) -> bool:

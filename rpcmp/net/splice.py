@@ -47,15 +47,15 @@ async def splice(one: Connection, other: Connection, inspection: Inspection | No
     """
     done = asyncio.get_running_loop().create_future()
     splicing = _Splice(one, other, done, inspection)
-    splicing.begin()
+    splicing.start()
     try:
         await done
     except BaseException:
-        splicing.end()
+        splicing.stop()
         one.abort()
         other.abort()
         raise
-    splicing.end()
+    splicing.stop()
     one.close()
     other.close()
 
@@ -74,13 +74,13 @@ class _Splice:
             _Direction(other, one, self._ended, self._failed, received=inspection),
         ]
 
-    def begin(self) -> None:
+    def start(self) -> None:
         for direction in self._directions:
-            direction.begin()
+            direction.start()
 
-    def end(self) -> None:
+    def stop(self) -> None:
         for direction in self._directions:
-            direction.end()
+            direction.stop()
 
     def _ended(self) -> None:
         whole = any(direction.has_ended and not direction.is_half for direction in self._directions)
@@ -123,19 +123,19 @@ class _Direction:
         self.has_ended = False
         self.is_half = source.has_frames or sink.has_frames
 
-    def begin(self) -> None:
+    def start(self) -> None:
         rest = bytes(self._source.decrypted)
         self._source.decrypted.clear()
-        self._guard(self._begin, rest)
+        self._guard(self._start, rest)
 
-    def _begin(self, rest: bytes) -> None:
+    def _start(self, rest: bytes) -> None:
         if rest:
             self._carry(memoryview(rest))
         if self._source.session is not None:
             self._decrypt(self._source.session)  # what came together with the handshake
         self._go_on()
 
-    def end(self) -> None:
+    def stop(self) -> None:
         """Stop watching the sockets."""
         self._stop_reading()
         if self._sink.socket.fileno() >= 0:

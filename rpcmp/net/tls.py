@@ -147,7 +147,7 @@ class Connection:
         self.decrypted = bytearray()
         self.gone = asyncio.Event()
 
-    async def shake_hands(self) -> None:
+    async def do_handshake(self) -> None:
         """Complete the TLS handshake, if there is TLS.
 
         Raises:
@@ -235,7 +235,7 @@ class Connection:
         self.socket.close()
         self.gone.set()
 
-    def hang_up(self) -> None:
+    def shut_down(self) -> None:
         """Shut down both directions; the user of the connection notices, and closes it."""
         with contextlib.suppress(OSError):
             self.socket.shutdown(socket.SHUT_RDWR)

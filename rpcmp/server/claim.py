@@ -127,7 +127,7 @@ class Claim:
         self._finds_files = True
         self._tasks: list[asyncio.Task[None]] = []
         self._listening: asyncio.Task[None] | None = None
-        self._telling: asyncio.Task[None] | None = None
+        self._notifying: asyncio.Task[None] | None = None
 
     @property
     def doing(self) -> Doing:
@@ -157,9 +157,9 @@ class Claim:
         """
         if code:
             self._folder = claim_log.unpack(code)
-        self._vault.freed = lambda: self._tell({"op": "saved"})
+        self._vault.freed = lambda: self._send({"op": "saved"})
         await self._spawn()
-        self._tasks.append(asyncio.create_task(self._tell_mirrored()))
+        self._tasks.append(asyncio.create_task(self._send_acknowledgements()))
 
     async def _spawn(self) -> None:
         environment = compute_environment(self._threads)
@@ -171,7 +171,7 @@ class Claim:
             environment,
             self._vault.slots.fds,
             self._forks,
-            self._said,
+            self._add_line,
             reach,
             MAX_MESSAGE,
         )
@@ -195,7 +195,7 @@ class Claim:
         """
         self.stage_name = request.label
         self._store = StoreProxy.at(
-            request.rendezvous, self._dialer, self.job_id, self.generation, self._tell
+            request.rendezvous, self._dialer, self.job_id, self.generation, self._send
         )
         restore = request.restore if request.HasField("restore") else None
         self.step = restore.step if restore else 0
@@ -288,7 +288,7 @@ class Claim:
         """Return the worker's Python stacks; empty if it is not running."""
         return await self._child.where() if self._child is not None and self.worker_pid else ""
 
-    def hear_all(self) -> None:
+    def read_output(self) -> None:
         """Read the output that the worker has written so far."""
         if self._child is not None:
             self._child.log.hear_all()
@@ -305,7 +305,7 @@ class Claim:
     async def _listen(self, child: Child) -> None:
         try:
             async for message in child.messages():
-                await self._heard(message)
+                await self._handle(message)
         except (ValueError, KeyError, TypeError) as error:
             self.error = to_wire(child.talks_nonsense(error, self._worker))
             await child.kill()
@@ -317,7 +317,7 @@ class Claim:
             self.error = to_wire(await child.was_hung() or died)
         await self._become(State.SERVER_STATE_ENDED)
 
-    async def _heard(self, message: Message) -> None:
+    async def _handle(self, message: Message) -> None:
         self._pulse.beat()
         match message["event"]:
             case "ready":
@@ -328,17 +328,17 @@ class Claim:
                 found = pb.WatchResponse(num_parameters=count, device=device)  # of these types?
                 self.num_parameters, self.device = found.num_parameters, found.device[:MAX_WORD]
             case "store" if self._store is not None:
-                self._store.heard(message)
+                self._store.handle(message)
             case "joined":
                 self.listens = pb.WatchResponse(listens=message["address"]).listens[:MAX_WORD]
                 await self._become(State.SERVER_STATE_RUNNING)
             case "beat":
                 self.step = max(self.step, self.doing.step)
-                self._vitals.hear(message)
+                self._vitals.update(message)
             case "snapshot":
                 await self._snapshot_taken(pb.Saved(step=message["step"]).step)
             case "failed":
-                self.hear_all()  # what it has said before comes first
+                self.read_output()  # what it has said before comes first
                 self.error = to_wire(from_wire(message["error"]))
                 await self.notify()
             case "left":
@@ -371,22 +371,22 @@ class Claim:
         await self._vault.notify()
         self._vault.save_if_pinned(step, self._saved)
 
-    def _said(self, line: Line) -> None:
+    def _add_line(self, line: Line) -> None:
         self.lines.add(line)
         self._show(entry_of(line, self.stage_name, self.generation))
-        if self._telling is None or self._telling.done():
-            self._telling = asyncio.create_task(self.notify())
+        if self._notifying is None or self._notifying.done():
+            self._notifying = asyncio.create_task(self.notify())
 
     async def _saved(self, saved: pb.Saved) -> None:
         self.saved.append(saved)
         await self.notify()
 
-    async def _tell_mirrored(self) -> None:
+    async def _send_acknowledgements(self) -> None:
         """Pass the mirror's acknowledgements on to the worker."""
         async for step in self._vault.acknowledgements():
-            self._tell({"op": "mirrored", "step": step})
+            self._send({"op": "mirrored", "step": step})
 
-    def _tell(self, message: Message) -> None:
+    def _send(self, message: Message) -> None:
         """Send a message to the worker, if it has been started: before that it waits for none."""
         if self._child is not None and self._started:
             self._child.send(message)

@@ -66,7 +66,7 @@ class WorkerVitals:
         self._tensors: list[pb.Way] = []
         self._counted = time.monotonic()
 
-    def hear(self, beat: Message) -> None:
+    def update(self, beat: Message) -> None:
         """Update from a heartbeat.
 
         Raises:

@@ -92,9 +92,9 @@ def differences(ours: pb.Versions, theirs: pb.Versions) -> list[str]:
     """Return "torch: 2.13.0 here, 2.12.1 there" per difference; ignores local build tags."""
     result = []
     for field in NEEDED_EQUAL:
-        mine, other = str(getattr(ours, field)), str(getattr(theirs, field))
-        if not is_same_release(mine, other):
-            result.append(f"{field}: {mine} here, {other} there")
+        local, remote = str(getattr(ours, field)), str(getattr(theirs, field))
+        if not is_same_release(local, remote):
+            result.append(f"{field}: {local} here, {remote} there")
     return result
 
 

@@ -101,7 +101,7 @@ class Endpoints:
         else:
             await self._grpc.serve(connection, [OnlyPeers(self._callers)], PEERS_OPTIONS)
 
-    async def _carry(self, visitor: IncomingConnection) -> None:
+    async def _carry(self, incoming: IncomingConnection) -> None:
         """Serve a connection for tensors, or for a measurement.
 
         Raises:
@@ -109,13 +109,13 @@ class Endpoints:
             OSError, EOFError: the connection broke.
         """
         async with asyncio.timeout(GREETING_SECONDS):
-            greeting = await visitor.end.read_message()
+            greeting = await incoming.end.read_message()
         if greeting.get("op") == "measure":
-            await self._measure(visitor.end)
+            await self._measure(incoming.end)
             return
         if self._server.claim is None:
             raise RelayError("no group runs here")
-        await self._server.claim.relay.take(visitor, greeting)
+        await self._server.claim.relay.take(incoming, greeting)
 
     async def _measure(self, end: Connection) -> None:
         """Answer a measurement, unless too many are under way.

@@ -32,16 +32,18 @@ def notify(state: str) -> None:
 
 async def keep_alive() -> None:
     """Notify systemd's watchdog, twice as often as it asks for, that this event loop still runs."""
-    if (asked := os.environ.get("WATCHDOG_USEC", "")).isdecimal():
+    if (interval := os.environ.get("WATCHDOG_USEC", "")).isdecimal():
         while True:
             notify("WATCHDOG=1")
-            await asyncio.sleep(int(asked) / 2e6)
+            await asyncio.sleep(int(interval) / 2e6)
 
 
 log = logging.getLogger(__name__)
 
 
-async def serve(server: StageServer, host: str, port: int, announce: Callable[[int], None]) -> int:
+async def serve(
+    server: StageServer, host: str, port: int, on_listening: Callable[[int], None]
+) -> int:
     """Serve until SIGTERM, SIGINT, SIGHUP or a Drain call.
 
     The first of them lets a running job end after its current step. Another SIGTERM or SIGINT ends
@@ -50,7 +52,7 @@ async def serve(server: StageServer, host: str, port: int, announce: Callable[[i
     Args:
         server: not started yet.
         host, port: where to listen; port 0 takes a free one.
-        announce: called with the port once the server is ready.
+        on_listening: called with the port once the server is ready.
 
     Returns:
         The exit code: 0 for a server that was drained, by SIGTERM, SIGHUP or a call; 130 after
@@ -64,7 +66,7 @@ async def serve(server: StageServer, host: str, port: int, announce: Callable[[i
     received: asyncio.Queue[signal.Signals] = asyncio.Queue()
     signals: list[int] = []
 
-    def note(signum: signal.Signals) -> None:
+    def on_signal(signum: signal.Signals) -> None:
         before = wishes(signals)
         signals.append(signum)
         if wishes(signals) > before:
@@ -72,8 +74,8 @@ async def serve(server: StageServer, host: str, port: int, announce: Callable[[i
 
     loop = asyncio.get_running_loop()
     for signum in ending_signals():
-        loop.add_signal_handler(signum, note, signum)
-    announce(await server.start(host, port))
+        loop.add_signal_handler(signum, on_signal, signum)
+    on_listening(await server.start(host, port))
     notify("READY=1")
     alive = asyncio.create_task(keep_alive())
     first = await _first(received, server)

@@ -45,7 +45,7 @@ MAX_KEYS = 16 * 1024
 MAX_BYTES = 16 * 2**20
 """Of all keys and values together."""
 
-MAX_ASKED = 1024
+MAX_KEYS_PER_GET = 1024
 """Keys per Get request."""
 
 MAX_WAITING = 16 * 1024
@@ -143,13 +143,13 @@ class KeyValueStore:
         return value
 
 
-def require_askable(keys: Iterable[str]) -> None:
+def require_key_count(keys: Iterable[str]) -> None:
     """Refuse a request for no key, or for too many.
 
     Raises:
         JobError: the number of keys is out of range.
     """
-    if not 1 <= (count := len(list(keys))) <= MAX_ASKED:
+    if not 1 <= (count := len(list(keys))) <= MAX_KEYS_PER_GET:
         raise JobError(f"a rendezvous answers no question for {count} keys")
 
 
@@ -194,7 +194,7 @@ class RendezvousServicer(control_pb2_grpc.RendezvousServicer):
     @answers_errors
     async def Get(self, request: pb.GetRequest, grpc_context: GrpcContext) -> pb.GetResponse:
         claim = self._claim_of(request, grpc_context)
-        require_askable(request.keys)
+        require_key_count(request.keys)
         await claim.values.wait_for(request.keys)
         value = claim.values.get(request.keys[0])
         return pb.GetResponse(generation=claim.generation, value=value or b"")
@@ -219,7 +219,7 @@ class RendezvousServicer(control_pb2_grpc.RendezvousServicer):
         return pb.AddResponse(generation=claim.generation, value=value)
 
 
-MAX_ASKING = 64
+MAX_CALLS = 64
 """Calls of one worker under way; an agent makes one per thread."""
 
 
@@ -229,15 +229,15 @@ class StoreProxy:
     Args:
         client: of the server that has the store; closed with the proxy.
         job_id, generation: of the claim.
-        tell: sends a message to the worker.
+        send: sends a message to the worker.
     """
 
     def __init__(
-        self, client: StageClient, job_id: str, generation: int, tell: Callable[[Message], None]
+        self, client: StageClient, job_id: str, generation: int, send: Callable[[Message], None]
     ) -> None:
         self._client = client
         self._job = {"job_id": job_id, "generation": generation}
-        self._tell = tell
+        self._send = send
         self._asking: set[asyncio.Task[None]] = set()
 
     @classmethod
@@ -247,13 +247,13 @@ class StoreProxy:
         dialer: Dialer,
         job_id: str,
         generation: int,
-        tell: Callable[[Message], None],
+        send: Callable[[Message], None],
     ) -> Self:
         """Return the proxy of the store at `address`, the server of the first stage."""
         client = StageClient("rendezvous", address, dialer, stage_index=0)
-        return cls(client, job_id, generation, tell)
+        return cls(client, job_id, generation, send)
 
-    def heard(self, message: Message) -> None:
+    def handle(self, message: Message) -> None:
         """Make a call; the answer is sent to the worker.
 
         Raises:
@@ -261,8 +261,8 @@ class StoreProxy:
         """
         if not isinstance(message.get("id"), int):
             raise ValueError("a question to the rendezvous has no number")
-        if len(self._asking) >= MAX_ASKING:
-            raise ValueError(f"it asks the rendezvous more than {MAX_ASKING} questions at once")
+        if len(self._asking) >= MAX_CALLS:
+            raise ValueError(f"it asks the rendezvous more than {MAX_CALLS} questions at once")
         task = asyncio.create_task(self._ask(message))
         self._asking.add(task)
         task.add_done_callback(self._asking.discard)
@@ -282,7 +282,7 @@ class StoreProxy:
         except Exception as error:  # without an answer the child would wait for ever
             known = error if isinstance(error, RpcmpError) else JobError(one_line(error))
             answer["error"] = to_wire(known)
-        self._tell(answer)
+        self._send(answer)
 
     async def _call(self, message: Message) -> bytes:
         keys = message["keys"]

@@ -168,7 +168,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         self, request: pb.InspectRequest, grpc_context: GrpcContext
     ) -> pb.InspectResponse:
         claim = self._server.claimed_by(request.job_id, request.generation)
-        claim.hear_all()
+        claim.read_output()
         return pb.InspectResponse(
             generation=claim.generation,
             host=platform.node(),

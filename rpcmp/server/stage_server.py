@@ -141,7 +141,7 @@ class StageServer:
             DrainingError, BusyError, VersionError, ConfigError: the job cannot run here.
             RpcmpError: a layer failed.
         """
-        async with self._looked_at(request.job):
+        async with self._reserved(request.job):
             return await services.profile(request, self._forks, self._allowed, self._reach)
 
     async def examine(self, request: doctor_pb2.ExamineRequest) -> str:
@@ -152,7 +152,7 @@ class StageServer:
             JobError: the facts cannot be collected.
         """
         order, threads = CheckRequest.model_validate_json(request.order), request.job.threads
-        async with self._looked_at(request.job):
+        async with self._reserved(request.job):
             with claim_log.unpacked(request.job.code) as folder:
                 reach = self._reach and self._reach.reading(folder)
                 found = await examine(
@@ -168,7 +168,7 @@ class StageServer:
         return found.model_copy(update={"metrics_port": self.metrics_port}).model_dump_json()
 
     @contextlib.asynccontextmanager
-    async def _looked_at(self, job: pb.PrepareRequest) -> AsyncIterator[None]:
+    async def _reserved(self, job: pb.PrepareRequest) -> AsyncIterator[None]:
         """Take no other job while one is being measured or examined."""
         async with self._changing:
             self._check(job)
@@ -263,12 +263,12 @@ class StageServer:
             raise BusyError("somebody else watches this job already")
         claim.watched = True
         try:
-            last, due, told = None, float("-inf"), 0
+            last, due, last_line = None, float("-inf"), 0
             clock = asyncio.get_running_loop().time
             while self.claim is claim:
                 now = claim.snapshot()
                 now.draining = self.draining
-                lines = claim.lines.after(told)
+                lines = claim.lines.after(last_line)
                 if lines and lines[-1].number < claim.lines.newest:
                     now.error = ""  # a watcher stops at an error, and there are more lines
                 is_due = clock() >= due
@@ -279,7 +279,7 @@ class StageServer:
                         due = clock() + VITALS_SECONDS
                         now.vitals.CopyFrom(claim.vitals())
                     now.logs.extend(lines)
-                    told = lines[-1].number if lines else told
+                    last_line = lines[-1].number if lines else last_line
                     yield now
                     continue  # something may have changed while the stream was busy
                 with contextlib.suppress(TimeoutError):
@@ -289,7 +289,7 @@ class StageServer:
             await asyncio.shield(self.release(claim))
 
     @property
-    def place(self) -> RecordSource:
+    def log_source(self) -> RecordSource:
         """The source of this server's own log records."""
         who = "spare" if self.stage_index is None else f"stage {self.stage_index}"
         claim = self.claim

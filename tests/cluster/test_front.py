@@ -244,7 +244,7 @@ from rpcmp.server.endpoints import Endpoints
 from rpcmp.server.lifecycle import serve
 from rpcmp.server.stage_server import StageServer
 
-drain, close, closes = ControlServicer.Drain, Doors.close, asyncio.Event()
+drain, close, closes = ControlServicer.Drain, Endpoints.close, asyncio.Event()
 
 async def slow_drain(self, request, grpc_context):
     answer = await drain(self, request, grpc_context)
@@ -260,7 +260,7 @@ async def noted_close(self):
 async def main():
     await serve(StageServer(0), "{HERE}", 0, lambda port: print(port, flush=True))
 
-ControlServicer.Drain, Doors.close = slow_drain, noted_close
+ControlServicer.Drain, Endpoints.close = slow_drain, noted_close
 asyncio.run(main())
 """
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as run:

@@ -54,7 +54,7 @@ class Page:
         most = share(16, MOST)
         self._budget = Budget(most, max(1, most // 2), max(1, most // 2))
         listener = BoundedListener(place.listener.dup(), self._budget)
-        app = application(self._run, place, listener.prove)
+        app = application(self._run, place, listener.authenticate)
         self._server = _PageServer(_config(app, place), self._budget)
         self._thread = threading.Thread(
             target=self._serve, args=[place, listener], name="rpcmp-page-server", daemon=True

@@ -58,7 +58,7 @@ def through(make: Make, use: Callable[[socket.socket, socket.socket], Awaitable[
     async def run() -> None:
         (near, here), (there, far), between = pair(), pair(), pair()
         ends = [Connection(between[0], make_pair[0]), Connection(between[1], make_pair[1])]
-        await asyncio.gather(*(end.shake_hands() for end in ends))
+        await asyncio.gather(*(end.do_handshake() for end in ends))
         for end in ends:
             end.has_frames = True
         carrying = [
@@ -181,7 +181,7 @@ def test_a_connection_that_breaks_is_not_an_end(sessions: Make) -> None:
         (near, here), between = pair(), pair()
         sides = sessions()
         ends = [Connection(between[0], sides[0]), Connection(between[1], sides[1])]
-        await asyncio.gather(*(end.shake_hands() for end in ends))
+        await asyncio.gather(*(end.do_handshake() for end in ends))
         ends[0].has_frames = True
         carrying = asyncio.create_task(splice(Connection(here), ends[0]))
         await ends[1].write(HEADER.pack(100) + b"only this much")
@@ -221,7 +221,7 @@ def test_bytes_that_somebody_has_changed_break_the_connection(
             Connection(one, TlsState(Credentials(certs / "driver").client(RELAY), HERE)),
             Connection(other, TlsState(Credentials(certs / "stage0").server())),
         ]
-        await asyncio.gather(*(end.shake_hands() for end in ends))
+        await asyncio.gather(*(end.do_handshake() for end in ends))
         session = ends[0].session
         assert session is not None
         session.encrypt(b"a gradient")

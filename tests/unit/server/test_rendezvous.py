@@ -8,13 +8,13 @@ import pytest
 
 from rpcmp.errors import BusyError, JobError, RpcmpError
 from rpcmp.server.rendezvous import (
-    MAX_ASKED,
     MAX_BYTES,
     MAX_KEY,
     MAX_KEYS,
+    MAX_KEYS_PER_GET,
     MAX_VALUE,
     KeyValueStore,
-    require_askable,
+    require_key_count,
 )
 
 
@@ -88,8 +88,8 @@ def test_a_waiting_task_is_woken_by_its_own_keys_only(monkeypatch: pytest.Monkey
     asyncio.run(scene())
 
 
-@pytest.mark.parametrize("count", [0, MAX_ASKED + 1])
+@pytest.mark.parametrize("count", [0, MAX_KEYS_PER_GET + 1])
 def test_a_request_is_refused_if_it_names_no_key_or_too_many(count: int) -> None:
     with pytest.raises(JobError, match=f"for {count} keys"):
-        require_askable(["k"] * count)
-    require_askable(["k"] * MAX_ASKED)
+        require_key_count(["k"] * count)
+    require_key_count(["k"] * MAX_KEYS_PER_GET)
