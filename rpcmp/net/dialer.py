@@ -117,11 +117,7 @@ class Dialer:
         return end
 
     async def _require_own(self, connection: socket.socket, address: str) -> None:
-        """Refuse another user's server: without certificates it must not get a byte.
-
-        Raises:
-            SecurityError: it is another user's, or the kernel does not tell whose it is.
-        """
+        """Refuse another user's server: without certificates it must not get a byte."""
         if self.security.credentials is None and not self.security.insecure:
             await require_own_server(connection, address)
 

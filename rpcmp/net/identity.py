@@ -109,11 +109,7 @@ class Credentials:
         self.revocations, self._stamp = revocations, stamp
 
     def _read_revocations(self) -> Revocations | None:
-        """Read the CRL. If its file is gone, the last one stays, so nothing becomes valid again.
-
-        Raises:
-            SecurityError: it cannot be used.
-        """
+        """Read the CRL. If its file is gone, the last one stays, so nothing becomes valid again."""
         path = self.folder / CRL
         try:
             content = path.read_bytes()

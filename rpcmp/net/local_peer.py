@@ -224,12 +224,7 @@ def _require_own_listener(connection: socket.socket, address: str) -> None:
 
 
 def _require_alive(connection: socket.socket) -> None:
-    """Check that our own end is still connected.
-
-    Raises:
-        OSError: the other end has hung up.
-        SecurityError: the kernel does not know our own end.
-    """
+    """Check that our own end is still connected."""
     found = _ask(_place(connection.getsockname()), _place(connection.getpeername()))
     connection.getpeername()  # which fails for one that has been reset: no kernel knows it then
     if found is None:
@@ -307,9 +302,6 @@ def _ask(local: Place, remote: Place) -> LocalSocket | None:
 
     That is the socket to which the kernel would deliver a packet from `remote`, including IPv6
     sockets for both protocols.
-
-    Raises:
-        SecurityError: the kernel does not answer.
     """
     try:
         with socket.socket(socket.AF_NETLINK, socket.SOCK_DGRAM, _SOCK_DIAG) as line:

@@ -182,22 +182,13 @@ class PortMultiplexer:
             incoming.end.close()
 
     def _require_room(self, role: Role | None) -> None:
-        """Refuse a role that has more than its share: there must always be room for the driver.
-
-        Raises:
-            SecurityError: it has more.
-        """
+        """Refuse a role that has more than its share: there must always be room for the driver."""
         share_of_one = max(MIN_SHARE, self._most // 4)
         if role is not None and not role.is_driver and self._num_by_role[role] > share_of_one:
             raise SecurityError(f"{role} has {share_of_one} connections here already")
 
     async def _authenticate(self, connection: socket.socket, guest: Guest) -> IncomingConnection:
-        """Authenticate a connection.
-
-        Raises:
-            SecurityError: it is refused.
-            OSError, EOFError: the handshake failed.
-        """
+        """Authenticate a connection."""
         keep_alive(connection.fileno())
         if self._asks_kernel:
             await require_same_user(connection)

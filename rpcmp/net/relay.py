@@ -202,11 +202,7 @@ class Relay:
             await self._park(incoming.end)
 
     def _member(self, incoming: IncomingConnection, greeting: Mapping[str, Any]) -> RelayPeer:
-        """Return the member of the group that has opened a connection.
-
-        Raises:
-            RelayError: there is no member of that name here, or the certificate is another's.
-        """
+        """Return the member of the group that has opened a connection."""
         peer = self._peers.get(str(greeting.get("from")))
         if peer is None:
             raise RelayError(f"{incoming.name} names no peer of {self._name}")

@@ -346,11 +346,7 @@ class Inspection:
         payload: bytes,
         num_tensors: int,
     ) -> None:
-        """Refuse a message that the peer has no business with.
-
-        Raises:
-            FormatError: it is refused.
-        """
+        """Refuse a message that the peer has no business with."""
         pickle = rpc_format.require(kinds, kind, payload, num_tensors)
         if pickle:
             rpc_pickle.require(pickle, self._peer, is_call=kinds is not rpc_format.RESPONSES)

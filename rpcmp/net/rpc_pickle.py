@@ -86,11 +86,7 @@ def require(data: bytes, peer: str, is_call: bool) -> None:
 
 
 def _require_bounded(data: bytes) -> None:
-    """Refuse a pickle that would make its reader take far more memory than it has bytes.
-
-    Raises:
-        FormatError: it would, or may.
-    """
+    """Refuse a pickle that would make its reader take far more memory than it has bytes."""
     at = operations = 0
     while (code := data[at : at + 1]) != b".":
         begin = at

@@ -102,12 +102,7 @@ class Endpoints:
             await self._grpc.serve(connection, [OnlyPeers(self._callers)], PEERS_OPTIONS)
 
     async def _carry(self, incoming: IncomingConnection) -> None:
-        """Serve a connection for tensors, or for a measurement.
-
-        Raises:
-            RelayError: no group runs here.
-            OSError, EOFError: the connection broke.
-        """
+        """Serve a connection for tensors, or for a measurement."""
         async with asyncio.timeout(GREETING_SECONDS):
             greeting = await incoming.end.read_message()
         if greeting.get("op") == "measure":
@@ -118,11 +113,7 @@ class Endpoints:
         await self._server.claim.relay.take(incoming, greeting)
 
     async def _measure(self, end: Connection) -> None:
-        """Answer a measurement, unless too many are under way.
-
-        Raises:
-            RelayError: there are too many.
-        """
+        """Answer a measurement, unless too many are under way."""
         if self._measuring >= MAX_MEASURING:
             raise RelayError(f"{self._measuring} others measure the way here already")
         self._measuring += 1

@@ -175,9 +175,6 @@ class RendezvousServicer(control_pb2_grpc.RendezvousServicer):
 
         torch's agents store their addresses under "addrs/NAME" and their names under "names/RANK",
         and do not check which agent answers at an address.
-
-        Raises:
-            SecurityError: the caller's certificate is for neither that member nor the driver.
         """
         kind, _, rest = key.partition("/")
         if kind in ("addrs", "names"):

@@ -351,11 +351,7 @@ class StageServer:
             raise BusyError(f"busy measuring for job {self._examined!r}")
 
     def _folder_of(self, request: pb.PrepareRequest) -> Kept:
-        """Return the folder of the job's checkpoints on this host.
-
-        Raises:
-            ConfigError: the job needs it, and it is outside of the permitted folder.
-        """
+        """Return the folder of the job's checkpoints on this host."""
         if not request.checkpoint_folder:
             return NO_FOLDER
         try:
