@@ -247,7 +247,7 @@ class Generation:
         self.begin = await self._choose(assignments, self._stages.holdings)
         await self._stages.start(assignments, self.begin.restores, self.begin.step)
         self._store = StoreProxy.at(
-            self._stages.rendezvous, self._dialer, **vars(self._identity), tell=self.send
+            self._stages.rendezvous, self._dialer, **vars(self._identity), send=self.send
         )
         await self._forks.add_address(len(assignments))
         self.send({"op": "join", **self._stages.place(rank=len(assignments))})

@@ -78,7 +78,6 @@ class Authority:
 
     @property
     def not_after(self) -> datetime:
-        """Its expiry, UTC."""
         return self.certificate.not_valid_after_utc
 
     @property
@@ -98,21 +97,13 @@ class Authority:
         return builder.add_extension(ours, critical=False).sign(self._key, hashes.SHA256())
 
     def renew(self, days: int, permitted: Sequence[x509.GeneralName] | None) -> None:
-        """Renew its certificate, with the same key and name, in every folder that it has issued.
-
-        Raises:
-            SecurityError: a file cannot be written.
-        """
+        """Renew its certificate, with the same key and name, in every folder that it has issued."""
         self.certificate = _own(self._key, self.certificate.subject, days, permitted)
         for folder in (self.folder, *self.issued):
             write_file(folder / CA, self.certificate.public_bytes(PEM), 0o644)
 
     def revoke(self, serials: Iterable[int]) -> None:
-        """Add certificates to the CRL, in every folder that it has issued.
-
-        Raises:
-            SecurityError: a file cannot be read or written.
-        """
+        """Add certificates to the CRL, in every folder that it has issued."""
         now = datetime.now(UTC)
         before = self.revoked()
         number = 1 + max((_number(crl) for crl in before), default=0)

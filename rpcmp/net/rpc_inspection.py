@@ -27,7 +27,6 @@ import re
 import struct
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterator
-from functools import lru_cache
 
 from rpcmp.config.topology import DRIVER
 from rpcmp.errors import SecurityError
@@ -48,9 +47,6 @@ MAX_PAYLOAD = 64 * 2**20
 MAX_HELD = 96 * 2**20
 """Bytes of unfinished messages of one peer, on all of its connections."""
 
-CACHED = 4096
-"""Bytes of a descriptor up to which its parse is cached: each micro-batch has the same."""
-
 MAX_AHEAD = 2**20
 """Tensors that were announced and have not arrived."""
 
@@ -59,32 +55,6 @@ MEMORY = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 _LENGTH = struct.Struct("<Q")
 _TYPE = struct.Struct("<I")
-
-_INT = rb"([\x00-\x7f]|\x80.|\x81..|\x82.{4}|\x83.{8})"
-_CPU = rb"\xb9\x02\xbd\x03cpu\x00"
-
-
-def _compiled(pattern: bytes) -> re.Pattern[bytes]:
-    return re.compile(pattern, re.DOTALL)
-
-
-_SPONTANEOUS = _compiled(rb"\xb8\x00\xb9\x01\xbd" + _INT + rb"(.*)")
-_REQUESTED = _compiled(rb"\xb8\x01\xb9\x01" + _INT)
-_ANSWER = _compiled(
-    rb"\xb9\x07\xbd\x02uv\xbd([\x00-\x7f])(.*)\xbb\x01\x01" + _INT + rb"\xbd\x04uv:\*"
-    rb"\xbb\x01\xbd\x05basic\xbc\x08(.{8})"
-    rb"\xbb\x01\xbd\x05basic\xbb\x01" + _CPU + rb"\xbd\x03any"
-    rb"\xbb\x01\xba\x02" + _CPU + _CPU + rb"\xbd\x05basic"
-)
-_DESCRIPTOR = _compiled(
-    rb"\xb9\x03\xbd\x00\xba\x04\xb9\x02\x04\xbd\x00\xb9\x02\x08\xbd\x00"
-    rb"\xb9\x02" + _INT + rb"\xbd\x00\xb9\x02" + _INT + rb"\xbd\x00\xba" + _INT
-)
-_TENSOR = _compiled(rb"\xb9\x04" + _INT + _CPU + _CPU + rb"\xbd\x00")
-
-_BROCHURE_BEGIN = b"\xb9\x02\xbb\x01\xbd\x02uv\xbd\x04uv:*\xbb"
-BROCHURE = _BROCHURE_BEGIN + b"\x01\xbd\x05basic\xbb\x01\xb9\x02\xbd\x03cpu\x00\xbd\x03any"
-"""Replaces each brochure: only the transport "uv" and the channel "basic"."""
 
 Steps = Generator[None, None, None]
 
@@ -162,7 +132,6 @@ class Pipes:
         return Inspection(self, peer, label, listens)
 
     def register(self, key: tuple[bool, str, int], lengths: Lengths | None) -> None:
-        """Record a connection of a pipe that may be opened."""
         self._channels[key] = lengths
 
     def find(self, key: tuple[bool, str, int]) -> Lengths | None:
@@ -256,15 +225,14 @@ class Inspection:
         self._buffer.clear()
 
     def _first(self, frame: bytes) -> None:
-        """Handle our own worker's first frame."""
-        self._is_followed = self._is_ours and _SPONTANEOUS.fullmatch(frame) is not None
+        self._is_followed = self._is_ours and rpc_format.SPONTANEOUS.fullmatch(frame) is not None
         if not self._is_ours:
-            if (answer := _ANSWER.fullmatch(frame)) is not None:
+            if (answer := rpc_format.ANSWER.fullmatch(frame)) is not None:
                 self._register(answer)
         elif self._is_followed:
             self._steps = self._answer()
-        elif (found := _REQUESTED.fullmatch(frame)) is not None:
-            self._steps = self._channel(_int(found[1]))
+        elif (found := rpc_format.REQUESTED.fullmatch(frame)) is not None:
+            self._steps = self._channel(rpc_format.nop_int(found[1]))
 
     # What the peer says, frame by frame.
 
@@ -275,28 +243,28 @@ class Inspection:
 
     def _hello(self) -> Steps:
         frame = yield from self._frame(MAX_NAME)
-        if (found := _REQUESTED.fullmatch(frame)) is not None:
+        if (found := rpc_format.REQUESTED.fullmatch(frame)) is not None:
             self._pass(frame)
-            yield from self._channel(_int(found[1]))
+            yield from self._channel(rpc_format.nop_int(found[1]))
             return
-        found = _SPONTANEOUS.fullmatch(frame)
+        found = rpc_format.SPONTANEOUS.fullmatch(frame)
         name = self._peer.encode()
-        if found is None or _int(found[1]) != len(name) or found[2] != name:
+        if found is None or rpc_format.nop_int(found[1]) != len(name) or found[2] != name:
             raise self._error("a connection that says it is another's, or not what it is for")
         self._pass(frame)
         brochure = yield from self._frame(MAX_NAME)
-        if not brochure.startswith(_BROCHURE_BEGIN):
+        if not brochure.startswith(rpc_format.BROCHURE_START):
             raise self._error("a brochure of another transport")
-        self._pass(BROCHURE)
+        self._pass(rpc_format.BROCHURE)
         self._lengths = Lengths()
         kinds = rpc_format.REQUESTS if self._peer == DRIVER else rpc_format.FROM_STAGES
         yield from self._messages(kinds, self._lengths)
 
     def _answer(self) -> Steps:
         frame = yield from self._frame(MAX_NAME)
-        answer = _ANSWER.fullmatch(frame)
+        answer = rpc_format.ANSWER.fullmatch(frame)
         listens = self._listens.encode()
-        if answer is None or answer[2] != listens or _int(answer[1]) != len(listens):
+        if answer is None or answer[2] != listens or rpc_format.nop_int(answer[1]) != len(listens):
             raise self._error("an answer that leads somewhere else")
         self._register(answer)
         self._pass(frame)
@@ -307,7 +275,7 @@ class Inspection:
         """Record the further connections of a pipe."""
         self._lengths = self._lengths or Lengths()
         for number, lengths in (
-            (_int(answer[3]), None),
+            (rpc_format.nop_int(answer[3]), None),
             (_LENGTH.unpack(answer[4])[0], self._lengths),
         ):
             key = (self._is_ours, self._peer, number)
@@ -317,7 +285,7 @@ class Inspection:
     def _messages(self, kinds: dict[int, rpc_format.Check], announced: Lengths) -> Steps:
         while True:
             frame = yield from self._frame(MAX_DESCRIPTOR)
-            described = (_remembered if len(frame) <= CACHED else _described)(frame)
+            described = rpc_format.parse_descriptor(frame)
             if described is None:
                 raise self._error("a message with a descriptor of another form")
             payload_bytes, list_bytes, lengths = described
@@ -329,7 +297,7 @@ class Inspection:
             payload = yield from self._frame(MAX_PAYLOAD, exactly=payload_bytes)
             tensors = yield from self._frame(MAX_LIST, exactly=list_bytes)
             try:
-                num_tensors = rpc_format.count_tensors(tensors, lengths)
+                num_tensors = rpc_pickle.count_tensors(tensors, lengths)
                 self._require(kinds, _TYPE.unpack(kind)[0], number, payload, num_tensors)
             except rpc_format.FormatError as error:
                 raise self._error(str(error)) from error
@@ -429,26 +397,3 @@ class Inspection:
         )
         self._pipes.refuse(error)
         return error
-
-
-def _described(frame: bytes) -> tuple[int, int, tuple[int, ...]] | None:
-    """Return the bytes of a message's payload, tensor list, and tensors; None if malformed."""
-    head = _DESCRIPTOR.match(frame)
-    if head is None:
-        return None
-    payload_bytes, list_bytes, count = (_int(head[index]) for index in (1, 2, 3))
-    lengths, at = [], head.end()
-    while (tensor := _TENSOR.match(frame, at)) is not None:
-        lengths.append(_int(tensor[1]))
-        at = tensor.end()
-    if at != len(frame) or count != len(lengths):
-        return None
-    return payload_bytes, list_bytes, tuple(lengths)
-
-
-_remembered = lru_cache(maxsize=256)(_described)
-
-
-def _int(encoded: bytes) -> int:
-    """Return an unsigned integer of libnop's, of one byte or of a code and more bytes."""
-    return encoded[0] if len(encoded) == 1 else int.from_bytes(encoded[1:], "little")

@@ -1,4 +1,4 @@
-"""Functions that a message from another host may name, by its sender.
+"""Pickles in a message from another host: the functions that it may name, and its tensors.
 
 torch's messages carry Python's pickle, and torch does not check the caller. So a server reads the
 pickle before its worker does, with inert stand-ins for everything that it names, and refuses what
@@ -11,17 +11,23 @@ Both allocate memory as a pickle tells them to: ten bytes that memoize something
 number make Python reserve gigabytes, and a megabyte of empty lists takes a hundred. So a pickle has
 to consist of what Python's pickler writes today (protocol 4), which numbers its memo by itself, and
 must not have too many operations.
+
+A second pickle, of torch's own, lists the tensors. It has to have the one form that torch writes,
+and each tensor has to lie within its memory.
 """
 
 from __future__ import annotations
 
 import io
+import math
 import pickle
 import re
+from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 from rpcmp.config.topology import DRIVER
-from rpcmp.net.rpc_format import FormatError
+from rpcmp.net.rpc_format import INT_BYTES, LENGTH, FormatError, pickled_int
 
 _FUNCTIONS = {
     "rpcmp.rpc.transport",
@@ -160,3 +166,189 @@ class _Data(metaclass=_Unchanged):
 
     def add(self, item: object) -> None:
         """For sets."""
+
+
+CACHED = 16 * 1024
+"""Bytes of a tensor list up to which its check is cached: each micro-batch has the same."""
+
+ITEM_BYTES = {
+    "FloatStorage": 4,
+    "DoubleStorage": 8,
+    "HalfStorage": 2,
+    "BFloat16Storage": 2,
+    "LongStorage": 8,
+    "IntStorage": 4,
+    "ShortStorage": 2,
+    "CharStorage": 1,
+    "ByteStorage": 1,
+    "BoolStorage": 1,
+    "ComplexFloatStorage": 8,
+    "ComplexDoubleStorage": 16,
+    "ComplexHalfStorage": 4,
+    "UInt16Storage": 2,
+    "UInt32Storage": 4,
+    "UInt64Storage": 8,
+    "Float8_e5m2Storage": 1,
+    "Float8_e4m3fnStorage": 1,
+    "Float8_e5m2fnuzStorage": 1,
+    "Float8_e4m3fnuzStorage": 1,
+    "Float8_e8m0fnuStorage": 1,
+}
+"""By the names that torch's pickler has for dtypes."""
+
+_WHOLE = {"Long", "Int", "Short", "Char", "Byte", "Bool", "UInt16", "UInt32", "UInt64"}
+"""Types that have no gradients."""
+
+MAX_DIMENSIONS = 64
+
+MAX_ITEMS = 2**40
+"""Of a tensor, not counting empty dimensions: torch fails, and ends the process, on overflow."""
+
+
+def count_tensors(pickle: bytes, lengths: Sequence[int]) -> int:
+    """Return how many tensors a message has; several may share a storage.
+
+    Args:
+        pickle: torch's pickle of the list.
+        lengths: bytes of each storage that comes with it.
+
+    Raises:
+        FormatError: torch writes no such list, or a tensor does not lie within its storage.
+    """
+    count = _remembered if len(pickle) <= CACHED else _count_tensors
+    return count(pickle, tuple(lengths))
+
+
+def _count_tensors(pickle: bytes, lengths: tuple[int, ...]) -> int:
+    try:
+        return _TensorList(pickle, lengths).read()
+    except (IndexError, UnicodeDecodeError) as error:
+        raise FormatError(f"a list of tensors that makes no sense: {error}") from error
+
+
+_remembered = lru_cache(maxsize=256)(_count_tensors)
+
+
+class _TensorList:
+    """Reads the one form that torch's pickler has for a list of dense CPU tensors."""
+
+    def __init__(self, pickle: bytes, lengths: tuple[int, ...]) -> None:
+        self._data, self._at = pickle, 0
+        self._lengths = lengths
+        self._memo: list[object] = []
+        self._storages = 0
+
+    def read(self) -> int:
+        count = 0
+        self._expect(b"\x80\x02")
+        self._require(self._shared() == "torch.jit._pickle.build_tensorlist", "no tensor list")
+        self._expect(b"(](")
+        while self._data[self._at : self._at + 1] != b"e":
+            self._tensor()
+            count += 1
+        self._expect(b"etR.")
+        self._require(self._at == len(self._data), "more after its end")
+        self._require(self._storages == len(self._lengths), "storages that no tensor has")
+        return count
+
+    def _tensor(self) -> None:
+        self._require(self._shared() == "torch._utils._rebuild_tensor_v2", "no dense tensor")
+        self._expect(b"(")
+        num_items, has_gradients = self._storage()
+        offset = self._int()
+        sizes, strides = self._ints(), self._ints()
+        self._require(not self._flag() or has_gradients, "a gradient of integers")
+        self._require(self._shared() == "collections.OrderedDict", "hooks")
+        self._expect(b")RtR")
+        self._remember(None)
+        self._require(len(sizes) == len(strides) <= MAX_DIMENSIONS, "sizes without strides")
+        self._require(min(offset, *sizes, *strides, 0) == 0, "a negative size or stride")
+        all_items = math.prod(max(size, 1) for size in sizes)
+        self._require(all_items <= MAX_ITEMS, "a tensor of too many items")
+        if all(sizes):
+            pairs = zip(sizes, strides, strict=True)
+            last = offset + sum((size - 1) * stride for size, stride in pairs)
+            self._require(last < num_items, "a tensor that reaches beyond its memory")
+
+    def _storage(self) -> tuple[int, bool]:
+        """Return a storage's number of items, and whether these may have gradients."""
+        if self._data[self._at : self._at + 1] in (b"h", b"j"):
+            shared = self._shared()
+            self._require(isinstance(shared, tuple), "no storage")
+            assert isinstance(shared, tuple)
+            return shared
+        self._expect(b"(")
+        self._require(self._shared() == "storage", "no storage")
+        kind = str(self._shared()).removeprefix("torch.")
+        self._require(kind in ITEM_BYTES, f"a storage of type {kind}")
+        self._require(self._shared() == str(self._storages), "storages out of order")
+        self._require(self._storages < len(self._lengths), "more storages than there are")
+        self._require(self._shared() == "cpu", "a storage on another device")
+        num_items = self._int()
+        whole = self._lengths[self._storages] == num_items * ITEM_BYTES[kind]
+        self._require(whole, "a storage of another size")
+        self._expect(b"tQ")
+        found = num_items, kind.removesuffix("Storage") not in _WHOLE
+        self._remember(found)
+        self._storages += 1
+        return found
+
+    def _shared(self) -> object:
+        """Read a string or global, which is written once and referred to afterwards."""
+        code = self._take(1)
+        if code == b"h":
+            return self._memo[self._take(1)[0]]
+        if code == b"j":
+            return self._memo[LENGTH.unpack(self._take(4))[0]]
+        if code == b"X":
+            value = self._take(LENGTH.unpack(self._take(4))[0]).decode()
+        else:
+            self._require(code == b"c", "something else than a name")
+            value = f"{self._line()}.{self._line()}"
+        self._remember(value)
+        return value
+
+    def _line(self) -> str:
+        end = self._data.find(b"\n", self._at)
+        self._require(end >= 0, "a name without an end")
+        line, self._at = self._data[self._at : end], end + 1
+        return line.decode()
+
+    def _remember(self, value: object) -> None:
+        """Check that the pickler numbers its memo without gaps: C++ would fill a gap."""
+        code = self._take(1)
+        self._require(code in (b"q", b"r"), "something that is not remembered")
+        number = self._take(1)[0] if code == b"q" else LENGTH.unpack(self._take(4))[0]
+        self._require(number == len(self._memo), "something remembered out of order")
+        self._memo.append(value)
+
+    def _ints(self) -> list[int]:
+        self._expect(b"(")
+        found = []
+        while self._data[self._at : self._at + 1] != b"t":
+            found.append(self._int())
+        self._expect(b"t")
+        return found
+
+    def pickled_int(self) -> int:
+        size = INT_BYTES.get(self._data[self._at : self._at + 1], 0)
+        self._require(size > 0, "no integer")
+        return pickled_int(self._take(size))
+
+    def _flag(self) -> bool:
+        code = self._take(1)
+        self._require(code in (b"\x88", b"\x89"), "no flag")
+        return code == b"\x88"
+
+    def _expect(self, literal: bytes) -> None:
+        self._require(self._take(len(literal)) == literal, f"no {literal!r}")
+
+    def _take(self, count: int) -> bytes:
+        taken = self._data[self._at : self._at + count]
+        self._require(len(taken) == count, "it is cut off")
+        self._at += count
+        return taken
+
+    def _require(self, condition: bool, why: str) -> None:
+        if not condition:
+            raise FormatError(f"a list of tensors of another form: {why}, at byte {self._at}")

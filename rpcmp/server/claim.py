@@ -88,8 +88,7 @@ class Claim:
         show: Callable[[Entry], None] = pass_on,
         reach: Reach | None = None,
     ) -> None:
-        self.job = request.job
-        self.job_id = request.job_id
+        self.job, self.job_id = request.job, request.job_id
         self.generation = request.generation
         self.state: pb.ServerState.ValueType = State.SERVER_STATE_CLAIMED
         self.stage_name = ""
@@ -107,11 +106,8 @@ class Claim:
         self.listens = ""
         self.servers: dict[str, str] = {}
         self._vitals = WorkerVitals()
-        self._forks = forks
-        self._dialer = dialer
-        self._allowed = allowed
-        self._show = show
-        self._reach = reach
+        self._forks, self._dialer = forks, dialer
+        self._allowed, self._reach, self._show = allowed, reach, show
         self.group = group
         name = group.member(request.stage_index, request.replica)
         identity = (request.job_id, request.generation, name)
@@ -285,7 +281,6 @@ class Claim:
         return self._vitals.message(self.worker_pid, self.doing, self.relay.round_trips)
 
     async def stacks(self) -> str:
-        """Return the worker's Python stacks; empty if it is not running."""
         return await self._child.where() if self._child is not None and self.worker_pid else ""
 
     def read_output(self) -> None:
@@ -294,7 +289,6 @@ class Claim:
             self._child.log.hear_all()
 
     async def notify(self) -> None:
-        """Wake up all tasks that wait for a change."""
         async with self.changed:
             self.changed.notify_all()
 

@@ -23,7 +23,6 @@ from rpcmp.errors import SecurityError
 from rpcmp.net import rpc_format, rpc_pickle
 from rpcmp.net.rpc_format import FormatError
 from rpcmp.net.rpc_inspection import (
-    BROCHURE,
     MAX_AHEAD,
     MAX_PAYLOAD,
     MEMORY,
@@ -143,7 +142,7 @@ def test_what_torch_sends_of_ours_passes_as_it_is(recorded: list[Conversation]) 
     main, *others = recorded
     sent, passed = frames(main.from_outside), frames(main.passed)
     assert b"cma" in sent[1]
-    assert passed[1] == BROCHURE  # nobody's memory is read because a peer says so
+    assert passed[1] == rpc_format.BROCHURE  # nobody's memory is read because a peer says so
     assert passed[:1] + passed[2:] == sent[:1] + sent[2:]
     assert all(other.passed == other.from_outside for other in others)
     kinds = {int.from_bytes(part, "little") for part in sent[2:] if len(part) == 4}
@@ -257,9 +256,9 @@ def floats(sizes: str, strides: str, items: int, offset: int = 0, kind: str = "F
 
 
 def test_tensors_lie_within_their_memory() -> None:
-    assert rpc_format.count_tensors(floats("K\x03K\x08", "K\x08K\x01", 24), [96]) == 1
-    assert rpc_format.count_tensors(floats("K\x00K\x7f", "K\x7fK\x01", 24), [96]) == 1  # empty
-    assert rpc_format.count_tensors(floats("", "", 1), [4]) == 1
+    assert rpc_pickle.count_tensors(floats("K\x03K\x08", "K\x08K\x01", 24), [96]) == 1
+    assert rpc_pickle.count_tensors(floats("K\x00K\x7f", "K\x7fK\x01", 24), [96]) == 1  # empty
+    assert rpc_pickle.count_tensors(floats("", "", 1), [4]) == 1
     for data, lengths in [
         (floats("K\x03K\x08", "K\x08K\x01", 24), [95]),
         (floats("K\x03K\x08", "K\x08K\x01", 24), [96, 4]),
@@ -280,7 +279,7 @@ def test_tensors_lie_within_their_memory() -> None:
         (floats("K\x03", "K\x01", 24).replace(b"OrderedDict", b"OrderedDicy"), [96]),
     ]:
         with pytest.raises(FormatError):
-            rpc_format.count_tensors(data, lengths)
+            rpc_pickle.count_tensors(data, lengths)
 
 
 TENSOR_ID = b"ctorch.jit._pickle\nbuild_tensor_from_id\nq\x00"
