@@ -330,7 +330,7 @@ class _TensorList:
         self._expect(b"t")
         return found
 
-    def pickled_int(self) -> int:
+    def _int(self) -> int:
         size = INT_BYTES.get(self._data[self._at : self._at + 1], 0)
         self._require(size > 0, "no integer")
         return pickled_int(self._take(size))

@@ -199,7 +199,9 @@ def message(
 
 def hello(name: str) -> bytes:
     """How a pipe begins."""
-    return joined([b"\xb8\x00\xb9\x01\xbd" + bytes([len(name)]) + name.encode(), BROCHURE])
+    return joined(
+        [b"\xb8\x00\xb9\x01\xbd" + bytes([len(name)]) + name.encode(), rpc_format.BROCHURE]
+    )
 
 
 HELLO = hello("stage1:0")
@@ -483,7 +485,7 @@ def test_a_pipe_is_its_peers_alone() -> None:
     "data",
     [
         hello("inside"),
-        joined([b"\xb8\x00\xb9\x01\xbd\x09stage1:0", BROCHURE]),
+        joined([b"\xb8\x00\xb9\x01\xbd\x09stage1:0", rpc_format.BROCHURE]),
         joined([b"\xb8\x02\xb9\x01\x00"]),
         joined([b"\xb8\x00\xb9\x01\xbd\x08stage1:0", b"\xb9\x02\xbb\x01\xbd\x03shm\xbd\x01x"]),
         struct.pack("<Q", 2**40),
