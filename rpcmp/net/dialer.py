@@ -249,7 +249,7 @@ class Tunnel:
                 await splice(here, there)
             except (
                 ssl.SSLError
-            ) as error:  # of TLS 1.3 the first thing read says whether we are let in
+            ) as error:  # with TLS 1.3 the first read tells whether we are accepted
                 if there.session is not None and not there.session.has_received:
                     self._refuse(SecurityError(f"{self._address} refuses us: {refusal(error)}"))
             except OSError:  # it is gone, and gRPC will see that

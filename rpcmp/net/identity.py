@@ -120,7 +120,7 @@ class Credentials:
             return self.revocations
         except OSError as error:
             raise SecurityError(f"{error.filename} cannot be read ({error.strerror})") from error
-        from rpcmp.net.revocation import Revocations  # only who has one needs its libraries
+        from rpcmp.net.revocation import Revocations  # cryptography is needed for a CRL only
 
         return Revocations(content, authorities, path)
 
@@ -130,7 +130,7 @@ class Credentials:
         context = ssl.SSLContext(side)
         context.minimum_version = ssl.TLSVersion.TLSv1_3
         context.verify_mode = ssl.CERT_REQUIRED
-        if side == ssl.PROTOCOL_TLS_SERVER:  # nobody resumes: each connection shows a certificate
+        if side == ssl.PROTOCOL_TLS_SERVER:  # no resumption: each connection sends a certificate
             context.num_tickets = 0
         context.set_alpn_protocols(protocols)
         try:

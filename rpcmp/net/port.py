@@ -193,7 +193,7 @@ class PortMultiplexer:
         if self._asks_kernel:
             await require_same_user(connection)
         elif guest.peer == LOOPBACK:
-            with contextlib.suppress(SecurityError):  # only for whom to count it
+            with contextlib.suppress(SecurityError):  # only needed for the limits
                 guest.peer = user_of(await owner_of(connection))
         credentials = self._security.credentials
         if credentials is None:

@@ -310,7 +310,7 @@ class Relay:
             try:
                 there = await self._dial(stage.server, stage.stage_index, "wait")
             except (RpcmpError, OSError, EOFError) as error:
-                # Of a host that is lost the supervisors know; of one that refuses us nobody else.
+                # A lost host is reported by its supervisor, a refusal only here.
                 if isinstance(error, SecurityError):
                     log.warning("the worker of %s cannot reach the driver: %s", stage.server, error)
                 await asyncio.sleep(RETRY_SECONDS)

@@ -112,7 +112,7 @@ class Pipes:
 
     def __init__(self, refused: Callable[[SecurityError], None]) -> None:
         self._refused = refused
-        # By who has opened the pipe, its peer, and the number in the answer; None: the reply's.
+        # By whether we opened the pipe, its peer, and the number in the answer; None: the reply's.
         self._channels: dict[tuple[bool, str, int], Lengths | None] = {}
         self._held: Counter[str] = Counter()
 
@@ -234,7 +234,7 @@ class Inspection:
         elif (found := rpc_format.REQUESTED.fullmatch(frame)) is not None:
             self._steps = self._channel(rpc_format.nop_int(found[1]))
 
-    # What the peer says, frame by frame.
+    # The peer's data, frame by frame.
 
     def _unspoken(self) -> Steps:
         if self._buffer:

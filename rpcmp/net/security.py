@@ -83,7 +83,9 @@ class Security:
         """
         if self.credentials is None:
             return None
-        from rpcmp.net.certificates import Certificate  # only who has one needs its libraries
+        from rpcmp.net.certificates import (
+            Certificate,
+        )  # cryptography is needed with certificates only
 
         certificate = Certificate.load(self.credentials.folder)
         if certificate.role is None:
@@ -120,7 +122,9 @@ class Security:
         """
         if self.credentials is None:
             return
-        from rpcmp.net.certificates import Certificate  # only who has one needs its libraries
+        from rpcmp.net.certificates import (
+            Certificate,
+        )  # cryptography is needed with certificates only
 
         found, now = Certificate.load(self.credentials.folder), datetime.now(UTC)
         if now > found.not_after:
@@ -212,7 +216,7 @@ async def watch(security: Security, warn: Callable[[str], None]) -> None:
 
 def expiry_warning(security: Security, now: datetime) -> str:
     """Return a warning if a certificate expires soon, else an empty string."""
-    from rpcmp.net.certificates import Certificate  # only who has one needs its libraries
+    from rpcmp.net.certificates import Certificate  # cryptography is needed with certificates only
 
     assert security.credentials is not None
     try:

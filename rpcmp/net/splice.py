@@ -146,7 +146,7 @@ class _Direction:
             action(*args)
         except (BlockingIOError, InterruptedError):
             pass
-        except Exception as error:  # a callback has nobody else to tell
+        except Exception as error:  # a callback cannot raise to its caller
             self._failed(error)
 
     def _readable(self) -> None:

@@ -37,7 +37,7 @@ def _short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(accept, "SILENT_SECONDS", 1)
 
 
-def test_a_silent_connection_is_closed_and_the_one_that_speaks_is_had() -> None:
+def test_a_silent_connection_is_closed_and_one_with_data_is_accepted() -> None:
     with listening(defers=True) as listener:
         where = listener.getsockname()
         with socket.create_connection(where) as silent:
@@ -54,7 +54,7 @@ def test_a_silent_connection_is_closed_and_the_one_that_speaks_is_had() -> None:
                 accept.accept_with_data(listener)
 
 
-def test_where_the_server_may_speak_first_silence_is_no_fault() -> None:
+def test_a_silent_connection_is_accepted_if_the_server_may_send_first() -> None:
     with (
         listening(defers=False) as listener,
         socket.create_connection(listener.getsockname()) as silent,

@@ -38,7 +38,7 @@ def test_the_oldest_stranger_of_the_greediest_peer_goes() -> None:
     assert door.ended == ["a1", "a2", "a3", "a4", "a5"]  # and never b1
 
 
-def test_who_has_proven_itself_stays() -> None:
+def test_an_authenticated_connection_stays() -> None:
     budget = Budget(most=3, unauthenticated=3)
     door = Door(budget)
     for number in range(2):
@@ -62,7 +62,7 @@ def test_where_all_are_proven_the_next_is_refused() -> None:
     assert door.ended == []
 
 
-def test_one_peer_has_its_share_and_no_more() -> None:
+def test_a_peer_is_limited_to_its_share() -> None:
     budget = Budget(most=10, unauthenticated=10, per_peer=2)
     door = Door(budget)
     for number in range(2):
@@ -73,7 +73,7 @@ def test_one_peer_has_its_share_and_no_more() -> None:
     assert door.open("b", "b0") is not None
 
 
-def test_one_that_was_ended_counts_until_it_has_left() -> None:
+def test_an_ended_connection_counts_until_it_is_removed() -> None:
     budget = Budget(most=2, unauthenticated=2)
     ended: list[int] = []
     guests = [budget.admit("a", partial(ended.append, number)) for number in range(2)]

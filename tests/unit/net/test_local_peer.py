@@ -26,7 +26,7 @@ HERE = "127.0.0.1"
 
 
 @pytest.mark.parametrize("host", [HERE, "::1"])
-def test_the_kernel_says_whose_the_other_end_is(host: str) -> None:
+def test_owner_returns_the_user_of_the_other_end(host: str) -> None:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.create_server((host, 0), family=family) as listener, socket.socket(family) as near:
         near.connect(listener.getsockname())
@@ -37,7 +37,7 @@ def test_the_kernel_says_whose_the_other_end_is(host: str) -> None:
             assert owner(far) is None
 
 
-def test_one_that_is_reset_while_it_is_looked_at_is_nobodys(
+def test_a_connection_that_is_reset_meanwhile_has_no_owner(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Its own end is known to no kernel any more either, and that is no kernel's fault."""
@@ -87,7 +87,7 @@ def test_another_users_port_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("is_accepted", [False, True])
-def test_a_server_that_dies_meanwhile_has_hung_up_and_is_nobody_elses(is_accepted: bool) -> None:
+def test_a_server_that_dies_meanwhile_counts_as_hung_up(is_accepted: bool) -> None:
     """The run then waits for it to come back; a SecurityError would end it."""
     listener = socket.create_server((HERE, 0))
     address = f"{HERE}:{listener.getsockname()[1]}"
@@ -104,7 +104,7 @@ def test_a_server_that_dies_meanwhile_has_hung_up_and_is_nobody_elses(is_accepte
             dying.join()
 
 
-def test_a_port_that_no_process_has_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_port_without_a_process_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """As where it leads into a container: our own end is known, and lasts."""
     ask = local_peer._ask
 
@@ -128,7 +128,7 @@ def test_only_our_own_user_and_root_are_trusted() -> None:
     assert not is_trusted(None)
 
 
-def test_a_port_that_no_process_here_serves_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_port_served_by_no_local_process_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """As it looks where the kernel forwards a port into a container."""
     ask = local_peer._ask
 
@@ -143,7 +143,7 @@ def test_a_port_that_no_process_here_serves_is_refused(monkeypatch: pytest.Monke
         asyncio.run(Dialer(Security()).open(f"{HERE}:{listener.getsockname()[1]}", RELAY, None))
 
 
-def test_a_kernel_that_does_not_say_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_that_does_not_answer_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local_peer, "_SOCK_DIAG", 31)  # there is no such service
 
     async def refuse(visitor: IncomingConnection) -> None:
@@ -165,7 +165,7 @@ def test_a_kernel_that_does_not_say_is_an_error(monkeypatch: pytest.MonkeyPatch)
         asyncio.run(Dialer(Security()).open(f"{HERE}:{listener.getsockname()[1]}", RELAY, None))
 
 
-def test_a_server_that_never_accepts_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dialing_a_server_that_never_accepts_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rpcmp.net.dialer.OPEN_SECONDS", 0.2)
     with (
         socket.create_server((HERE, 0)) as listener,

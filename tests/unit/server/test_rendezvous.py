@@ -32,7 +32,7 @@ def test_a_rendezvous_takes_small_things_and_not_many() -> None:
     assert values.get("0") == b"changed"
 
 
-def test_its_values_have_no_more_room_than_they_may_have_together() -> None:
+def test_values_are_limited_in_total() -> None:
     values = KeyValueStore()
     count = MAX_BYTES // MAX_VALUE - 1  # keys take room as well
     for number in range(count):
@@ -44,7 +44,7 @@ def test_its_values_have_no_more_room_than_they_may_have_together() -> None:
 
 
 @pytest.mark.parametrize("held", [b"abc", b"", b"1.5", b"9" * 100, b"--1"])
-def test_what_does_not_count_cannot_be_added_to(held: bytes) -> None:
+def test_add_refuses_a_value_that_is_not_a_number(held: bytes) -> None:
     values = KeyValueStore()
     values.set("k", held)
     with pytest.raises(RpcmpError):
