@@ -30,7 +30,9 @@ def verified(certs: Path, name: str) -> subprocess.CompletedProcess[str]:
         ("https://example.org/", HERE),
     ],
 )
-def test_a_name_outside_the_constraints_is_not_accepted(tmp_path: Path, uri: str, host: str) -> None:
+def test_a_name_outside_the_constraints_is_not_accepted(
+    tmp_path: Path, uri: str, host: str
+) -> None:
     """See the test of that name in tests/unit/net/test_revocation.py."""
     certs = issue(tmp_path / "certs", HERE)
     ca = (certs / CA).read_bytes()
