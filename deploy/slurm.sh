@@ -29,7 +29,7 @@ stages=()
 echoes=()
 driver=
 
-# Of this one run, on all nodes, and for nobody else's eyes: certificates, and what servers say.
+# Of this one run, on all nodes, readable by its owner alone: certificates and the servers' output.
 folder=$(mktemp --directory "$PWD/.rpcmp-$job-XXXXXX")
 
 clean_up() {
@@ -66,7 +66,7 @@ trap finish TERM
 
 rpcmp certs init "$folder/certs" "${nodes[@]/#/--host=}"
 
-# On free ports, so that two jobs may share a node; each server says which it has got.
+# On free ports, so that two jobs may share a node; each server prints its port.
 for stage in "${!nodes[@]}"; do
     said=$folder/stage$stage
     mkfifo "$said.pipe"

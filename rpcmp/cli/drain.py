@@ -14,11 +14,11 @@ from rpcmp.cli.terminal import echo
 @click.command()
 @click.argument("address")
 @certs_options
-@click.option("--wait/--no-wait", default=True, help="Return when the server has ended.")
+@click.option("--wait/--no-wait", default=True, help="Return once the server has exited.")
 def drain(address: str, certs: Path | None, insecure: bool, wait: bool) -> None:
     """Stop a stage server once its job's running step is saved.
 
-    It takes no new job from now on. A job that runs goes on when the server, or a spare, is there.
+    It accepts no new job. A running job continues once the server, or a spare, is there again.
 
     \b
     Example:

@@ -1,4 +1,4 @@
-"""`rpcmp new`: the files of a new job."""
+"""`rpcmp new`: write the files of a new job."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from rpcmp.cli.terminal import echo
     "--like",
     metavar="EXAMPLE",
     shell_complete=completion.examples,
-    help="Begin as one of the examples, such as resnet50.",
+    help="Start from one of the examples, such as resnet50.",
 )
 def new(name: str, like: str | None) -> None:
     """Write NAME.py, a model, and NAME.toml, its config, ready to run.
 
-    Into the current folder, with comments. Nothing is overwritten. The examples are those of the
-    README; what they need besides their own file they take from the package.
+    Into the current folder, with comments. Nothing is overwritten. `rpcmp guide examples`
+    describes the examples; what one needs besides its own file it takes from the package.
 
     \b
     Examples:

@@ -1,4 +1,4 @@
-"""`rpcmp verify`: the proof that a pipelined run gives the bits of one process."""
+"""`rpcmp verify`: check that a pipelined run gives the bits of one process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def verify(config: Path, overrides: tuple[str, ...], connect: str | None, steps:
     """Train CONFIG on stages and in one process, and compare bits.
 
     Compares each step's loss and every final parameter and buffer. Exits 1 and names the first
-    difference where there is one.
+    difference, if there is one.
 
     \b
     Example:

@@ -1,6 +1,6 @@
-"""The table of all config keys, as Markdown: generated from the models, so it cannot go stale.
+"""Print the table of all config keys, generated from the models, as Markdown.
 
-python -m rpcmp.config.reference        prints it; a test compares it with the README's
+Run it with `python -m rpcmp.config.reference`. A test compares the table with the documentation.
 """
 
 from __future__ import annotations

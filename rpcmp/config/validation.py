@@ -1,14 +1,11 @@
 """What the keys of a configuration have to do with each other, beyond each section's own rules.
 
 Whatever contradicts itself is refused before anything starts, with the keys that do.
-
-What an event `eval` says: the loss and the metrics, beside what every event has.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rpcmp.config import addresses, topology
 from rpcmp.config.suggestion import did_you_mean, nearest
@@ -21,17 +18,8 @@ if TYPE_CHECKING:
     from rpcmp.config.sections import StageConfig
 
 
-EVALUATION_KEYS = ("event", "step", "epoch", "time", "generation")
-"""Of the event; no metric can have such a name."""
-
-
-def evaluation_values(event: Mapping[str, Any]) -> dict[str, Any]:
-    """Loss and metrics by name."""
-    return {name: value for name, value in event.items() if name not in EVALUATION_KEYS}
-
-
-RESERVED_METRICS = {*EVALUATION_KEYS, "loss"}
-"""What an evaluation's event holds besides the metrics."""
+RESERVED_METRICS = {"event", "step", "epoch", "time", "generation", "loss"}
+"""Keys that the event `eval` has besides the metrics; see rpcmp.observability.events."""
 
 
 def check(config: Config) -> None:

@@ -33,7 +33,7 @@ from rpcmp.config.sections import DataConfig
 from rpcmp.config.types import Factory
 from rpcmp.errors import ConfigError
 from rpcmp.pipelining import layers, microbatch, pytree
-from rpcmp.process.confinement import is_confined
+from rpcmp.process.sandbox.confinement import is_confined
 
 Key = tuple[int, int, list[int]]
 """One mini-batch: the epoch, its index there, and the indices of its samples."""

@@ -148,7 +148,7 @@ class LoaderPool:
         loader.process.join(END_SECONDS)
         return WorkerDiedError(
             f"a process that loads samples for stage {self._stage!r} on {platform.node()} "
-            f"(pid {loader.process.pid}) {interpreter.told(loader.process.exitcode)}"
+            f"(pid {loader.process.pid}) {interpreter.describe_exit(loader.process.exitcode)}"
         )
 
     def _fork(self, config: Config) -> _Loader:

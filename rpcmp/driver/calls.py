@@ -212,7 +212,7 @@ def serve(calls: Calls, fd: int, activity: Activity) -> None:
             calls.version, name, *arguments = handoff.receive()
         except EOFError:
             return
-        with activity.doing(name[:PHASE_BYTES], calls.step + 1):
+        with activity.during(name[:PHASE_BYTES], calls.step + 1):
             answer = _answer(_METHODS[name], calls, arguments)
         try:
             handoff.send(answer)

@@ -36,6 +36,8 @@ from rpcmp.driver.stage_group import StageGroup
 from rpcmp.driver.tracing import StepSampler, Tracer
 from rpcmp.driver.training import Training
 from rpcmp.errors import JobError, RpcmpError, one_line, to_wire
+from rpcmp.observability.events.definitions import StartEvent, SummaryEvent
+from rpcmp.observability.events.event import Event
 from rpcmp.pipelining import assignment, inflight
 from rpcmp.pipelining.assignment import Assignment
 from rpcmp.process import liveness
@@ -122,11 +124,11 @@ class DriverProcess:
 
     def run(self) -> None:
         """From the plan to the end of the group."""
-        with self._activity.doing("plan"):
+        with self._activity.during("plan"):
             config = self._plan(self._expect("plan"))
-        liveness.begin(self._channel, lambda: {"tensors": transport.answered.read()})
+        liveness.start_heartbeat(self._channel, lambda: {"tensors": transport.answered.read()})
         order = self._messages.get()
-        with self._activity.doing("join"):
+        with self._activity.during("join"):
             address = transport.join(order["members"], order["rank"], self._store, self._source)
         self._channel.send({"event": "joined", "address": address})
         work = self._messages.get()
@@ -164,13 +166,13 @@ class DriverProcess:
     def _train(self, config: Config, group: StageGroup, order: Message) -> None:
         tracer = Tracer(config, group) if order["trace"] else None
         seconds = order["timeline"]
-        follower = StepSampler(config, group, self._channel.send, seconds) if seconds else None
+        follower = StepSampler(config, group, self._report, seconds) if seconds else None
         tracers = [each for each in (tracer, follower) if each is not None]
         begin = TrainingProgress.from_message(order["progress"]) if order["progress"] else None
         if begin is not None and begin.scaler is not None:
             group.optimizer.load_scaler(begin.scaler)
         training = self._training = self._make_training(config, group, tracers, begin)
-        self._channel.send({"event": "start", "steps": training.total_steps()})
+        self._report(StartEvent(steps=training.total_steps()))
         training.run(evaluate=order["evaluate"])
         if self._saves_at_end or config.checkpoint is not None:
             training.save()
@@ -180,23 +182,24 @@ class DriverProcess:
                 follower.write(Path(order["last_steps"]))
         if tracer is not None:
             tracer.write(Path(order["trace"]))
-        self._activity.end()
+        self._activity.stop()
         training.saves.wait()
         memory = group.memory()  # before anything is copied for a file
         if order["save_state"]:
             save_tensors(group.state_dict(), Path(order["save_state"]))
-        self._channel.send(
-            {
-                "event": "summary",
-                "steps": training.progress.step,
-                "is_cut_short": self._stop.is_set(),
-                "loss": training.progress.loss,
-                "metrics": training.progress.metrics,
-                **_scaling(training.progress),
-                "parameters_sha256": group.parameters_sha256(),
-                "hosts": group.hosts(),
-                "memory": memory,
-            }
+        scaler = training.progress.scaler
+        self._report(
+            SummaryEvent(
+                steps=training.progress.step,
+                is_cut_short=self._stop.is_set(),
+                loss=training.progress.loss,
+                metrics=training.progress.metrics,
+                loss_scale=None if scaler is None else scaler.scale,
+                skipped_steps=None if scaler is None else scaler.skipped,
+                parameters_sha256=group.parameters_sha256(),
+                hosts=group.hosts(),
+                memory=memory,
+            )
         )
         self._channel.send({"event": "done"})
 
@@ -211,7 +214,7 @@ class DriverProcess:
         self._channel.send({"event": "done"})
 
     def _next_order(self) -> Message:
-        self._activity.end()
+        self._activity.stop()
         return self._messages.get()
 
     def _make_training(
@@ -223,18 +226,21 @@ class DriverProcess:
     ) -> Training:
         if self._datasets is None:
             raise JobError("the driver process was told to train without having loaded its data")
-        send = self._channel.send
         return Training(
             config,
             self._datasets,
             group,
-            send,
+            self._report,
+            self._channel.send,
             self._stop,
             begin,
             self._activity,
             tracers,
             self._metrics,
         )
+
+    def _report(self, event: Event) -> None:
+        self._channel.send(event.to_json())
 
     def _expect(self, op: str) -> Message:
         message = self._messages.get()
@@ -256,12 +262,6 @@ class DriverProcess:
                 case _:
                     self._messages.put(message)
         os._exit(128 + signal.SIGHUP)
-
-
-def _scaling(progress: TrainingProgress) -> Message:
-    """What a summary says of the loss scaler, where there is one."""
-    scaler = progress.scaler
-    return {} if scaler is None else {"loss_scale": scaler.scale, "skipped_steps": scaler.skipped}
 
 
 def _unexpected(error: Exception) -> JobError:

@@ -25,6 +25,7 @@ from rpcmp.driver.optimizer import DistributedOptimizer
 from rpcmp.driver.rounds import Batch, RoundHandle, RoundScheduler
 from rpcmp.driver.worker_refs import WorkerRefs
 from rpcmp.errors import ConfigError, JobError, RpcmpError, one_line
+from rpcmp.observability.events.event import Memory
 from rpcmp.observability.trace.spans import Span
 from rpcmp.pipelining import exact_sum, inflight, microbatch
 from rpcmp.rpc import tensors
@@ -356,7 +357,7 @@ class StageGroup:
         now: int = result(self._workers.on(worker, Stage.clock), worker.label)
         return now
 
-    def memory(self) -> dict[str, dict[str, int]]:
+    def memory(self) -> dict[str, Memory]:
         """Each stage's bytes: "idle", when it had been built, and "peak"."""
         return self._everywhere(Stage.memory)
 

@@ -1,21 +1,21 @@
 """The mini-batches of a run, one after the other, and where in it each of them is.
 
-What a run tells of a step: by the driver when it has ended, by the stages a step later.
+The event of a step: the driver knows its part when the step has ended, the stages a step later.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rpcmp.config.schema import Config
 from rpcmp.config.topology import Member
 from rpcmp.driver.datasets import Datasets, total_steps
 from rpcmp.driver.loss_scaler import ScalerState
 from rpcmp.driver.rounds import Batch
+from rpcmp.observability.events.definitions import StepEvent
 from rpcmp.process.activity import Activity
-from rpcmp.process.channel import Message
 from rpcmp.rpc.messages import StepReport
 
 
@@ -76,66 +76,67 @@ class StepStream:
                 asked = self._ask(number)
 
     def _ask(self, number: int) -> float:
-        self._activity.begin("data", number + 1)
+        self._activity.start("data", number + 1)
         return time.perf_counter()
 
 
-def of_driver(step: Step, loss: float, seconds: float) -> Message:
-    """All but what the stages have to say of it.
+def event_of_driver(
+    step: Step, loss: float, seconds: float, scaling: tuple[ScalerState, ScalerState] | None
+) -> StepEvent:
+    """Return the event of a step, without what only the stages know.
 
     Args:
-        step: which.
-        loss: the mini-batch's.
+        step: the step.
+        loss: mean loss of the mini-batch.
         seconds: since the end of the step before.
+        scaling: the loss scaler's state before and after the step, with loss scaling.
     """
-    return {
-        "event": "step",
-        "step": step.number,
-        "epoch": step.epoch,
-        "loss": loss,
-        "samples_per_s": step.batch.num_samples / seconds,
-        "step_s": seconds,
-        "data_share": step.data_seconds / seconds,
-        "busy": {},
-        "busy_seconds": {},
-        "learning_rate": None,
-        "learning_rates": {},
-    }
+    event = StepEvent(
+        step=step.number,
+        epoch=step.epoch,
+        loss=loss,
+        samples_per_s=step.batch.num_samples / seconds,
+        step_s=seconds,
+        data_share=step.data_seconds / seconds,
+        busy={},
+        busy_seconds={},
+        learning_rate=None,
+        learning_rates={},
+    )
+    if scaling is None:
+        return event
+    before, after = scaling
+    return replace(
+        event,
+        loss_scale=before.scale,
+        is_skipped=after.skipped > before.skipped,
+        skipped_steps=after.skipped,
+    )
 
 
-def of_scaling(before: ScalerState, after: ScalerState) -> Message:
-    """The part about a loss that was scaled.
+def with_stage_reports(
+    event: StepEvent, workers: Sequence[Member], stages: Mapping[str, StepReport]
+) -> StepEvent:
+    """Return the event with what the stages have reported of the step.
 
     Args:
-        before, after: the scaler's state, before and after the step.
-    """
-    return {
-        "loss_scale": before.scale,
-        "is_skipped": after.skipped > before.skipped,
-        "skipped_steps": after.skipped,
-    }
-
-
-def of_stages(
-    event: Message, workers: Sequence[Member], stages: Mapping[str, StepReport]
-) -> Message:
-    """`event` with what the stages say.
-
-    Args:
-        event: from `of_driver`.
+        event: from `event_of_driver`.
         workers: in the order in which they are named.
-        stages: what they have reported, by the workers' labels; not by all of them.
+        stages: the reports, by the workers' labels; a lost worker's is missing.
     """
-    told = {worker.label: stages[worker.label] for worker in workers if worker.label in stages}
-    rates = {label: of.learning_rate for label, of in told.items()}
-    groups = {label: of.learning_rates for label, of in told.items() if len(of.learning_rates) > 1}
-    return {
-        **event,
-        **({"group_learning_rates": groups} if groups else {}),
-        "busy_seconds": {label: dict(of.busy_seconds) for label, of in told.items()},
-        "busy": {
-            label: sum(of.busy_seconds.values()) / event["step_s"] for label, of in told.items()
-        },
-        "learning_rates": rates,
-        "learning_rate": next((rate for rate in rates.values() if rate is not None), None),
+    reports = {worker.label: stages[worker.label] for worker in workers if worker.label in stages}
+    rates = {label: report.learning_rate for label, report in reports.items()}
+    groups = {
+        label: report.learning_rates
+        for label, report in reports.items()
+        if len(report.learning_rates) > 1
     }
+    busy_seconds = {label: dict(report.busy_seconds) for label, report in reports.items()}
+    return replace(
+        event,
+        group_learning_rates=groups or None,
+        busy_seconds=busy_seconds,
+        busy={label: sum(of.values()) / event.step_s for label, of in busy_seconds.items()},
+        learning_rates=rates,
+        learning_rate=next((rate for rate in rates.values() if rate is not None), None),
+    )

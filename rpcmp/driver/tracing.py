@@ -21,6 +21,8 @@ from rpcmp.config.schema import Config
 from rpcmp.config.topology import Member
 from rpcmp.driver.stage_group import StageGroup
 from rpcmp.errors import RpcmpError, one_line
+from rpcmp.observability.events.definitions import WarningEvent
+from rpcmp.observability.events.event import Event
 from rpcmp.observability.trace import chrome
 from rpcmp.observability.trace.analysis import timeline
 from rpcmp.observability.trace.spans import (
@@ -34,7 +36,6 @@ from rpcmp.observability.trace.spans import (
     estimate,
     producers,
 )
-from rpcmp.process.channel import Message
 from rpcmp.worker.executor import AT_ONCE, STEPS_KEPT
 
 PINGS = 20
@@ -105,7 +106,7 @@ class StepSampler:
         self,
         config: Config,
         group: StageGroup,
-        report: Callable[[Message], None],
+        report: Callable[[Event], None],
         seconds: float,
     ) -> None:
         self._group, self._report = group, report
@@ -170,7 +171,7 @@ class StepSampler:
 
     def _warn(self, what: str, error: Exception) -> None:
         why = error if isinstance(error, RpcmpError) else one_line(error)
-        self._report({"event": "warning", "text": f"{what}: {why}"})
+        self._report(WarningEvent(text=f"{what}: {why}"))
 
     def _trace(self, spans: dict[str, list[Span]]) -> Trace:
         tracks = (

@@ -12,8 +12,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, replace
-from typing import NamedTuple
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 from rpcmp.config import importing
 from rpcmp.config.schema import Config
@@ -25,15 +25,24 @@ from rpcmp.driver.metrics import Metrics
 from rpcmp.driver.progress import Best, EarlyStopping, TrainingProgress
 from rpcmp.driver.rounds import RoundHandle
 from rpcmp.driver.stage_group import StageGroup
-from rpcmp.driver.steps import Step, StepStream, of_driver, of_scaling, of_stages
+from rpcmp.driver.steps import Step, StepStream, event_of_driver, with_stage_reports
 from rpcmp.driver.tracing import StepSampler, Tracer
 from rpcmp.errors import FactoryError
+from rpcmp.observability.events.definitions import (
+    EarlyStopEvent,
+    EvalEvent,
+    ReportEvent,
+    StepEvent,
+    WarningEvent,
+)
+from rpcmp.observability.events.event import Event
 from rpcmp.pipelining.inflight import STEPS_AHEAD
 from rpcmp.process.activity import Activity
-from rpcmp.process.channel import Message
 from rpcmp.rpc.messages import AfterRound, StepReport
 
-Report = Callable[[Message], None]
+Report = Callable[[Event], None]
+
+ProgressSink = Callable[[dict[str, Any]], None]
 
 
 class SegmentTotals(NamedTuple):
@@ -57,7 +66,8 @@ class Training:
         config: the job.
         datasets: its data.
         group: the stages.
-        report: told of every event.
+        report: gets every event.
+        send_progress: gets all that a later generation needs to go on, after each step.
         stop: set by somebody else, ends the run after the steps that are under way.
         begin: how far the run has come already.
         activity: told what the driver does.
@@ -75,6 +85,7 @@ class Training:
         datasets: Datasets,
         group: StageGroup,
         report: Report,
+        send_progress: ProgressSink,
         stop: threading.Event,
         begin: TrainingProgress | None = None,
         activity: Activity | None = None,
@@ -84,6 +95,7 @@ class Training:
         self._config = config
         self._group = group
         self._report = report
+        self._send_progress = send_progress
         self._activity = activity or Activity()
         self._steps = StepStream(config, datasets, self._activity)
         self.progress = (begin or TrainingProgress()).under(config)
@@ -96,15 +108,15 @@ class Training:
         )
         self._evaluated_after = -1
         self._under_way: deque[tuple[Step, RoundHandle]] = deque()
-        self._untold: Message | None = None
-        self._last: Message | None = None
+        self._unreported: StepEvent | None = None
+        self._last: StepEvent | None = None
         self._epoch_ended_after = 0
         self._ended = 0.0
         self._segment: list[float] = []
         self._endless = self._steps.after(self.progress.step)
         group.require_enough(fewest_samples(config, datasets.train))
         for text in group.warnings():
-            report({"event": "warning", "text": text})
+            report(WarningEvent(text=text))
 
     def total_steps(self) -> int:
         """Optimizer steps of the whole run."""
@@ -117,13 +129,22 @@ class Training:
             evaluate: evaluate after epochs and at the end, and write the report.
         """
         if evaluate and self.progress.step == 0 and (warning := self._evaluator.rehearse()):
-            self._report({"event": "warning", "text": warning})
+            self._report(WarningEvent(text=warning))
         self._follow_again(evaluate)
         is_stopped = self._stop.is_set() and self.progress.step > 0  # in that evaluation
         if self._over(evaluate) is None and not is_stopped:
             self._train(self._steps.after(self.progress.step), evaluate)
         if (over := self._over(evaluate)) is not None:
-            self._report({"event": "early_stop", **asdict(over), "step": self.progress.step})
+            self._report(
+                EarlyStopEvent(
+                    metric=over.metric,
+                    mode=over.mode,
+                    best=over.best,
+                    best_step=over.best_step,
+                    waited=over.waited,
+                    step=self.progress.step,
+                )
+            )
         if evaluate and not self._stop.is_set():
             if self._evaluated_after != self.progress.step:
                 self._evaluate(self.progress.epoch)
@@ -138,7 +159,7 @@ class Training:
         if self._epoch_ended_after == step and not self._is_kept(step):
             # No stage knows any more what it was before its scheduler stepped.
             self.progress = replace(self.progress, has_ended_epoch=True)
-        self._tell_progress()
+        self._report_progress()
         self._group.save(step)
 
     def segment(self, steps: int) -> SegmentTotals:
@@ -205,13 +226,13 @@ class Training:
         """Wait until all stages have done all steps, and report them."""
         while self._under_way:
             self._finish(*self._under_way.popleft())
-        self._tell(self._group.settle())
+        self._report_step(self._group.settle())
 
     def _start(self, step: Step) -> RoundHandle:
         end = AfterRound.HOLD if self._config.holds_steps else AfterRound.STEP
-        self._activity.end()  # it may have to wait for a disk
+        self._activity.stop()  # it may have to wait for a disk
         save = self.saves.is_due(step.number)
-        self._activity.begin("step", step.number)
+        self._activity.start("step", step.number)
         version = step.number if save or self._is_kept(step.number) else 0
         return self._group.start_step(step.batch, step.number, end, version, save)
 
@@ -223,45 +244,41 @@ class Training:
     def _finish(self, step: Step, started: RoundHandle) -> None:
         """Wait for a step; reports the one before, of which the stages have now spoken."""
         trained = self._group.finish_step(started)
-        self._tell(trained.reports)
+        self._report_step(trained.reports)
         if self._config.holds_steps:
             reports = self._group.end_step(started, trained.loss)
         now = time.perf_counter()
-        event = of_driver(step, trained.loss, now - self._ended)
-        event.update(self._scaling())
         scaler = self._group.optimizer.scaler
         state = None if scaler is None else scaler.state
+        scaling = None
+        if scaler is not None:
+            scaling = (self.progress.scaler or scaler.initial, scaler.state)
+        event = event_of_driver(step, trained.loss, now - self._ended, scaling)
         self.progress = self.progress.after(step.number, step.epoch, trained.loss, state)
-        self._last = self._untold = event
-        self._tell_progress()
+        self._last = self._unreported = event
+        self._report_progress()
         self._ended = now
         if self._config.holds_steps:
-            self._tell(reports)
+            self._report_step(reports)
         self._segment.append(trained.loss)
         for tracer in self._tracers:
             tracer.after_step(step.number)
 
-    def _scaling(self) -> Message:
-        """What is told of a step whose loss was scaled."""
-        scaler = self._group.optimizer.scaler
-        if scaler is None:
-            return {}
-        return of_scaling(self.progress.scaler or scaler.initial, scaler.state)
-
-    def _tell(self, stages: dict[str, StepReport]) -> None:
-        """Report the last step that has ended, with what the stages say of it."""
-        if self._untold is None:
+    def _report_step(self, stages: dict[str, StepReport]) -> None:
+        """Report the last step that has ended, with what the stages report of it."""
+        if self._unreported is None:
             return
-        event, self._untold = self._untold, None
-        told = of_stages(event, self._config.workers, stages)
-        self._last = told if self._last is event else self._last
-        self._report(told)
+        event, self._unreported = self._unreported, None
+        whole = with_stage_reports(event, self._config.workers, stages)
+        self._last = whole if self._last is event else self._last
+        self._report(whole)
 
-    def _tell_progress(self) -> None:
-        """Tell all that has to be known to go on from here, whatever comes next."""
+    def _report_progress(self) -> None:
+        """Send all that has to be known to go on from here, whatever comes next."""
         awaits_save = self.saves.includes(self.progress.step)
-        more = {"told": self._last, "awaits_save": awaits_save}
-        self._report({"event": "progress", **self.progress.message(), **more})
+        told = None if self._last is None else self._last.to_json()
+        more = {"told": told, "awaits_save": awaits_save}
+        self._send_progress({"event": "progress", **self.progress.message(), **more})
 
     def _follow(self, step: Step, evaluate: bool) -> None:
         """What comes after a step that all stages have done, and before the next one."""
@@ -278,12 +295,12 @@ class Training:
         if values is None:
             return
         self._evaluated_after = step
-        self._report({"event": "eval", "step": step, "epoch": epoch, **values})
+        self._report(EvalEvent(step=step, epoch=epoch, values=values))
         self.progress = self.progress.evaluated(self._config, values)
         if self.progress.best is not None and self.progress.best.step == step:
             self._keep_best(before)
         else:
-            self._tell_progress()
+            self._report_progress()
 
     def _keep_best(self, before: Best | None) -> None:
         """Have this step, the best so far, saved; waits for the disks.
@@ -294,19 +311,19 @@ class Training:
             before: the best before, which stays that where the disks fail.
         """
         self.save()
-        self._tell_progress()
-        self._activity.end()
+        self._report_progress()
+        self._activity.stop()
         self.saves.wait()
         step = self.progress.step
         if self.saves.has_failed(step):
             kept = before if before is not None and before.step < step else None
             self.progress = replace(self.progress, best=kept)
-            self._tell_progress()
+            self._report_progress()
 
     def _write_report(self) -> None:
         if self._config.report is None or self._stop.is_set():
             return
-        self._activity.begin("report", self.progress.step)
+        self._activity.start("report", self.progress.step)
         write = importing.resolve(self._config.report.callable, "report")
         kwargs = self._config.report.kwargs
         try:
@@ -315,4 +332,4 @@ class Training:
             )
         except Exception as error:
             raise FactoryError(f"report failed: {importing.explain_error(error)}") from error
-        self._report({"event": "report", "text": text})
+        self._report(ReportEvent(text=text))

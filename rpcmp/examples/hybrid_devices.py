@@ -1,4 +1,4 @@
-"""Images made ready on the CPU, and a model on the GPU, where there is one.
+"""Images prepared on the CPU, and a model on the GPU, if there is one.
 
 The first stage has no parameters, so it is not trained: it shifts images at random while training,
 and adds what a model does not see easily, their brightness and edges. Random numbers are drawn

@@ -3,7 +3,7 @@
 The layers are those of `transformers` themselves. What a decoder layer needs besides the vectors,
 rotary embeddings and mask, is made once, by the first layer, and passed along in a dict. Layers
 are named as `LlamaForCausalLM` names them, so the file that `rpcmp export` writes is a state dict
-that it loads, and its weights can be those that a run begins with (`init`).
+that it loads, and a run can start from its weights (`init`).
 """
 
 from collections.abc import Callable
@@ -103,7 +103,7 @@ def head(config: LlamaConfig) -> nn.Linear:
 
 
 def initialized(module: nn.Module, config: LlamaConfig) -> nn.Module:
-    """`module` with weights as Llama begins with."""
+    """Initialize the weights of `module` as Llama does."""
     for part in module.modules():
         if isinstance(part, nn.Linear | nn.Embedding):
             nn.init.normal_(part.weight, std=config.initializer_range)

@@ -4,7 +4,7 @@ A stem, 16 bottleneck blocks in four groups, and a classifier: a list of 22 laye
 anywhere. The usual cut in two is after the second group, balance = [11, 11].
 
 Images of a thousand classes cannot be had without a download, so these are made up: each class has
-a pattern of its own, and each image is that of its class under noise as strong as the pattern.
+a pattern of its own, and each image is its class's pattern under noise as strong as the pattern.
 """
 
 from collections.abc import Callable, Iterator
@@ -68,7 +68,7 @@ class Bottleneck(nn.Module):
         self.bn2 = nn.BatchNorm2d(width)
         self.conv3 = convolution(width, out_channels, kernel=1)
         self.bn3 = nn.BatchNorm2d(out_channels)
-        nn.init.zeros_(self.bn3.weight)  # each block begins as its shortcut: a large rate is safe
+        nn.init.zeros_(self.bn3.weight)  # each block starts as its shortcut: a large rate is safe
         self.relu = nn.ReLU(inplace=True)
         self.downsample: nn.Sequential | None = None
         if stride != 1 or in_channels != out_channels:

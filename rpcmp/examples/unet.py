@@ -1,4 +1,4 @@
-"""A U-Net over four stages: each pixel of a scene is told which digit it belongs to.
+"""A U-Net over four stages: it finds for each pixel of a scene the digit that it belongs to.
 
     image --> Down "fine" --> Down "coarse" --> Up "lift" --> Finish --> a class for each pixel
                   |                 +---- skip ----^             ^

@@ -17,7 +17,8 @@ from rpcmp.checkpoint.folder import CheckpointFolder, look
 from rpcmp.checkpoint.manifest import BestMark, Manifest
 from rpcmp.config.schema import Config
 from rpcmp.errors import RpcmpError
-from rpcmp.process.channel import Message
+from rpcmp.observability.events.definitions import BestEvent, WarningEvent
+from rpcmp.observability.events.event import BestStep, Event
 
 
 def mark_of(progress: Mapping[str, Any]) -> BestMark | None:
@@ -42,7 +43,7 @@ class BestCheckpoint:
     """
 
     def __init__(
-        self, config: Config, folder: CheckpointFolder, report: Callable[[Message], None]
+        self, config: Config, folder: CheckpointFolder, report: Callable[[Event], None]
     ) -> None:
         section = config.checkpoint
         self._is_on = section is not None and section.best is not None
@@ -68,7 +69,7 @@ class BestCheckpoint:
             await asyncio.to_thread(self._folder.commit, manifest)
         except RpcmpError as error:
             text = f"step {step} is the best and cannot be marked so: {error}; the run goes on"
-            self._report({"event": "warning", "text": text})
+            self._report(WarningEvent(text=text))
             return False
         self.tell(manifest)
         return True
@@ -76,9 +77,10 @@ class BestCheckpoint:
     def tell(self, manifest: Manifest) -> None:
         """Report a checkpoint that has just been written, if it is the best so far."""
         if manifest.best is not None:
-            self._report({"event": "best", "step": manifest.step, **manifest.best.model_dump()})
+            best = manifest.best
+            self._report(BestEvent(step=manifest.step, metric=best.metric, value=best.value))
 
-    def known_to(self, manifest: Manifest) -> Message:
+    def known_to(self, manifest: Manifest) -> dict[str, Any]:
         """What a run that goes on from a checkpoint has to know of the best: its driver's "best".
 
         Where that is not there any more the best begins anew: it could not be exported.
@@ -90,19 +92,20 @@ class BestCheckpoint:
         if found is not None and found.manifest is not None and found.manifest.best is not None:
             return {"best": best}
         text = f"the best checkpoint, of step {best['step']}, is gone: the best begins anew"
-        self._report({"event": "warning", "text": text})
+        self._report(WarningEvent(text=text))
         return {"best": None}
 
-    def kept(self) -> Message | None:
-        """The best step that is kept: "step", "metric", "value", "path"; None: none is."""
+    def kept(self) -> BestStep | None:
+        """The best step that is kept; None if there is none."""
         if not self._is_on:
             return None
         try:
             manifest = self._folder.best()
         except RpcmpError as error:
-            self._report({"event": "warning", "text": f"which checkpoint is the best? {error}"})
+            self._report(WarningEvent(text=f"which checkpoint is the best? {error}"))
             return None
         if manifest is None or manifest.best is None:
             return None
         path = str(self._folder.path_of(manifest.step))
-        return {"step": manifest.step, **manifest.best.model_dump(), "path": path}
+        best = manifest.best
+        return {"step": manifest.step, "metric": best.metric, "value": best.value, "path": path}

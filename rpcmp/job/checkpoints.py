@@ -28,6 +28,8 @@ from rpcmp.errors import CheckpointError, RpcmpError, SavingError
 from rpcmp.job.best import BestCheckpoint, mark_of
 from rpcmp.job.recovery import CommonSnapshot, newest_common
 from rpcmp.job.server_pool import ServerPool
+from rpcmp.observability.events.definitions import CheckpointEvent, StepEvent, WarningEvent
+from rpcmp.observability.events.event import Event
 from rpcmp.process.channel import Message
 from rpcmp.server.connection import versions
 from rpcmp.v1 import control_pb2 as pb
@@ -71,9 +73,7 @@ class Checkpoints:
         remove_elsewhere: removes a checkpoint from the disks of other machines.
     """
 
-    def __init__(
-        self, config: Config, fleet: ServerPool, report: Callable[[Message], None]
-    ) -> None:
+    def __init__(self, config: Config, fleet: ServerPool, report: Callable[[Event], None]) -> None:
         self._config = config
         self._fleet = fleet
         self._report = report
@@ -137,10 +137,10 @@ class Checkpoints:
         since = time.monotonic() - self._saved_at
         return {**found, "is_saved": step == self.saved, "since_saved": since}
 
-    def told_up_to(self, step: int) -> list[Message]:
-        """What the driver knew to tell of each step, up to `step`."""
-        found = [self._progress[known]["told"] for known in sorted(self._progress) if known <= step]
-        return [told for told in found if told is not None]
+    def reported_up_to(self, step: int) -> list[StepEvent]:
+        """Return the events of the steps up to `step`, with what the driver knew of each."""
+        known = [self._progress[each]["told"] for each in sorted(self._progress) if each <= step]
+        return [StepEvent.from_json(told, complete=True) for told in known if told is not None]
 
     def take_over(self, manifest: Manifest) -> list[str]:
         """Go on from a checkpoint; the keys of the config that have changed since."""
@@ -183,18 +183,17 @@ class Checkpoints:
             await asyncio.to_thread(self._folder.commit, manifest)
         except RpcmpError as error:
             self._failed.append(f"no checkpoint of step {step}: {error}")
-            self._report({"event": "warning", "text": f"{self._failed[-1]}; the run goes on"})
+            self._report(WarningEvent(text=f"{self._failed[-1]}; the run goes on"))
             return step
         self._failed.clear()
         self.saved, self._saved_at = step, time.monotonic()
         self._report(
-            {
-                "event": "checkpoint",
-                "step": step,
-                "path": str(self._folder.path_of(step)),
-                "seconds": self._saved_at - began,
-                "bytes": sum(part.size for part in parts.values()),
-            }
+            CheckpointEvent(
+                step=step,
+                path=str(self._folder.path_of(step)),
+                seconds=self._saved_at - began,
+                bytes=sum(part.size for part in parts.values()),
+            )
         )
         self.best.tell(manifest)
         return step
@@ -263,7 +262,7 @@ class Checkpoints:
                 await asyncio.to_thread(remove, folder)
                 await self.remove_elsewhere(folder)
         except RpcmpError as error:
-            self._report({"event": "warning", "text": f"old checkpoints stay: {error}"})
+            self._report(WarningEvent(text=f"old checkpoints stay: {error}"))
 
     async def left_behind(self) -> list[RunCheckpoints]:
         """What runs of this job have left because they had to end, the newest first."""
@@ -296,7 +295,7 @@ class Checkpoints:
                 with contextlib.suppress(OSError):  # it is not there, or not empty
                     self._config.checkpoint_folder.rmdir()
         except RpcmpError as error:
-            self._report({"event": "warning", "text": f"old checkpoints stay: {error}"})
+            self._report(WarningEvent(text=f"old checkpoints stay: {error}"))
 
     async def _save(self, worker: Member, found: CommonSnapshot) -> pb.Saved:
         """Have a worker's snapshot written by whoever holds it."""

@@ -12,14 +12,16 @@ from rpcmp.errors import InterruptedJobError
 from rpcmp.job.restore_planner import Start
 from rpcmp.job.run import TrainingRun
 from rpcmp.job.server_pool import forks_for
+from rpcmp.observability.events.definitions import SummaryEvent
+from rpcmp.observability.events.event import Event
 from rpcmp.process.channel import Message
 from rpcmp.process.fork_client import Forks
-from rpcmp.process.signals import handled_by, wishes
+from rpcmp.process.signals import count_stop_requests, handle_stop_signals
 
 
 async def drive(
     config: Config,
-    report: Callable[[Message], None],
+    report: Callable[[Event], None],
     connect: Sequence[str] | None = None,
     evaluate: bool = True,
     save_state: Path | None = None,
@@ -28,7 +30,7 @@ async def drive(
     timeline: float = 0.0,
     last_steps: Path | None = None,
     forks: Forks | None = None,
-) -> Message:
+) -> SummaryEvent:
     """Train `config` to its end, whatever is lost on the way.
 
     The first SIGINT, SIGTERM or SIGHUP lets the running step finish, another SIGINT or SIGTERM ends
@@ -36,11 +38,8 @@ async def drive(
 
     Args:
         config: the job.
-        report: told of every event, with the `time` and the `generation` in which it was
-            reported: run (first of all), plan (of a balance that was measured), shares, generation,
-            start, step, eval, early_stop, report, checkpoint, best, fault, recovered, waiting,
-            replaced, resumed, warning, log (a line that a worker or the driver process says, see
-            rpcmp.process.logging.records), summary; and about once a second vitals.
+        report: gets every event from `RunEvent` to `SummaryEvent`, stamped, and about once a second
+            `VitalsEvent`; see rpcmp.observability.events.definitions.
         connect: addresses of running stage servers; see ServerPool.
         evaluate: evaluate and write the report as well.
         save_state: where to save the final parameters and buffers, as safetensors.
@@ -53,7 +52,7 @@ async def drive(
         forks: where processes come from; None: one for this run alone.
 
     Returns:
-        The summary event.
+        The last event, `SummaryEvent`.
 
     Raises:
         RpcmpError: why the job did not come to its end; InterruptedJobError for a signal.
@@ -63,13 +62,13 @@ async def drive(
         run = TrainingRun(config, connect, report, start, processes)
         files = {"save_state": save_state, "trace": trace, "last_steps": last_steps}
         task = asyncio.ensure_future(run.train(_order(evaluate, timeline, files)))
-        with handled_by(lambda signum: run.interrupt(signum, task)):
+        with handle_stop_signals(lambda signum: run.interrupt(signum, task)):
             try:
                 return await task
             except asyncio.CancelledError:
                 if not run.signals:
                     raise
-                if wishes(run.signals) == 1 and run.saves_on(
+                if count_stop_requests(run.signals) == 1 and run.saves_on(
                     run.signals[0]
                 ):  # between two generations: there is no step to end
                     await run.leave()

@@ -31,6 +31,8 @@ from rpcmp.job.server_pool import ServerPool
 from rpcmp.job.telemetry import Vitals
 from rpcmp.job.worker_group import Identity, WorkerGroup
 from rpcmp.net.relay import Relay
+from rpcmp.observability.events.definitions import WarningEvent, parse
+from rpcmp.observability.events.event import Event, ProcessPlace, WorkerPlace
 from rpcmp.process import interpreter
 from rpcmp.process.channel import Message
 from rpcmp.process.child import Child
@@ -44,6 +46,9 @@ LEAVE_SECONDS = 15.0
 
 LAST_WORDS_SECONDS = 1.0
 """How long it may take to read what a driver process has said before it ended."""
+
+DRIVER_MESSAGES = ("planned", "joined", "progress", "segment", "done")
+"""What the driver process sends to this one besides the events of the run."""
 
 EXPLAIN_SECONDS = 2.0
 """A lost connection says little; how long to wait for the server to say why."""
@@ -99,7 +104,7 @@ class Generation:
         self._choose = choose
         self._log = log
         self._is_heard_out = False
-        self._events: asyncio.Queue[Message] = asyncio.Queue()
+        self._events: asyncio.Queue[Event | Message] = asyncio.Queue()
         self._vitals = vitals or Vitals()
         self._stages = WorkerGroup(
             config,
@@ -154,10 +159,14 @@ class Generation:
         return assignments
 
     @property
-    def places(self) -> dict[str, Message]:
-        """Where every process of the group is, by its label, once its servers are claimed."""
-        pid = 0 if self._driver is None else self._driver.pid
-        return {**self._stages.places, DRIVER: {"host": platform.node(), "pid": pid}}
+    def worker_places(self) -> dict[str, WorkerPlace]:
+        """Where every worker is, by its label, once its servers are claimed."""
+        return self._stages.places
+
+    @property
+    def driver_place(self) -> ProcessPlace:
+        """Where the driver process is."""
+        return {"host": platform.node(), "pid": 0 if self._driver is None else self._driver.pid}
 
     def send(self, message: Message) -> None:
         """Send a message to the driver process."""
@@ -176,9 +185,11 @@ class Generation:
         """
         await asyncio.to_thread(self._outputs.deliver)
 
-    async def next_event(self) -> Message:
-        """What the driver process reports next; "draining" where a server is being stopped, and
-        "saved" where one has written its part of a checkpoint.
+    async def next_event(self) -> Event | Message:
+        """Return the next event of the run, or the next message about its course.
+
+        Messages are "draining" (a server is being stopped), "saved" (one has written its part of a
+        checkpoint), and the driver process's "progress", "segment" and "done".
 
         Raises:
             RpcmpError: the job has failed.
@@ -211,7 +222,7 @@ class Generation:
         """
         await self._stages.remove(folder)
 
-    async def abandon(self) -> list[Message]:
+    async def abandon(self) -> list[Event | Message]:
         """End the driver process; what it had to say and nobody has heard yet.
 
         The servers stay claimed, so that nobody else takes them before the next generation does.
@@ -263,10 +274,10 @@ class Generation:
         if exposed:
             where, why = ", ".join(exposed), "; ".join(sorted(set(exposed.values())))
             text = f"other users of their hosts can reach the processes of {where}: {why}"
-            self._events.put_nowait({"event": "warning", "text": text})
+            self._events.put_nowait(WarningEvent(text=text))
         if problems := self._stages.keep_nothing:
             text = f"a run that has to give up leaves nothing: {'; '.join(problems)}"
-            self._events.put_nowait({"event": "warning", "text": text})
+            self._events.put_nowait(WarningEvent(text=text))
         away = await self._stages.link(network.name, listens)
         await self._relay.open(listens, away)
         for peer in away:
@@ -277,12 +288,12 @@ class Generation:
             async for message in driver.messages():
                 await self._heard(driver, message)
         except (ValueError, LookupError, TypeError) as nonsense:
-            raise driver.talks_nonsense(nonsense, "the driver process") from nonsense
+            raise driver.garbled_message_error(nonsense, "the driver process") from nonsense
         code = await driver.wait()
-        died = f"the driver process (pid {driver.pid}) {interpreter.told(code)}"
+        died = f"the driver process (pid {driver.pid}) {interpreter.describe_exit(code)}"
         error = WorkerDiedError("\n".join(filter(None, [died, driver.stacks.read()])))
         error.stage = DRIVER
-        raise await driver.was_hung() or error
+        raise await driver.hung_error() or error
 
     async def _heard(self, driver: Child, message: Message) -> None:
         self._pulse.beat()
@@ -300,7 +311,11 @@ class Generation:
                 raise error
             case "done":  # what breaks now is the group's orderly end
                 self._failure.ignore()
-        self._events.put_nowait(message)
+        is_own = message["event"] in DRIVER_MESSAGES
+        event = message if is_own else parse(message)
+        if event is None:
+            raise ValueError(f"{message['event']!r} is no event of a run")
+        self._events.put_nowait(event)
 
     def _heard_beat(self, driver: Child, beat: Message) -> None:
         doing, carried = driver.activity.read(), self._relay.round_trips
@@ -310,13 +325,15 @@ class Generation:
     async def _end_driver_if_silent(self, driver: Child) -> None:
         self._pulse.beat()
         seconds = await self._pulse.lost()
-        raise await driver.hung(DRIVER, seconds)
+        raise await driver.record_hang(DRIVER, seconds)
 
-    async def _expect(self, event: str) -> Message:
-        while (message := await self._events.get())["event"] != event:
+    async def _expect(self, name: str) -> Message:
+        while True:
+            match await self._events.get():
+                case dict() as message if message["event"] == name:
+                    return message
             if self.draining:
                 raise DrainingError(f"the server of stage {self.draining!r} is being stopped")
-        return message
 
     async def _hear_out(self) -> None:
         """Have all told that the workers have said; once, at the group's end."""
@@ -328,9 +345,9 @@ class Generation:
         with contextlib.suppress(OSError):  # nobody reads the output: the next event ends the run
             self._log(entry_of(line, DRIVER, self.generation))
 
-    def _note(self, event: Message) -> None:
-        if event["event"] == "draining":
+    def _note(self, message: Message) -> None:
+        if message["event"] == "draining":
             if self.draining:
                 return
-            self.draining = event["stage"]
-        self._events.put_nowait(event)
+            self.draining = message["stage"]
+        self._events.put_nowait(message)

@@ -28,7 +28,8 @@ from rpcmp.errors import CheckpointError
 from rpcmp.job.checkpoints import Checkpoints
 from rpcmp.job.recovery import CommonSnapshot, HeldSnapshots, newest_common
 from rpcmp.job.server_pool import ServerPool
-from rpcmp.process.channel import Message
+from rpcmp.observability.events.definitions import ResumedEvent, WarningEvent
+from rpcmp.observability.events.event import Event
 from rpcmp.v1 import control_pb2 as pb
 
 
@@ -76,9 +77,7 @@ class CheckpointResolver:
         report: told of checkpoints that cannot be used ("warning").
     """
 
-    def __init__(
-        self, config: Config, fleet: ServerPool, report: Callable[[Message], None]
-    ) -> None:
+    def __init__(self, config: Config, fleet: ServerPool, report: Callable[[Event], None]) -> None:
         self._config = config
         self._fleet = fleet
         self._report = report
@@ -111,7 +110,7 @@ class CheckpointResolver:
                 problems.append(str(error))
                 continue
             for problem in problems:
-                self._report({"event": "warning", "text": f"skipped a checkpoint: {problem}"})
+                self._report(WarningEvent(text=f"skipped a checkpoint: {problem}"))
             return begin, found.manifest
         if problems:
             raise CheckpointError("\n  ".join(["no checkpoint can be used:", *problems]))
@@ -217,7 +216,7 @@ class RestorePlanner:
         config: Config,
         fleet: ServerPool,
         checkpoints: Checkpoints,
-        report: Callable[[Message], None],
+        report: Callable[[Event], None],
         start: Start,
     ) -> None:
         self._config = config
@@ -249,7 +248,7 @@ class RestorePlanner:
             except CheckpointError as error:
                 if in_memory is None:
                     raise
-                self._report({"event": "warning", "text": str(error)})
+                self._report(WarningEvent(text=str(error)))
         return (
             RestorePoint()
             if in_memory is None
@@ -272,7 +271,7 @@ class RestorePlanner:
                     f"an earlier run left a checkpoint in {left[0]}; --resume goes on from it, a "
                     "run that ends well removes it"
                 )
-                self._report({"event": "warning", "text": text})
+                self._report(WarningEvent(text=text))
         return RestorePoint()
 
     async def _other_runs(self) -> str:
@@ -289,11 +288,10 @@ class RestorePlanner:
     async def _from_disk(self, assignments: list[str], run: str | None) -> RestorePoint:
         found = await self._on_disk.newest(assignments, run)
         if found is None:
-            self._report({"event": "resumed", "step": 0, "changed": []})
+            self._report(ResumedEvent(step=0, changed=[]))
             return RestorePoint()
         begin, manifest = found
         changed = self._checkpoints.take_over(manifest)
         if run is None:
-            told = {"step": begin.step, "run": manifest.run, "changed": changed}
-            self._report({"event": "resumed", **told})
+            self._report(ResumedEvent(step=begin.step, run=manifest.run, changed=changed))
         return begin

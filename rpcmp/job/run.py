@@ -19,14 +19,14 @@ import signal
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 from rpcmp.checkpoint.files import require_place
 from rpcmp.checkpoint.runs import newest_in
 from rpcmp.config.redaction import redacted
 from rpcmp.config.schema import Config
 from rpcmp.config.topology import DRIVER
-from rpcmp.errors import DrainingError, InterruptedJobError, RpcmpError, SavingError
+from rpcmp.errors import DrainingError, InterruptedJobError, JobError, RpcmpError, SavingError
 from rpcmp.job.autobalance import balanced, shares_of_before
 from rpcmp.job.checkpoints import Checkpoints
 from rpcmp.job.generation import Generation
@@ -35,16 +35,31 @@ from rpcmp.job.restore_planner import RestorePlanner, Start
 from rpcmp.job.server_calls import warnings
 from rpcmp.job.server_pool import ServerPool
 from rpcmp.job.telemetry import VITALS_SECONDS, Vitals
-from rpcmp.observability.events import EventLog, Stamp
+from rpcmp.observability.events.definitions import (
+    EvalEvent,
+    FaultEvent,
+    GenerationEvent,
+    LogEvent,
+    PlanEvent,
+    RecoveredEvent,
+    RunEvent,
+    SharesEvent,
+    StepEvent,
+    SummaryEvent,
+    WarningEvent,
+)
+from rpcmp.observability.events.event import Event, PlanOutcome, StageInfo, StagePlan
+from rpcmp.observability.events.stream import EventStream
 from rpcmp.pipelining.cost_model import Prediction
 from rpcmp.process.channel import Message
 from rpcmp.process.fork_client import Forks
-from rpcmp.process.signals import wishes
+from rpcmp.process.logging.records import Entry
+from rpcmp.process.signals import count_stop_requests
 from rpcmp.server.connection import versions
 
 
-def opening(config: Config, job_id: str, addresses: Sequence[str]) -> Message:
-    """The event `run`.
+def run_event(config: Config, job_id: str, addresses: Sequence[str]) -> RunEvent:
+    """Return the event `run`, which is reported before all others.
 
     Args:
         config: the job; its balance may still be "auto".
@@ -54,20 +69,19 @@ def opening(config: Config, job_id: str, addresses: Sequence[str]) -> Message:
     """
     software = versions()
     places = list(addresses) or [""] * len(config.workers)
-    return {
-        "event": "run",
-        "name": config.name,
-        "config": redacted(config.model_dump(mode="json")),
-        "versions": {
+    return RunEvent(
+        name=config.name,
+        config=redacted(config.model_dump(mode="json")),
+        versions={
             "rpcmp": software.rpcmp,
             "torch": software.torch,
             "python": software.python,
         },
-        "driver": platform.node(),
-        "pid": os.getpid(),
-        "job_id": job_id,
-        "graph": {"stages": _stages(config)},
-        "workers": [
+        driver=platform.node(),
+        pid=os.getpid(),
+        job_id=job_id,
+        graph={"stages": _stages(config)},
+        workers=[
             {
                 "label": worker.label,
                 "stage": worker.stage,
@@ -77,10 +91,10 @@ def opening(config: Config, job_id: str, addresses: Sequence[str]) -> Message:
             }
             for worker, address in zip(config.workers, places, strict=True)
         ],
-    }
+    )
 
 
-def _stages(config: Config) -> list[Message]:
+def _stages(config: Config) -> list[StageInfo]:
     """The stages in the graph's order, which is that of the rows of a pipeline diagram."""
     graph, names = config.graph(), config.stage_names
     return [
@@ -114,13 +128,13 @@ class TrainingRun:
         self,
         config: Config,
         connect: Sequence[str] | None,
-        report: Callable[[Message], None],
+        report: Callable[[Event], None],
         start: Start,
         forks: Forks,
     ) -> None:
         self._config, self._connect = config, connect
-        self._report = Stamp(report, self._generation_now)
-        self._log = EventLog(self._report)
+        self._events = EventStream(report, self._generation_now)
+        self._report = self._events.emit
         self._start = start
         self._forks = forks
         self._fleet: ServerPool | None = None
@@ -141,9 +155,9 @@ class TrainingRun:
     @property
     def step(self) -> int:
         """The last step that was reported."""
-        return self._log.step
+        return self._events.step
 
-    async def train(self, order: Message) -> Message:
+    async def train(self, order: Message) -> SummaryEvent:
         """The whole run; returns its summary.
 
         Args:
@@ -157,7 +171,7 @@ class TrainingRun:
         fleet = self._fleet = ServerPool(given, self._connect, self._report, self._forks)
         if resumes and (before := newest_in(given.checkpoint_folder, given.name)) is not None:
             fleet.run_folder = before.name
-        self._report(opening(given, fleet.job_id, fleet.addresses))
+        self._report(run_event(given, fleet.job_id, fleet.addresses))
         telling = asyncio.create_task(self._tell_vitals())
         try:
             async with warnings(given, fleet.dialer.security, self._report):
@@ -166,14 +180,14 @@ class TrainingRun:
             telling.cancel()
             await asyncio.gather(telling, return_exceptions=True)
 
-    async def _train(self, given: Config, fleet: ServerPool, order: Message) -> Message:
+    async def _train(self, given: Config, fleet: ServerPool, order: Message) -> SummaryEvent:
         config, prediction = await balanced(given, self._connect, self._forks)
         for text in config.warnings:
-            self._report({"event": "warning", "text": text})
+            self._report(WarningEvent(text=text))
         if prediction is not None:
-            self._report({"event": "plan", **asdict(prediction)})
+            self._report(_plan_event(prediction))
         if config.balance_replicas:
-            self._report({"event": "shares", "shares": config.shares})
+            self._report(SharesEvent(shares=config.shares))
         checkpoints = self._checkpoints = Checkpoints(config, fleet, self._report)
         beginning = RestorePlanner(config, fleet, checkpoints, self._report, self._start)
         if config.checkpoint is not None:
@@ -185,7 +199,7 @@ class TrainingRun:
                 *(config, fleet, checkpoints.generation),
                 choose=beginning.choose,
                 vitals=self._vitals,
-                log=self._report,
+                log=self._report_log,
             )
             self._session = session
             try:
@@ -194,15 +208,16 @@ class TrainingRun:
                 await self._recover(error, session, fleet, checkpoints)
                 continue
             if prediction is not None:
-                summary["plan"] = _compare(prediction, self._log.step_seconds)
+                plan = _compare(prediction, self._events.step_seconds)
+                summary = replace(summary, plan=plan)
             self._report(summary)
             return summary
 
-    def interrupt(self, signum: int, task: asyncio.Future[Message]) -> None:
+    def interrupt(self, signum: int, task: asyncio.Future[SummaryEvent]) -> None:
         """The first signal while training ends the run after its step, any other at once."""
-        before = wishes(self.signals)
+        before = count_stop_requests(self.signals)
         self.signals.append(signum)
-        if wishes(self.signals) == before:
+        if count_stop_requests(self.signals) == before:
             return
         if not before and self._session is not None and self._training:
             self._session.send({"op": "finish_step", "save": self.saves_on(signum)})
@@ -235,31 +250,28 @@ class TrainingRun:
             self._report(self._vitals.event(self.step))
             await asyncio.sleep(VITALS_SECONDS)
 
+    def _report_log(self, entry: Entry) -> None:
+        self._report(LogEvent.from_json(entry, complete=True))
+
     def _generation_now(self) -> int:
         return 1 if self._checkpoints is None else self._checkpoints.generation
 
     async def _generation(
         self, session: Generation, checkpoints: Checkpoints, order: Message
-    ) -> Message:
+    ) -> SummaryEvent:
         """One generation to the end of the run; its summary."""
         await session.start()
-        step, places = session.begin.step, session.places
-        workers = {label: place for label, place in places.items() if label != DRIVER}
-        group = {"step": step, "workers": workers, "driver": places[DRIVER]}
-        self._report({"event": "generation", **group})
+        step = session.begin.step
+        self._report(
+            GenerationEvent(step=step, workers=session.worker_places, driver=session.driver_place)
+        )
         if self._lost_at is not None:
-            self._report(
-                {
-                    "event": "recovered",
-                    "step": step,
-                    "seconds": time.monotonic() - self._lost_at,
-                }
-            )
+            self._report(RecoveredEvent(step=step, seconds=time.monotonic() - self._lost_at))
             self._lost_at = None
-            for told in checkpoints.told_up_to(step):
-                self._log.tell(told)
+            for reported in checkpoints.reported_up_to(step):
+                self._events.emit_new(reported)
         else:
-            self._log.step = step
+            self._events.step = step
         if not self._has_begun:
             self._begun_at = step
         self._has_begun = True
@@ -267,17 +279,19 @@ class TrainingRun:
         await checkpoints.remove_left_behind(ended_well=False)
         session.train({**order, "progress": checkpoints.progress_of(step)})
         self._training = True
-        summary: Message = {}
+        summary: SummaryEvent | None = None
         try:
-            while (event := await session.next_event())["event"] != "done":
-                if event["event"] == "summary":
+            while not _is_done(event := await session.next_event()):
+                if isinstance(event, SummaryEvent):
                     best = await asyncio.to_thread(checkpoints.best.kept)
-                    summary = event if best is None else {**event, "best": best}
+                    summary = replace(event, best=best)
                 else:
                     await self._handle(event, session, checkpoints)
                     checkpoints.require_saved(has_ended=False)
         finally:
             self._training = False
+        if summary is None:
+            raise JobError("the driver process has ended its run without a summary")
         await session.deliver()
         await session.wait_for_end()
         if self.signals:
@@ -288,26 +302,28 @@ class TrainingRun:
         except SavingError:
             self._report(summary)  # it was trained all the same
             raise
-        if not summary["is_cut_short"]:
+        if not summary.is_cut_short:
             await checkpoints.remove_left_behind(ended_well=True)
-        if session.draining and summary["is_cut_short"]:
+        if session.draining and summary.is_cut_short:
             raise DrainingError(
                 f"the server of stage {session.draining!r} is being stopped; the job has paused "
                 f"after step {self.step}"
             )
         return summary
 
-    async def _handle(self, event: Message, session: Generation, checkpoints: Checkpoints) -> None:
+    async def _handle(
+        self, event: Event | Message, session: Generation, checkpoints: Checkpoints
+    ) -> None:
         saved = None
-        match event["event"]:
-            case "progress":
+        match event:
+            case Event():
+                self._events.emit_new(event)
+            case {"event": "progress"}:
                 saved = await checkpoints.note_progress(event)
-            case "saved":
+            case {"event": "saved"}:
                 saved = await checkpoints.note_saved(event["stage"], event["saved"])
-            case "draining":
+            case {"event": "draining"}:
                 session.send({"op": "finish_step", "save": True})
-            case _:
-                self._log.tell(event)
         if saved is not None:
             failed = saved != checkpoints.saved
             session.send({"op": "saved", "step": saved, "failed": failed})
@@ -322,7 +338,8 @@ class TrainingRun:
             RpcmpError: there will be none.
         """
         for event in await session.abandon():
-            if event["event"] in ("progress", "step", "eval"):
+            is_progress = isinstance(event, dict) and event["event"] == "progress"
+            if is_progress or isinstance(event, StepEvent | EvalEvent):
                 await self._handle(event, session, checkpoints)
         checkpoints.forget_parts()
         if isinstance(error, InterruptedJobError):  # the step has ended, and is saved if it has to
@@ -340,16 +357,16 @@ class TrainingRun:
                 raise self._explained(decision.error or error)
             self._first_fault = self._first_fault or error
             self._lost_at = time.monotonic() if self._lost_at is None else self._lost_at
-            self._hosts |= {label: place["host"] for label, place in session.places.items()}
+            self._hosts |= {label: place["host"] for label, place in session.worker_places.items()}
+            self._hosts[DRIVER] = session.driver_place["host"]
             self._report(
-                {
-                    "event": "fault",
-                    "step": self.step,
-                    "error": str(error),
-                    "kind": type(error).__name__,
-                    "stage": error.stage,
-                    "host": self._hosts.get(error.stage, ""),
-                }
+                FaultEvent(
+                    step=self.step,
+                    error=str(error),
+                    kind=type(error).__name__,
+                    stage=error.stage,
+                    host=self._hosts.get(error.stage, ""),
+                )
             )
             self._vitals.lose(error.stage)
             self._report(self._vitals.event(self.step))
@@ -370,7 +387,30 @@ class TrainingRun:
         return error
 
 
-def _compare(prediction: Prediction, step_seconds: Sequence[float]) -> Message:
+def _is_done(event: Event | Message) -> bool:
+    return isinstance(event, dict) and event["event"] == "done"
+
+
+def _plan_event(prediction: Prediction) -> PlanEvent:
+    stages: dict[str, StagePlan] = {
+        name: {
+            "num_layers": stage.num_layers,
+            "busy_s": stage.busy_s,
+            "bubble": stage.bubble,
+            "memory_bytes": stage.memory_bytes,
+            "limit_bytes": stage.limit_bytes,
+        }
+        for name, stage in prediction.stages.items()
+    }
+    return PlanEvent(
+        balance=prediction.balance,
+        step_s=prediction.step_s,
+        bubble=prediction.bubble,
+        stages=stages,
+    )
+
+
+def _compare(prediction: Prediction, step_seconds: Sequence[float]) -> PlanOutcome:
     """The median leaves out the first step, which warms up."""
     counted = step_seconds[1:] or step_seconds
     return {

@@ -10,6 +10,7 @@ from rpcmp.config.schema import Config, ScheduleOptions
 from rpcmp.errors import DrainingError, JobError
 from rpcmp.job.generation import Generation
 from rpcmp.job.server_pool import ServerPool
+from rpcmp.observability.events.definitions import StepEvent
 from rpcmp.process.fork_client import Forks
 
 ENDLESS = 10**9
@@ -85,14 +86,17 @@ class Segments:
         """
         self._session.send({"op": "segment", "steps": steps})
         busy: defaultdict[str, float] = defaultdict(float)
-        while (event := await self._session.next_event())["event"] != "segment":
-            if event["event"] == "draining":
-                raise DrainingError(f"the server of stage {event['stage']!r} is being stopped")
-            for stage, share in event.get("busy", {}).items():
-                busy[stage] += share * event["step_s"] / steps
-        return Segment(
-            event["seconds"] / steps, event["cpu_seconds"] / steps, dict(busy), event["losses"]
-        )
+        while True:
+            match await self._session.next_event():
+                case StepEvent() as event:
+                    for stage, share in event.busy.items():
+                        busy[stage] += share * event.step_s / steps
+                case {"event": "draining", "stage": stage}:
+                    raise DrainingError(f"the server of stage {stage!r} is being stopped")
+                case dict() as message if message["event"] == "segment":
+                    seconds, cpu_seconds = message["seconds"], message["cpu_seconds"]
+                    losses = message["losses"]
+                    return Segment(seconds / steps, cpu_seconds / steps, dict(busy), losses)
 
     async def close(self) -> None:
         """End whatever runs and free every server."""

@@ -14,7 +14,8 @@ from rpcmp.config.schema import Config
 from rpcmp.errors import ConfigError, UnreachableError
 from rpcmp.net.dialer import Dialer
 from rpcmp.net.security import INSECURE, WARN_SECONDS, Security, watch
-from rpcmp.process.channel import Message
+from rpcmp.observability.events.definitions import WarningEvent
+from rpcmp.observability.events.event import Event
 
 Result = TypeVar("Result")
 
@@ -77,12 +78,12 @@ def dialer_of(config: Config, addresses: Sequence[str], drives: bool = True) -> 
 
 @contextlib.asynccontextmanager
 async def warnings(
-    config: Config, security: Security, report: Callable[[Message], None]
+    config: Config, security: Security, report: Callable[[Event], None]
 ) -> AsyncIterator[None]:
     """Warn each minute that the job is insecure, if it is; otherwise watch its certificates."""
 
     def say(text: str) -> None:
-        report({"event": "warning", "text": text})
+        report(WarningEvent(text=text))
 
     async def warn() -> None:
         while config.security.insecure:

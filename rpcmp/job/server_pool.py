@@ -26,10 +26,11 @@ from rpcmp.config.topology import Member
 from rpcmp.errors import ConfigError, JobError, RecoveryTimeoutError, RpcmpError, UnreachableError
 from rpcmp.job.recovery import HeldSnapshots
 from rpcmp.job.server_calls import dialer_of, require_one_each
-from rpcmp.process.channel import Message
-from rpcmp.process.confinement import Reach, hidden_by
+from rpcmp.observability.events.definitions import ReplacedEvent, WaitingEvent
+from rpcmp.observability.events.event import Event
 from rpcmp.process.fork_client import DRIVERS, WORKERS, Forks
 from rpcmp.process.logging import display
+from rpcmp.process.sandbox.confinement import Reach, hidden_by
 from rpcmp.server.client import StageClient
 from rpcmp.v1 import control_pb2 as pb
 
@@ -77,7 +78,7 @@ class LocalServers:
         command += ["--listen", "127.0.0.1:0", "--parent", str(os.getpid())]
         command += self._options
         command += display.options()  # it shares our standard error
-        with await self._forks.another_line() as forks:
+        with await self._forks.new_line() as forks:
             process = await asyncio.create_subprocess_exec(
                 *(*command, "--forks", str(forks.fileno())),
                 stdin=asyncio.subprocess.DEVNULL,
@@ -162,7 +163,7 @@ class ServerPool:
         self,
         config: Config,
         connect: Sequence[str] | None = None,
-        report: Callable[[Message], None] = lambda event: None,
+        report: Callable[[Event], None] = lambda event: None,
         forks: Forks | None = None,
     ) -> None:
         self.addresses = list(config.addresses if connect is None else connect)
@@ -260,7 +261,7 @@ class ServerPool:
                 )
             if not told:
                 told = True
-                self._report({"event": "waiting", "stage": stage, "address": self.addresses[index]})
+                self._report(WaitingEvent(stage=stage, address=self.addresses[index]))
             await asyncio.sleep(RETRY_SECONDS)
 
     async def _is_ready(self, index: int) -> bool:
@@ -280,7 +281,7 @@ class ServerPool:
             if is_free and spare in self._spares:  # nobody else has taken it meanwhile
                 self._spares.remove(spare)
                 lost, self.addresses[index] = self.addresses[index], spare
-                self._report({"event": "replaced", "stage": stage, "lost": lost, "address": spare})
+                self._report(ReplacedEvent(stage=stage, lost=lost, address=spare))
                 return True
         return False
 

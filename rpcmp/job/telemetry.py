@@ -13,10 +13,11 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from rpcmp.config.topology import DRIVER, member_name
+from rpcmp.observability.events.definitions import VitalsEvent
+from rpcmp.observability.events.event import LinkTraffic, ProcessVitals
 from rpcmp.process import liveness
 from rpcmp.process.activity import Doing
-from rpcmp.process.channel import Message
-from rpcmp.process.tcp_stats import PeerTraffic
+from rpcmp.process.sockets import PeerTraffic
 from rpcmp.v1 import control_pb2 as pb
 
 VITALS_SECONDS = 1.0
@@ -70,8 +71,8 @@ class Vitals:
     """What is known of every process of a run."""
 
     def __init__(self) -> None:
-        self._workers: dict[str, Message] = {}
-        self._driver: Message = {}
+        self._workers: dict[str, ProcessVitals] = {}
+        self._driver: ProcessVitals = {}
         self._restarts = -1
         self._listens: dict[str, str] = {}
         self._connections: dict[str, _Count] = {}
@@ -112,7 +113,7 @@ class Vitals:
 
         Args:
             pid, doing: its own.
-            ways: see rpcmp.process.tcp_stats.
+            ways: see rpcmp.process.sockets.
             carried: seconds to other hosts and back, see rpcmp.net.relay.
             tensors: see rpcmp.rpc.transport.
         """
@@ -146,27 +147,27 @@ class Vitals:
         """
         for known, process in [*self._workers.items(), (DRIVER, self._driver)]:
             if known == label and "pid" in process:
-                process.update(state=LOST, memory=0, in_flight=0, pid=0)
+                process.update({"state": LOST, "memory": 0, "in_flight": 0, "pid": 0})
 
     async def wait(self) -> None:
         """Return when there is anything to tell."""
         await self._heard.wait()
 
-    def event(self, step: int) -> Message:
+    def event(self, step: int) -> VitalsEvent:
         """The event `vitals`.
 
         Args:
             step: the last that was reported.
         """
-        return {
-            "event": "vitals",
-            "step": step,
-            "workers": {label: dict(of) for label, of in self._workers.items() if "pid" in of},
-            "driver": dict(self._driver),
-            "links": self._links(),
-        }
+        workers = {label: process for label, process in self._workers.items() if "pid" in process}
+        return VitalsEvent(
+            step=step,
+            workers={label: process.copy() for label, process in workers.items()},
+            driver=self._driver.copy(),
+            links=self._links(),
+        )
 
-    def _links(self) -> list[Message]:
+    def _links(self) -> list[LinkTraffic]:
         """From member to member.
 
         What has gone over all connections that either of them has opened; or the tensors alone
@@ -175,8 +176,8 @@ class Vitals:
         links = _links(self._connections, self._listens)
         for pair, of_tensors in _links(self._tensors, self._names()).items():
             link = links.setdefault(pair, of_tensors)
-            for key in ("bytes", "bytes_per_s"):
-                link[key] = max(link[key], of_tensors[key])
+            link["bytes"] = max(link["bytes"], of_tensors["bytes"])
+            link["bytes_per_s"] = max(link["bytes_per_s"], of_tensors["bytes_per_s"])
         return list(links.values())
 
     def _names(self) -> dict[str, str]:
@@ -197,9 +198,9 @@ def _count(counts: dict[str, _Count], label: str, at: float, ways: Iterable[Peer
     counts[label] = _Count(at, now, {}) if before is None else before.next(at, now)
 
 
-def _links(counts: Mapping[str, _Count], labels: Mapping[str, str]) -> dict[Pair, Message]:
+def _links(counts: Mapping[str, _Count], labels: Mapping[str, str]) -> dict[Pair, LinkTraffic]:
     """Made of what each member has counted, by its label; `labels` says who a peer is."""
-    links: dict[Pair, Message] = {}
+    links: dict[Pair, LinkTraffic] = {}
     for label, count in counts.items():
         for way in count.ways:
             if (peer := labels.get(way.peer)) is None:
@@ -210,8 +211,16 @@ def _links(counts: Mapping[str, _Count], labels: Mapping[str, str]) -> dict[Pair
     return links
 
 
-def _add(links: dict[Pair, Message], pair: Pair, sent: int, rate: float, seconds: float) -> None:
-    empty = {"from": pair[0], "to": pair[1], "bytes": 0, "bytes_per_s": 0.0, "rtt_s": 0.0}
+def _add(
+    links: dict[Pair, LinkTraffic], pair: Pair, sent: int, rate: float, seconds: float
+) -> None:
+    empty: LinkTraffic = {
+        "from": pair[0],
+        "to": pair[1],
+        "bytes": 0,
+        "bytes_per_s": 0.0,
+        "rtt_s": 0.0,
+    }
     link = links.setdefault(pair, empty)
     link["bytes"] += sent
     link["bytes_per_s"] += rate
@@ -219,7 +228,7 @@ def _add(links: dict[Pair, Message], pair: Pair, sent: int, rate: float, seconds
     link["rtt_s"] = min(known, default=0.0)
 
 
-def _told(vitals: pb.Vitals) -> Message:
+def _told(vitals: pb.Vitals) -> ProcessVitals:
     return {
         "host": vitals.host,
         "pid": vitals.pid,

@@ -24,6 +24,7 @@ from rpcmp.job.server_pool import holdings_of
 from rpcmp.job.telemetry import Vitals
 from rpcmp.net.dialer import Dialer
 from rpcmp.net.relay import RelayPeer
+from rpcmp.observability.events.event import WorkerPlace
 from rpcmp.process.channel import Message
 from rpcmp.process.logging.records import Entry, Line, entry_of
 from rpcmp.server.client import StageClient
@@ -154,7 +155,7 @@ class WorkerGroup:
         return {client.name: holdings_of(claim.holdings) for client, claim in pairs}
 
     @property
-    def places(self) -> dict[str, dict[str, Any]]:
+    def places(self) -> dict[str, WorkerPlace]:
         """Where every worker's process is, by its label; nothing before `claim`.
 
         The device is known once it runs, and empty until then.

@@ -25,7 +25,7 @@ from typing import Any
 
 from rpcmp.errors import SecurityError
 from rpcmp.net.local_peer import owner
-from rpcmp.process import tcp_stats
+from rpcmp.process import sockets
 from rpcmp.process.descriptors import limit
 
 AUTHENTICATION_SECONDS = 10.0
@@ -268,7 +268,7 @@ def _was_silent(connection: socket.socket) -> bool:
     It then repeats the handshake, and hands over the connection at the answer. A connection that
     sends is handed over with its data, even if its handshake was repeated because of a lost packet.
     """
-    seen = tcp_stats.info(connection.fileno())
+    seen = sockets.info(connection.fileno())
     return seen is not None and seen.received == 0 and seen.resent > 0
 
 

@@ -26,7 +26,7 @@ from rpcmp.net.security import Security
 from rpcmp.net.splice import splice
 from rpcmp.net.tls import Connection, TlsState, refusal
 from rpcmp.process import tempdirs
-from rpcmp.process.tcp_stats import keep_alive
+from rpcmp.process.sockets import keep_alive
 
 OPEN_SECONDS = 6.0
 """Time limit for a host to answer, handshake included."""

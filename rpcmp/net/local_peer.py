@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from rpcmp.errors import SecurityError
-from rpcmp.process import descriptors
-from rpcmp.process.tcp_stats import ESTABLISHED, LISTEN
+from rpcmp.process import sockets
+from rpcmp.process.sockets import ESTABLISHED, LISTEN
 
 ANSWER_SECONDS = 2
 """Time limit for an answer of the kernel."""
@@ -148,8 +148,8 @@ def _works_here(connection: socket.socket, parent: int) -> bool:
     if found is None or not found.inode:
         return False
     if parent:
-        return descriptors.is_of_family(found.inode, parent)
-    return found.uid != os.geteuid() or descriptors.is_free(found.inode)
+        return sockets.is_of_family(found.inode, parent)
+    return found.uid != os.geteuid() or sockets.is_free(found.inode)
 
 
 async def is_process(connection: socket.socket, pid: int) -> bool:
@@ -166,7 +166,7 @@ async def is_process(connection: socket.socket, pid: int) -> bool:
     here, there = _place(connection.getsockname()), _place(connection.getpeername())
     loop = asyncio.get_running_loop()
     found = await loop.run_in_executor(_thread, _ask, there, here)
-    return found is not None and found.inode > 0 and descriptors.has_socket(pid, found.inode)
+    return found is not None and found.inode > 0 and sockets.has_socket(pid, found.inode)
 
 
 async def require_own_server(connection: socket.socket, address: str) -> None:

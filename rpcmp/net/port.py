@@ -36,7 +36,7 @@ from rpcmp.net.identity import GRPC, RELAY, STRANGER, Role
 from rpcmp.net.local_peer import owner_of, require_answers, require_same_user, works_here
 from rpcmp.net.security import Security
 from rpcmp.net.tls import HEADER, Connection, TlsState, refusal
-from rpcmp.process.tcp_stats import keep_alive
+from rpcmp.process.sockets import keep_alive
 
 GREETING_SECONDS = 10.0
 """Time limit for a connection's handshake and first bytes."""

@@ -36,7 +36,7 @@ from rpcmp.net.rpc_inspection import Inspection, Pipes
 from rpcmp.net.security import is_loopback
 from rpcmp.net.splice import splice
 from rpcmp.net.tls import Connection
-from rpcmp.process import tcp_stats
+from rpcmp.process import sockets
 from rpcmp.process.fork_client import Forks
 
 RETRY_SECONDS = 0.5
@@ -122,7 +122,7 @@ class Relay:
         """Seconds of a round trip to each connected peer's host, by the address of its agent."""
         found: dict[str, float] = {}
         for end, peer in self._carried.items():
-            if (seen := tcp_stats.info(end.socket.fileno())) is not None:
+            if (seen := sockets.info(end.socket.fileno())) is not None:
                 found[peer] = min(seen.round_trip_s, found.get(peer, seen.round_trip_s))
         return found
 

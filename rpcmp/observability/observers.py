@@ -25,7 +25,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from queue import Empty, SimpleQueue
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from rpcmp.config import importing
 from rpcmp.config.schema import Config
@@ -38,12 +38,13 @@ from rpcmp.errors import (
     one_line,
     with_notes,
 )
-from rpcmp.process.channel import Message
+from rpcmp.observability.events.definitions import EndEvent, WarningEvent
+from rpcmp.observability.events.event import Event, Json
 from rpcmp.process.logging.display import unreported
 
 
 class Observer(Protocol):
-    """Is told what happens in a run; see `rpcmp.job.drive` for the events.
+    """Is told what happens in a run; see `rpcmp.observability.events` for the events.
 
     Both methods are called on a thread of the observer's own. What they raise ends the observer,
     not the run.
@@ -53,8 +54,8 @@ class Observer(Protocol):
     def name(self) -> str:
         """What a warning calls it: "the run folder", "logger 'my_logs:wandb'"."""
 
-    def tell(self, event: Message) -> None:
-        """Take an event, in order, and leave it as it is: others are told of the same object."""
+    def tell(self, event: Event) -> None:
+        """Take an event, in order, and leave it as it is: others get the same object."""
 
     def close(self) -> None:
         """Finish; called once, after the last event, or after `tell` has raised."""
@@ -72,7 +73,9 @@ MOST = 20_000
 PATIENCE = 60.0
 """Seconds for all observers to finish when the run has ended."""
 
-Report = Callable[[Message], None]
+Report = Callable[[Event], None]
+
+Outcome = Literal["done", "failed", "interrupted"]
 
 
 @contextlib.contextmanager
@@ -105,18 +108,17 @@ class _Watch:
         self._lock = threading.RLock()
         self._generation = 0
 
-    def report(self, event: Message) -> None:
+    def report(self, event: Event) -> None:
         with self._lock:
             self._drop_those_who_failed()
             self._tell(event)
 
-    def end(self, outcome: str, error: str, patience: float) -> None:
+    def end(self, outcome: Outcome, error: str, patience: float) -> None:
         """Observers hear the end first: what goes wrong with them is shown before it."""
         ends = time.monotonic() + patience
-        event = {"event": "end", "outcome": outcome, "error": error}
         with self._lock:
             self._drop_those_who_failed()
-            stamped = self._stamped(event)
+            stamped = self._stamped(EndEvent(outcome=outcome, error=error))
             for post in self._posts:
                 post.tell(stamped)
                 post.finish()
@@ -124,12 +126,13 @@ class _Watch:
             post.join(ends - time.monotonic())
         for post in self._posts:
             if post.failure is not None:
-                self._show(self._stamped({"event": "warning", "text": post.failure}))
+                self._show(self._stamped(WarningEvent(text=post.failure)))
         self._show(stamped)
 
-    def _tell(self, event: Message) -> None:
-        self._generation = event.get("generation", self._generation)
-        if event["event"] not in PASSING:  # for observers alone; output may go unread for hours
+    def _tell(self, event: Event) -> None:
+        if event.generation is not None:
+            self._generation = event.generation
+        if event.event not in PASSING:  # for observers alone; output may go unread for hours
             self._show(event)
         for post in self._posts:
             post.tell(event)
@@ -139,10 +142,10 @@ class _Watch:
         self._posts = [post for post, failure in found if failure is None]
         for _, failure in found:
             if failure is not None:
-                self._tell(self._stamped({"event": "warning", "text": failure}))
+                self._tell(self._stamped(WarningEvent(text=failure)))
 
-    def _stamped(self, event: Message) -> Message:
-        return {**event, "time": time.time(), "generation": self._generation}
+    def _stamped(self, event: Event) -> Event:
+        return event.stamped(time.time(), self._generation)
 
 
 class _ObserverQueue:
@@ -154,21 +157,21 @@ class _ObserverQueue:
 
     def __init__(self, observer: Observer) -> None:
         self._observer = observer
-        self._events: SimpleQueue[Message | None] = SimpleQueue()
+        self._events: SimpleQueue[Event | None] = SimpleQueue()
         self.failure: str | None = None
         self._thread = threading.Thread(
             target=self._run, name=f"rpcmp-{observer.name}", daemon=True
         )
         self._thread.start()
 
-    def tell(self, event: Message) -> None:
+    def tell(self, event: Event) -> None:
         """Never waits. What an observer reports on this thread it is not told."""
         waiting = self._events.qsize()
         if self.failure is not None or threading.current_thread() is self._thread:
             return
         if waiting >= MOST:
             self._give_up(f"lags {waiting:,} events behind the run")
-        elif waiting < LAG or event["event"] not in PASSING:
+        elif waiting < LAG or event.event not in PASSING:
             self._events.put(event)
 
     def finish(self) -> None:
@@ -214,7 +217,7 @@ def _reason(error: BaseException) -> str:
     return one_line(error) if isinstance(error, OSError) else importing.explain_error(error)
 
 
-def _outcome(error: BaseException) -> tuple[str, str]:
+def _outcome(error: BaseException) -> tuple[Outcome, str]:
     """How a run ended that raised `error`, and the error's text."""
     ended = (InterruptedJobError, DrainingError, KeyboardInterrupt, asyncio.CancelledError)
     text = with_notes(error) if isinstance(error, RpcmpError) else one_line(error)
@@ -241,16 +244,16 @@ class Logger:
                 f"{what} = {made.callable!r} returned {type(found).__name__}; it has to return a "
                 "function that takes an event"
             )
-        self._tell: Callable[[Message], Any] = found
+        self._tell: Callable[[Json], Any] = found
 
-    def tell(self, event: Message) -> None:
-        """See Observer; user code may do with an event what it likes.
+    def tell(self, event: Event) -> None:
+        """See Observer. The user's code gets a copy of the event's JSON form, which it may change.
 
         Raises:
             FactoryError: it has raised; says where.
         """
         try:
-            self._tell(copy.deepcopy(event))
+            self._tell(copy.deepcopy(event.to_json()))
         except (Exception, SystemExit) as error:
             raise FactoryError(importing.explain_error(error)) from error
 
@@ -282,7 +285,7 @@ def aside(show: Report) -> Iterator[Report]:
     Raises:
         Exception: what `show` has raised, at the next event.
     """
-    events: SimpleQueue[Message | None] = SimpleQueue()
+    events: SimpleQueue[Event | None] = SimpleQueue()
     errors: list[Exception] = []
 
     def run() -> None:
@@ -293,7 +296,7 @@ def aside(show: Report) -> Iterator[Report]:
                 errors.append(error)
                 return
 
-    def report(event: Message) -> None:
+    def report(event: Event) -> None:
         if errors:
             raise errors[0]
         events.put(event)

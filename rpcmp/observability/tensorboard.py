@@ -15,8 +15,19 @@ from typing import TYPE_CHECKING, Any
 from rpcmp.config.redaction import flat, redacted
 from rpcmp.config.schema import Config
 from rpcmp.errors import ConfigError
+from rpcmp.observability.events.definitions import (
+    CheckpointEvent,
+    EndEvent,
+    EvalEvent,
+    RecoveredEvent,
+    RunEvent,
+    StartEvent,
+    StepEvent,
+    TimelineEvent,
+    VitalsEvent,
+)
+from rpcmp.observability.events.event import Event, StageInfo
 from rpcmp.observability.run_folder import writer
-from rpcmp.process.channel import Message
 
 if TYPE_CHECKING:
     from rpcmp.observability.tensorboard_file import EventFile
@@ -59,19 +70,19 @@ class TensorBoard:
         self._config = config
         self._open = EventFile
         self._file: EventFile | None = None
-        self._graph: list[Message] = []
+        self._graph: list[StageInfo] = []
         self._step = 0
         self._shown: dict[str, float] = {}
 
-    def tell(self, event: Message) -> None:
+    def tell(self, event: Event) -> None:
         """See Observer."""
-        match event["event"]:
-            case "run":
-                self._graph = event["graph"]["stages"]
-            case "start":
+        match event:
+            case RunEvent():
+                self._graph = event.graph["stages"]
+            case StartEvent():
                 self._begin()
-            case "end" if self._file is not None:
-                self._file.end(event["outcome"] == "done")
+            case EndEvent() if self._file is not None:
+                self._file.end(event.outcome == "done")
             case _ if self._file is not None:
                 self._show(self._file, event)
 
@@ -95,12 +106,12 @@ class TensorBoard:
         if self._graph:
             self._file.graph(self._graph)
 
-    def _show(self, file: EventFile, event: Message) -> None:
-        kind, now = event["event"], event.get("time", time.time())
+    def _show(self, file: EventFile, event: Event) -> None:
+        kind, now = event.event, time.time() if event.time is None else event.time
         if 0 <= now - self._shown.get(kind, float("-inf")) < EVERY.get(kind, 0.0):
             return
         self._shown[kind] = now
-        self._step = event.get("step", self._step)
+        self._step = getattr(event, "step", self._step)
         if values := dict(_scalars(event)):
             file.scalars(values, self._step, now)
 
@@ -110,30 +121,29 @@ def _others(rates: Sequence[float]) -> dict[str, float]:
     return {f"group{number}": rate for number, rate in enumerate(rates) if number}
 
 
-def _scalars(event: Message) -> Iterator[tuple[str, float]]:
+def _scalars(event: Event) -> Iterator[tuple[str, float]]:
     """The curves that an event adds a point to, by tag."""
-    match event["event"]:
-        case "step":
-            told = {key: value for key, value in event.items() if key not in NO_SCALARS}
-            groups = told.pop("group_learning_rates", {})
-            told["learning_rate"] = told.pop("learning_rates", None) or told.get("learning_rate")
+    match event:
+        case StepEvent():
+            values = {key: value for key, value in event.to_json().items() if key not in NO_SCALARS}
+            groups = values.pop("group_learning_rates", {})
+            values["learning_rate"] = values.pop("learning_rates") or values["learning_rate"]
             yield from _numbers(
                 {f"learning_rate/{label}": _others(rates) for label, rates in groups.items()}, ""
             )
-            yield from _numbers(told, "")
-        case "eval":
-            told = {key: value for key, value in event.items() if key not in NO_SCALARS}
-            yield from _numbers(told, "eval/")
-        case "checkpoint":
-            told = {key: event.get(key) for key in ("seconds", "bytes")}
-            yield from _numbers(told, "checkpoint/")
-        case "recovered":
-            yield "recovery/seconds", event["seconds"]
-        case "vitals":
-            workers = event["workers"].items()
-            yield from _numbers({label: told["memory"] for label, told in workers}, "memory/")
-        case "timeline":
-            for stage in event["stages"]:
+            yield from _numbers(values, "")
+        case EvalEvent():
+            yield from _numbers(event.values, "eval/")
+        case CheckpointEvent():
+            yield "checkpoint/seconds", event.seconds
+            yield "checkpoint/bytes", event.bytes
+        case RecoveredEvent():
+            yield "recovery/seconds", event.seconds
+        case VitalsEvent():
+            for label, process in event.workers.items():
+                yield f"memory/{label}", process["memory"]
+        case TimelineEvent():
+            for stage in event.stages:
                 yield from _numbers(stage["lost"], f"lost/{stage['label']}/")
 
 

@@ -35,7 +35,7 @@ from tensorboard.plugins.hparams.plugin_data_pb2 import (
 from tensorboard.plugins.text.metadata import create_summary_metadata
 from tensorboard.summary.writer.record_writer import RecordWriter
 
-from rpcmp.process.channel import Message
+from rpcmp.observability.events.event import StageInfo
 
 
 class EventFile:
@@ -91,7 +91,7 @@ class EventFile:
         )
         self._hparams(hparams.SESSION_START_INFO_TAG, session_start_info=start)
 
-    def graph(self, stages: Sequence[Message]) -> None:
+    def graph(self, stages: Sequence[StageInfo]) -> None:
         """The stages, and who reads whose outputs.
 
         Args:

@@ -2,8 +2,8 @@
 
 A process joins one group, once. The agent is built directly instead of by `init_rpc`, which would
 open a TCPStore and a Gloo group beside it: like this a worker has one listening socket. It is built
-in a thread that is in the private network of `rpcmp.process.namespace`, and with it its own. What
-we rely on in torch is pinned down by tests/unit/test_torch_contract.py:
+in a thread that is in the private network of `process/sandbox/namespace.py`, and with it its own.
+What we rely on in torch is pinned down by tests/unit/test_torch_contract.py:
 
 - `TensorPipeAgent` needs a store with `set`, `get` and `compare_set`; the Python store must stay
   referenced as long as the agent lives.
@@ -23,7 +23,7 @@ later; no handler blocks, so a few RPC threads are enough for any number of micr
 
 How many bytes of tensors other members have answered to this one, and it has sent them back.
 
-The kernel counts what goes over connections, see `rpcmp.process.tcp_stats`. What goes from process
+The kernel counts what goes over connections, see `rpcmp.process.sockets`. What goes from process
 to process through one machine's memory nobody counts, so this does, where answers arrive.
 """
 
@@ -62,10 +62,10 @@ from rpcmp.errors import (
     to_wire,
 )
 from rpcmp.pipelining import pytree
-from rpcmp.process import namespace
-from rpcmp.process.confinement import is_confined
-from rpcmp.process.namespace import address_of, listeners
-from rpcmp.process.tcp_stats import PeerTraffic
+from rpcmp.process.sandbox import namespace
+from rpcmp.process.sandbox.confinement import is_confined
+from rpcmp.process.sandbox.namespace import address_of
+from rpcmp.process.sockets import PeerTraffic, listeners
 from rpcmp.rpc import unpickler
 from rpcmp.rpc.unpickler import Method
 

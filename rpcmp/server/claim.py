@@ -29,11 +29,11 @@ from rpcmp.process import interpreter, tempdirs
 from rpcmp.process.activity import NO_MICROBATCH, Doing
 from rpcmp.process.channel import Message
 from rpcmp.process.child import Child
-from rpcmp.process.confinement import Reach
 from rpcmp.process.fork_client import Forks, NetworkOf
 from rpcmp.process.interpreter import compute_environment
 from rpcmp.process.liveness import HeartbeatMonitor
 from rpcmp.process.logging.records import Entry, Line, entry_of, pass_on
+from rpcmp.process.sandbox.confinement import Reach
 from rpcmp.server import claim_log
 from rpcmp.server.access import GroupMembers
 from rpcmp.server.claim_log import LogBuffer, WorkerVitals
@@ -281,12 +281,12 @@ class Claim:
         return self._vitals.message(self.worker_pid, self.doing, self.relay.round_trips)
 
     async def stacks(self) -> str:
-        return await self._child.where() if self._child is not None and self.worker_pid else ""
+        return await self._child.stack_dump() if self._child is not None and self.worker_pid else ""
 
-    def read_output(self) -> None:
+    def receive_pending(self) -> None:
         """Read the output that the worker has written so far."""
         if self._child is not None:
-            self._child.log.hear_all()
+            self._child.log.receive_pending()
 
     async def notify(self) -> None:
         async with self.changed:
@@ -301,14 +301,14 @@ class Claim:
             async for message in child.messages():
                 await self._handle(message)
         except (ValueError, KeyError, TypeError) as error:
-            self.error = to_wire(child.talks_nonsense(error, self._worker))
+            self.error = to_wire(child.garbled_message_error(error, self._worker))
             await child.kill()
         self.exit_code = await child.wait() or 0
         await child.kill()  # what the user's code has forked
         left = self.state == State.SERVER_STATE_ENDED
         if not left and not self.error:
             died = WorkerDiedError(self._obituary(child))
-            self.error = to_wire(await child.was_hung() or died)
+            self.error = to_wire(await child.hung_error() or died)
         await self._become(State.SERVER_STATE_ENDED)
 
     async def _handle(self, message: Message) -> None:
@@ -332,7 +332,7 @@ class Claim:
             case "snapshot":
                 await self._snapshot_taken(pb.Saved(step=message["step"]).step)
             case "failed":
-                self.read_output()  # what it has said before comes first
+                self.receive_pending()  # what it has said before comes first
                 self.error = to_wire(from_wire(message["error"]))
                 await self.notify()
             case "left":
@@ -349,7 +349,7 @@ class Claim:
         self._pulse.beat()
         seconds = await self._pulse.lost()
         if child.exit_code is None and self.state != State.SERVER_STATE_ENDED:
-            self.error = to_wire(await child.hung(self.stage_name, seconds))
+            self.error = to_wire(await child.record_hang(self.stage_name, seconds))
             await child.kill()
 
     def _refused(self, error: SecurityError) -> None:
@@ -396,5 +396,5 @@ class Claim:
         of = "" if doing.microbatch < 0 else f" of micro-batch {doing.microbatch}"
         what = f" in {doing.phase}{of}" if doing.phase else ""
         step = f" at step {doing.step}" if doing.step else ""
-        died = f"{self._worker} {place} {interpreter.told(self.exit_code)}{what}{step}"
+        died = f"{self._worker} {place} {interpreter.describe_exit(self.exit_code)}{what}{step}"
         return "\n".join(filter(None, [died, child.stacks.read()]))

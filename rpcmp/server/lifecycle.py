@@ -15,7 +15,7 @@ import socket
 from collections.abc import Callable
 
 from rpcmp.net.security import INSECURE, WARN_SECONDS, Security, watch
-from rpcmp.process.signals import ending_signals, wishes
+from rpcmp.process.signals import count_stop_requests, stop_signals
 from rpcmp.server.stage_server import DRAIN_SECONDS, StageServer
 
 
@@ -67,13 +67,13 @@ async def serve(
     signals: list[int] = []
 
     def on_signal(signum: signal.Signals) -> None:
-        before = wishes(signals)
+        before = count_stop_requests(signals)
         signals.append(signum)
-        if wishes(signals) > before:
+        if count_stop_requests(signals) > before:
             received.put_nowait(signum)
 
     loop = asyncio.get_running_loop()
-    for signum in ending_signals():
+    for signum in stop_signals():
         loop.add_signal_handler(signum, on_signal, signum)
     on_listening(await server.start(host, port))
     notify("READY=1")

@@ -19,9 +19,9 @@ import grpc
 
 from rpcmp.errors import JobError, RpcmpError, one_line, to_wire
 from rpcmp.process.child import Child
-from rpcmp.process.confinement import Reach
 from rpcmp.process.fork_client import Forks
 from rpcmp.process.interpreter import compute_environment
+from rpcmp.process.sandbox.confinement import Reach
 from rpcmp.server import claim_log
 from rpcmp.server.connection import machine, way_to
 from rpcmp.server.hardened_grpc import Callers
@@ -168,7 +168,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         self, request: pb.InspectRequest, grpc_context: GrpcContext
     ) -> pb.InspectResponse:
         claim = self._server.claimed_by(request.job_id, request.generation)
-        claim.read_output()
+        claim.receive_pending()
         return pb.InspectResponse(
             generation=claim.generation,
             host=platform.node(),

@@ -16,10 +16,10 @@ from rpcmp.net import dialer
 from rpcmp.net.dialer import Dialer
 from rpcmp.net.security import Security
 from rpcmp.process import liveness, tempdirs
-from rpcmp.process.confinement import SCRATCH, Reach
 from rpcmp.process.fork_client import WORKERS, Forks
 from rpcmp.process.logging.display import RecordSource
 from rpcmp.process.logging.records import Entry, pass_on
+from rpcmp.process.sandbox.confinement import SCRATCH, Reach
 from rpcmp.server import claim_log, endpoints, services
 from rpcmp.server.access import GroupMembers
 from rpcmp.server.claim import Claim, State

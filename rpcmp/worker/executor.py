@@ -336,13 +336,13 @@ class ComputeThread:
             if current.training and action is Action.FORWARD:
                 self.in_flight += len(task.parts)
             for microbatch, part in enumerate(task.parts, task.first):
-                self.activity.begin(action.name.lower(), current.step, microbatch)
+                self.activity.start(action.name.lower(), current.step, microbatch)
                 started = time.perf_counter_ns()
                 part()
                 if current.training:  # an evaluation is no part of a step
                     self.recorder.add(action, current.step, microbatch, task.ready_ns, started)
             if action is frees:
                 self.in_flight -= len(task.parts)
-            self.activity.end()
+            self.activity.stop()
 
         return run

@@ -207,7 +207,7 @@ class StageOptimizer:
     def _guard(self, function: Callable[[], Any]) -> Any:
         """What `function` returns; what the user's optimizer raises names the stage."""
         try:
-            with self._compute.activity.doing("optimizer", self.steps + 1):
+            with self._compute.activity.during("optimizer", self.steps + 1):
                 return function()
         except RpcmpError:
             raise

@@ -95,12 +95,12 @@ class WorkerProcess:
         if any(limits.splits for limits in assignment.all_limits):
             weight_grad.install()
         threading.Thread(target=self._listen, daemon=True).start()
-        liveness.begin(self._channel, self._vitals)
-        with self._activity.doing("build"):
+        liveness.start_heartbeat(self._channel, self._vitals)
+        with self._activity.during("build"):
             stage = self._stage = self._build(assignment, loaders)
             if (begin := self._start["restore"]) is not None:
                 self._restore(stage, begin["step"], begin["files"])
-        with self._activity.doing("join"):
+        with self._activity.during("join"):
             address = transport.join(
                 self._start["members"], self._start["rank"], self._store, stage
             )

@@ -70,7 +70,7 @@ class StageSnapshots:
             TypeError: the optimizer or the scheduler keeps something that cannot be stored.
             OSError: there is no memory left.
         """
-        with self._activity.doing("saving", self._optimizer.steps):
+        with self._activity.during("saving", self._optimizer.steps):
             slot = self._free_slot()
             try:
                 tensors, about = pack(self._state())

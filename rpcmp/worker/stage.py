@@ -419,7 +419,7 @@ class Stage:
         Raises:
             RpcmpError: they cannot be had.
         """
-        with self._compute.activity.doing("sum", self.optimizer.steps + 1):
+        with self._compute.activity.during("sum", self.optimizer.steps + 1):
             self._together.sum(round_number, self.optimizer.steps + 1)
 
     def _guard_saving(self, save: Callable[[StageSnapshots], None]) -> None:

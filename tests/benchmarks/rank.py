@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 from typing import Protocol
 
-from rpcmp.process.channel import Message, begin_child
+from rpcmp.process.channel import Message, connect_to_supervisor
 
 
 class Rank(Protocol):
@@ -28,7 +28,7 @@ class Rank(Protocol):
 
 def main() -> None:
     """Serve the benchmark; the process ends here."""
-    channel = begin_child().channel  # before torch
+    channel = connect_to_supervisor().channel  # before torch
     from rpcmp.config.importing import explain_error
     from rpcmp.errors import JobError, RpcmpError, to_wire
 

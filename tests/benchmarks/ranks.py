@@ -75,7 +75,7 @@ class Ranks:
             if message["event"] == "error":
                 raise from_wire(message["error"])
             return message
-        how = interpreter.told(self._children[rank].exit_code)
+        how = interpreter.describe_exit(self._children[rank].exit_code)
         raise WorkerDiedError(f"{self.name}: the process of rank {rank} {how}")
 
 

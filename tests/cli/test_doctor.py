@@ -75,7 +75,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
             place = ("--listen", f"{HOST}:0", "--certs", certs / name)
             return started.enter_context(running_server(*options, *place, whose=whose))
 
-        # The second as the README has it, for Prometheus on another machine.
+        # The second as the guide has it, for Prometheus on another machine.
         metrics = ("--metrics", "0.0.0.0:0")
         stages = [serve("stage0", "--stage", "0", whose="stage 0")]
         stages += [serve("stage1", "--stage", "1", *metrics)]

@@ -11,6 +11,7 @@ from click.testing import CliRunner
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from rpcmp.cli import cli
+from rpcmp.observability.events.definitions import StepEvent, SummaryEvent
 from rpcmp.observability.run_folder import writer
 from rpcmp.observability.run_folder.reader import read
 from rpcmp.observability.trace import chrome
@@ -64,9 +65,9 @@ def test_all_that_looks_at_a_run(job: JobFolder) -> None:
     assert run.info.outcome == "done"
     assert set(run.info.versions) == {"rpcmp", "torch", "python"}
     assert run.config["model"]["balance"] == [2, 2]
-    assert [event["step"] for event in run.all("step")] == [1, 2, 3, 4]
-    assert run.events[-1]["event"] == "end"
-    assert run.all("summary")[0]["parameters_sha256"] in result.out
+    assert [event.step for event in run.all(StepEvent)] == [1, 2, 3, 4]
+    assert run.events[-1].event == "end"
+    assert run.all(SummaryEvent)[0].parameters_sha256 in result.out
     log = (path / writer.LOG).read_text().splitlines()
     assert set(lines) - set(log) <= {line for line in lines if "step" in line}
     told = (job.folder / "told").read_text().split()
@@ -83,7 +84,7 @@ def test_all_that_looks_at_a_run(job: JobFolder) -> None:
     assert f'"name":"{path.name}"' in (path / "report.html").read_text()
 
 
-def test_a_bad_logger_fails_before_anything_starts(job: JobFolder) -> None:
+def test_a_bad_logger_fails_before_the_run_starts(job: JobFolder) -> None:
     config = job.config("""
         [model]
         layers = "zoo:mlp"
@@ -102,16 +103,17 @@ from pathlib import Path
 from rpcmp.cli.observing import observers
 from rpcmp.observability.observers import watching
 from tests.support import runs
+from tests.support.runevents import typed
 
 resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, 30_000))  # where a full disk would begin
 of = runs.config(Path(sys.argv[1]))
 shown = []
 with watching(observers(of), shown.append) as report:
     for event in runs.events(of, [1.0 / step for step in range(1, 1001)])[:-1]:
-        report(event)
-names = [event["event"] for event in shown]
+        report(typed(event))
+names = [event.event for event in shown]
 assert names.count("step") == 1000 and names[-1] == "end", names
-(text,) = [event["text"] for event in shown if event["event"] == "warning"]
+(text,) = [event.text for event in shown if event.event == "warning"]
 print(text)
 """
 
@@ -129,6 +131,6 @@ def test_a_full_disk_costs_the_folder_and_not_the_run(tmp_path: Path) -> None:
     why = "OSError: [Errno 27] File too large"
     assert result.stdout == f"the run folder failed: {why}; the run goes on without it\n"
     (path,) = (tmp_path / "runs").glob("job-*")
-    steps = [event["step"] for event in read(path).all("step")]
+    steps = [event.step for event in read(path).all(StepEvent)]
     assert steps == list(range(1, len(steps) + 1))
     assert 0 < len(steps) < 1000

@@ -36,7 +36,7 @@ from tests.support.processes import Server, running_servers
         (("--allow", "tests.zoo.models"), "os:system"),
     ],
 )
-def test_a_server_runs_nothing_that_is_not_allowed(
+def test_a_server_runs_only_code_that_its_allow_list_names(
     tmp_path: Path, options: tuple[str, ...], layers: str
 ) -> None:
     """The worker, the examination and the layers' profile all refuse it."""
@@ -108,7 +108,7 @@ def _wanted(job: pb.PrepareRequest, path: str) -> pb.FetchRequest:
 
 
 @pytest.mark.parametrize("folder", ["/", "", "/saved/..", "/saved/../canary", "/savedtoo"])
-def test_a_job_does_not_choose_where_checkpoints_lie(
+def test_the_server_chooses_the_checkpoint_folder_not_the_job(
     guarded: tuple[Server, Path], folder: str
 ) -> None:
     server, base = guarded
@@ -128,7 +128,7 @@ def test_a_job_does_not_choose_where_checkpoints_lie(
         ControlStub(channel).Stop(pb.StopRequest(job_id=job.job_id, generation=1), timeout=120)
 
 
-def test_a_host_that_cannot_keep_checkpoints_refuses_the_job(guarded: tuple[Server, Path]) -> None:
+def test_a_host_without_a_checkpoint_folder_refuses_the_job(guarded: tuple[Server, Path]) -> None:
     server, base = guarded
     (base / "saved").mkdir(exist_ok=True)
     (base / "saved" / "full").write_text("a file in the way")
@@ -139,7 +139,7 @@ def test_a_host_that_cannot_keep_checkpoints_refuses_the_job(guarded: tuple[Serv
     (base / "saved" / "full").unlink()
 
 
-def test_a_job_reads_and_writes_no_file_outside_of_its_folder(
+def test_a_job_cannot_read_or_write_files_outside_its_folder(
     guarded: tuple[Server, Path],
 ) -> None:
     server, base = guarded

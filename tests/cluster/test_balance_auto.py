@@ -29,7 +29,7 @@ TWO = """
 """
 
 
-def test_a_layer_as_slow_as_all_others_together_stands_alone(job: JobFolder) -> None:
+def test_a_layer_as_slow_as_all_others_gets_its_own_stage(job: JobFolder) -> None:
     result = rpcmp("drive", job.config(LOPSIDED), "--json")
     assert result.code == 0, result.err
     plan, summary = result.event("plan"), result.event("summary")
@@ -41,7 +41,7 @@ def test_a_layer_as_slow_as_all_others_together_stands_alone(job: JobFolder) -> 
     assert all(0 < s["memory_bytes"] < s["limit_bytes"] for s in plan["stages"].values())
 
 
-def test_servers_that_stay_measure_and_then_train(job: JobFolder) -> None:
+def test_long_lived_servers_measure_and_then_train(job: JobFolder) -> None:
     config = job.config(TWO.format(milliseconds=1))
     with lent(2) as servers:
         result = rpcmp("verify", config, "--steps", "2", "--connect", connect(servers))
@@ -69,7 +69,7 @@ def test_digits_trains_and_shows_prediction_and_measurement() -> None:
         ("model.kwargs.milliseconds=nothing", "layer 'sleeper' failed to build: TypeError"),
     ],
 )
-def test_what_cannot_be_balanced_is_refused_before_training(
+def test_a_model_that_cannot_be_balanced_is_refused_before_training(
     job: JobFolder, override: str, message: str
 ) -> None:
     result = rpcmp("drive", job.config(LOPSIDED), "--set", override)
@@ -78,7 +78,7 @@ def test_what_cannot_be_balanced_is_refused_before_training(
     assert result.out == ""
 
 
-def test_a_driver_that_dies_leaves_a_server_that_is_free(job: JobFolder) -> None:
+def test_a_server_is_free_again_after_its_driver_dies(job: JobFolder) -> None:
     config = job.config(TWO.format(milliseconds=60_000))
     with lent(2) as servers, running("drive", config, "--connect", connect(servers)) as drive:
         poll_for(

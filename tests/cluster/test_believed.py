@@ -39,7 +39,7 @@ def request(fds: list[int], pid: int = 0) -> pb.MirrorRequest:
     )
 
 
-def test_a_neighbours_memory_is_memory_of_snapshots(tmp_path: Path) -> None:
+def test_a_mirror_opens_only_memory_files_of_snapshots(tmp_path: Path) -> None:
     slots = Slots.create()
     opened = snapshot_saver._open(request(list(slots.fds)))
     assert opened is not None
@@ -71,7 +71,7 @@ def test_a_neighbours_memory_is_memory_of_snapshots(tmp_path: Path) -> None:
         (MEMORY + 1, [], "more than this host's memory"),
     ],
 )
-def test_a_snapshot_is_as_large_as_was_said(size: int, parts: list[bytes], why: str) -> None:
+def test_a_snapshot_must_have_its_announced_size(size: int, parts: list[bytes], why: str) -> None:
     async def stream() -> AsyncIterator[pb.FetchResponse]:
         yield pb.FetchResponse(step=1, size=size)
         for part in parts:
@@ -85,7 +85,7 @@ def test_a_snapshot_is_as_large_as_was_said(size: int, parts: list[bytes], why: 
     slots.close()
 
 
-def test_a_header_of_a_snapshot_is_read_within_bounds(tmp_path: Path) -> None:
+def test_a_snapshot_header_is_read_within_bounds(tmp_path: Path) -> None:
     slots = Slots.create()
     fd = slots.fd(0)
     data = (2**27).to_bytes(8, "little") + b"[" * 2**20
@@ -97,7 +97,7 @@ def test_a_header_of_a_snapshot_is_read_within_bounds(tmp_path: Path) -> None:
     slots.close()
 
 
-def test_a_snapshot_whose_memory_was_cut_off_is_an_error(tmp_path: Path) -> None:
+def test_a_truncated_snapshot_is_an_error(tmp_path: Path) -> None:
     slots = Slots.create()
     about = json.dumps({"__metadata__": {"rpcmp": json.dumps({"groups": [], "scheduler": None})}})
     data = len(about).to_bytes(8, "little") + about.encode()
@@ -113,7 +113,7 @@ def test_a_snapshot_whose_memory_was_cut_off_is_an_error(tmp_path: Path) -> None
     slots.close()
 
 
-def test_memory_of_another_server_than_the_neighbours_is_not_opened() -> None:
+def test_memory_of_a_server_that_is_no_neighbour_is_not_opened() -> None:
     async def opened_of(pid: int, address: str) -> bool:
         wanted = request(list(slots.fds), pid)
         wanted.machine, wanted.address = machine(), address
@@ -173,7 +173,7 @@ def test_only_files_of_the_driver_process_are_delivered(tmp_path: Path) -> None:
         outputs.deliver()
 
 
-def test_shared_memory_is_not_cut_off() -> None:
+def test_shared_memory_cannot_be_truncated() -> None:
     fd = descriptors.memory("test", 4096)
     for size in (0, 8192):
         with pytest.raises(PermissionError):
@@ -185,7 +185,7 @@ GARBAGE = st.binary(min_size=40, max_size=40)
 
 
 @given(GARBAGE)
-def test_whatever_lies_in_shared_memory_is_something_to_say(garbage: bytes) -> None:
+def test_any_bytes_in_shared_memory_give_a_readable_message(garbage: bytes) -> None:
     fd = descriptors.memory("test", mmap.PAGESIZE)
     os.pwrite(fd, garbage, 0)
     told = pb.Doing(**Activity(fd).read()._asdict())
@@ -206,7 +206,7 @@ def test_whatever_lies_in_shared_memory_is_something_to_say(garbage: bytes) -> N
         "[" * 60_000,
     ],
 )
-def test_an_error_that_is_none_is_shown_as_it_is(text: str) -> None:
+def test_a_malformed_error_of_a_child_is_shown_verbatim(text: str) -> None:
     error = from_wire(text)
     assert isinstance(error, JobError)
     assert repr(text[:50])[:-1] in str(error)
@@ -237,7 +237,9 @@ SAYING += [("driver", which) for which in NONSENSE if which not in (*WORKERS_ALO
 
 
 @pytest.mark.parametrize(("whose", "which"), SAYING)
-def test_nonsense_of_a_child_ends_the_job_by_name(job: JobFolder, whose: str, which: str) -> None:
+def test_a_malformed_message_of_a_child_ends_the_job_and_names_the_child(
+    job: JobFolder, whose: str, which: str
+) -> None:
     (job.folder / "nonsense.py").write_text(TALKING.format(said=NONSENSE[which]))
     path = "nonsense:layers" if whose == "worker" else "zoo:mlp"
     data = "nonsense:data" if whose == "driver" else "zoo:regression"
@@ -257,7 +259,7 @@ def test_nonsense_of_a_child_ends_the_job_by_name(job: JobFolder, whose: str, wh
     )
     result = rpcmp("drive", config, "--json")
     assert result.code not in (0, 1)
-    assert "speaks nonsense" in result.err
+    assert "sent an invalid message" in result.err
     assert "Traceback" not in result.err
 
 

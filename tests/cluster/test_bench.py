@@ -12,7 +12,7 @@ from rpcmp.tools.bench.peers.group import stage_times
 from tests.support.processes import JobFolder
 
 
-def test_an_error_in_a_peer_says_where_it_was(job: JobFolder) -> None:
+def test_an_error_in_a_peer_names_its_place(job: JobFolder) -> None:
     case = cases.load(str(job.config('[model]\nlayers = "zoo:broken_layers"\n')))
     with pytest.raises(ConfigError, match="this factory is broken"):
         asyncio.run(stage_times(case))

@@ -7,9 +7,10 @@ import torch
 from rpcmp.observability.dashboard.state import State
 from rpcmp.pipelining import devices
 from tests.support.processes import JobFolder, rpcmp
+from tests.support.runevents import typed
 
 
-def test_a_run_tells_which_device_auto_was(job: JobFolder) -> None:
+def test_a_run_reports_the_device_that_auto_chose(job: JobFolder) -> None:
     config = job.config("""
         [model]
         layers = "zoo:mlp"
@@ -21,7 +22,7 @@ def test_a_run_tells_which_device_auto_was(job: JobFolder) -> None:
     assert result.code == 0, result.err
     page = State()
     for event in result.events:
-        page.take(event)
+        page.take(typed(event))
     found = torch.empty(0, device=devices.resolve_device("auto")).device
     places = result.event("generation")["workers"]
     assert {label: place["device"] for label, place in places.items()} == {

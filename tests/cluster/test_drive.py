@@ -56,7 +56,7 @@ def test_digits_reaches_98_percent() -> None:
     assert {event["generation"] for event in result.events} == {1}
 
 
-def test_plain_lines_where_there_is_no_terminal(job: JobFolder) -> None:
+def test_output_is_plain_lines_without_a_terminal(job: JobFolder) -> None:
     config = job.config("""
         epochs = 2
         report = "zoo:report"
@@ -96,7 +96,7 @@ def test_plain_lines_where_there_is_no_terminal(job: JobFolder) -> None:
     assert result.err == ""
 
 
-def test_a_process_that_loads_samples_changes_no_bit_and_says_nothing(job: JobFolder) -> None:
+def test_a_loader_process_changes_no_bit_and_logs_nothing(job: JobFolder) -> None:
     text = "steps = 4" + MADE["mappings"].replace("[data]", "[data]\nbatch_size = 7")
     text = text.replace('test = "samples:Mapped"', "")  # which would have a process of its own
     config = job.config(text)

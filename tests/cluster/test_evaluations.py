@@ -40,7 +40,7 @@ def test_a_run_ends_early_and_keeps_its_best_step(undisturbed: tuple[JobFolder, 
     assert exported.out.startswith(f"step {BEST}, fit.r2 {values[BEST]:.4f}: ")
 
 
-def test_faults_in_an_evaluation_and_after_the_best_step_change_nothing(
+def test_faults_during_evaluation_and_after_the_best_step_change_no_bit(
     undisturbed: tuple[JobFolder, Result], job: JobFolder
 ) -> None:
     faults = Faults(job).fail_at(1, BEST + 1, "forward", "SIGKILL")
@@ -61,7 +61,7 @@ def test_faults_in_an_evaluation_and_after_the_best_step_change_nothing(
     assert [manifest.step for manifest in folder.valid()] == [LAST, BEST]
 
 
-def test_a_run_that_was_killed_after_its_best_step_finds_it_again(
+def test_a_run_killed_after_its_best_step_finds_it_again(
     undisturbed: tuple[JobFolder, Result], job: JobFolder
 ) -> None:
     path = config(Faults(job))
@@ -78,7 +78,7 @@ def test_a_run_that_was_killed_after_its_best_step_finds_it_again(
     assert list(decided(result)[1:]) == expected
 
 
-def test_a_key_that_a_metric_does_not_have_ends_the_run_before_its_first_step(
+def test_an_unknown_metric_key_fails_before_the_first_step(
     job: JobFolder,
 ) -> None:
     """And the module of a metric with a state is needed by the driver alone."""
@@ -113,7 +113,7 @@ class Fit(measures.Fit):
 """
 
 
-def test_a_metric_that_fails_does_so_before_the_first_step(job: JobFolder) -> None:
+def test_a_broken_metric_fails_before_the_first_step(job: JobFolder) -> None:
     metric = "metrics.wrong=torch.nn.functional:nll_loss"
     result = drive(config(Faults(job)), "--set", metric, "--set", "data.at=stage")
     assert result.code == 2
@@ -122,7 +122,7 @@ def test_a_metric_that_fails_does_so_before_the_first_step(job: JobFolder) -> No
     assert "nll_loss" in result.err
 
 
-def test_what_fails_in_the_first_step_of_a_resumed_run_is_not_tried_again(job: JobFolder) -> None:
+def test_a_failure_in_the_first_step_after_resuming_is_not_retried(job: JobFolder) -> None:
     kept = '[checkpoint]\ndir = "kept"\nevery_steps = 2'
     assert drive(Faults(job).config("steps = 2", stages=2, sections=kept)).code == 0
     faults = Faults(job).fail_at(1, 3, "forward", "exception", again=True)
@@ -133,7 +133,7 @@ def test_what_fails_in_the_first_step_of_a_resumed_run_is_not_tried_again(job: J
     assert not [event for event in result.events if event["event"] in ("step", "fault")]
 
 
-def test_what_fails_in_the_first_step_is_not_tried_again(job: JobFolder) -> None:
+def test_a_failure_in_the_first_step_is_not_retried(job: JobFolder) -> None:
     faults = Faults(job).fail_at(1, 1, "forward", "exception", again=True)
     result = drive(faults.config("steps = 4", stages=2))
     assert result.code == 1

@@ -93,7 +93,7 @@ def test_a_remote_factory_that_raises_names_the_stage(
         ("kill", "signal 9"),
     ],
 )
-def test_a_worker_that_dies_is_named(
+def test_a_dead_worker_is_named(
     job: JobFolder, shared_servers: list[PooledServer], kind: str, how: str
 ) -> None:
     text = troubled("[2, 2]", phase="backward", position=0, step=2, kind=kind)
@@ -103,7 +103,7 @@ def test_a_worker_that_dies_is_named(
     assert how in err
 
 
-def test_a_busy_stage_names_the_other_job_which_goes_on(
+def test_a_busy_stage_names_the_other_job_and_does_not_disturb_it(
     job: JobFolder, shared_servers: list[PooledServer]
 ) -> None:
     where = connect(shared_servers)
@@ -120,7 +120,7 @@ def test_a_busy_stage_names_the_other_job_which_goes_on(
         assert first.wait().code == 130
 
 
-def test_an_unreachable_stage_is_named(
+def test_an_unreachable_stage_is_named_in_the_error(
     job: JobFolder, shared_servers: list[PooledServer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(StageClient.connect, "__defaults__", (1.0,))
@@ -133,7 +133,7 @@ def test_an_unreachable_stage_is_named(
     assert describe(shared_servers[0]).job == ""
 
 
-def test_the_driver_killed_leaves_idle_servers(
+def test_servers_are_idle_after_the_driver_was_killed(
     job: JobFolder, shared_servers: list[PooledServer]
 ) -> None:
     config = job.config('steps = 100000\n[model]\nlayers = "zoo:mlp"\nbalance = [2, 2]')
@@ -155,7 +155,7 @@ def test_the_driver_killed_leaves_idle_servers(
     ("signum", "code"),
     [(signal.SIGINT, 130), (signal.SIGTERM, 143)],
 )
-def test_a_signal_lets_the_step_finish_and_the_job_end(
+def test_the_first_signal_finishes_the_step_and_ends_the_job(
     job: JobFolder, shared_servers: list[PooledServer], signum: signal.Signals, code: int
 ) -> None:
     config = job.config('steps = 100000\n[model]\nlayers = "zoo:jittery"\nbalance = [3, 2]')
@@ -172,7 +172,7 @@ def test_a_signal_lets_the_step_finish_and_the_job_end(
     assert [describe(server).job for server in shared_servers] == ["", ""]
 
 
-def test_a_second_signal_ends_the_job_at_once(job: JobFolder) -> None:
+def test_the_second_signal_ends_the_job_at_once(job: JobFolder) -> None:
     text = '[model]\nlayers = "zoo:jittery"\nbalance = [3, 2]\nkwargs = { milliseconds = 60000.0 }'
 
     def send(run: RunningHere) -> None:
@@ -183,7 +183,7 @@ def test_a_second_signal_ends_the_job_at_once(job: JobFolder) -> None:
     assert rpcmp("drive", job.config(text), "--json", during=send).code in (130, 143)
 
 
-def test_a_server_told_to_stop_ends_the_job_after_its_step(job: JobFolder) -> None:
+def test_a_stopping_server_ends_the_job_after_the_running_step(job: JobFolder) -> None:
     config = job.config(f'{ENDLESS}\n[model]\nlayers = "zoo:jittery"\nbalance = [3, 2]')
     with lent(2) as servers:
 
@@ -201,9 +201,7 @@ def test_a_server_told_to_stop_ends_the_job_after_its_step(job: JobFolder) -> No
 
 
 @pytest.mark.usefixtures("own_forks")
-def test_a_signal_to_all_processes_ends_the_job_as_one_to_the_driver_does(
-    job: JobFolder, token: str
-) -> None:
+def test_a_signal_to_all_processes_acts_like_one_to_the_driver(job: JobFolder, token: str) -> None:
     config = job.config('steps = 100000\n[model]\nlayers = "zoo:jittery"\nbalance = [5]')
     with running("drive", config, "--json") as run:
         run.wait_for_line('"step"')
@@ -216,7 +214,7 @@ def test_a_signal_to_all_processes_ends_the_job_as_one_to_the_driver_does(
     assert result.event("summary")["steps"] == result.event("step")["step"]
 
 
-def test_a_ctrl_c_on_a_busy_server_ends_the_job_after_its_step(job: JobFolder) -> None:
+def test_ctrl_c_on_a_busy_server_ends_the_job_after_the_running_step(job: JobFolder) -> None:
     config = job.config(f'{ENDLESS}\n[model]\nlayers = "zoo:jittery"\nbalance = [5]')
     with lent(1) as (server,):
 
@@ -231,7 +229,7 @@ def test_a_ctrl_c_on_a_busy_server_ends_the_job_after_its_step(job: JobFolder) -
         assert server.process.wait(DEADLINE) == 130
 
 
-def test_output_that_is_read_late_is_complete(job: JobFolder) -> None:
+def test_output_is_complete_even_if_it_is_read_late(job: JobFolder) -> None:
     head = "steps = 24\nnum_microbatches = 1"
     config = job.config(f'{head}\n[model]\nlayers = "zoo:mlp"\nbalance = [4]')
     with (
@@ -258,7 +256,7 @@ def test_output_that_is_read_late_is_complete(job: JobFolder) -> None:
     assert '"summary"' in lines[-3]
 
 
-def test_a_server_killed_ends_the_job(job: JobFolder) -> None:
+def test_a_killed_server_ends_the_job_without_recovery(job: JobFolder) -> None:
     config = job.config(f'{ENDLESS}\n[model]\nlayers = "zoo:mlp"\nbalance = [2, 2]')
     with lent(2) as servers:
 
@@ -279,7 +277,7 @@ def test_a_port_in_use_is_refused() -> None:
     assert f"cannot listen on {server.address}" in result.err
 
 
-def test_code_is_refused_by_a_server_that_takes_none(job: JobFolder) -> None:
+def test_a_server_without_allowed_code_refuses_code(job: JobFolder) -> None:
     config = job.config('[model]\nlayers = "zoo:mlp"\nbalance = [4]')
     with running_servers(1, "--no-code", apart=False) as servers:
         result = rpcmp("drive", config, "--connect", connect(servers))
@@ -321,7 +319,7 @@ def test_a_cycle_is_refused_before_anything_starts() -> None:
 
 
 @pytest.mark.usefixtures("own_forks")
-def test_the_driver_killed_takes_its_own_servers_along(job: JobFolder, token: str) -> None:
+def test_servers_of_a_killed_driver_end_with_it(job: JobFolder, token: str) -> None:
     config = job.config('steps = 100000\n[model]\nlayers = "zoo:jittery"\nbalance = [5]')
     with running("drive", config, "--json") as run:
         run.wait_for_line('"step"')

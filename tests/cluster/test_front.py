@@ -87,7 +87,9 @@ def dial(server: Server, folder: Path, protocol: str = GRPC, **more: bool) -> st
 
 
 @pytest.mark.parametrize("name", ["driver", "stage1", "spare"])
-def test_who_has_a_certificate_is_let_in(server: Server, certs: Path, name: str) -> None:
+def test_a_client_with_a_valid_certificate_is_accepted(
+    server: Server, certs: Path, name: str
+) -> None:
     assert dial(server, certs / name) == "answers"
 
 
@@ -99,18 +101,22 @@ def test_who_has_a_certificate_is_let_in(server: Server, certs: Path, name: str)
         ("early", "SSLV3_ALERT_BAD_CERTIFICATE"),
     ],
 )
-def test_who_has_a_bad_one_is_not(server: Server, certs: Path, name: str, why: str) -> None:
+def test_a_client_with_an_invalid_certificate_is_refused(
+    server: Server, certs: Path, name: str, why: str
+) -> None:
     assert dial(server, certs / name) == why
 
 
-def test_nor_is_who_has_none_or_speaks_something_old(server: Server, certs: Path) -> None:
+def test_a_client_without_certificate_or_with_old_tls_is_refused(
+    server: Server, certs: Path
+) -> None:
     nothing = dial(server, certs / "driver", shows_nothing=True)
     assert nothing == "TLSV13_ALERT_CERTIFICATE_REQUIRED"
     assert dial(server, certs / "driver", is_old=True) == "TLSV1_ALERT_PROTOCOL_VERSION"
     assert dial(server, certs / "driver", protocol="") == "hangs up"
 
 
-def test_a_certificate_without_a_role_is_good_for_nothing(server: Server, certs: Path) -> None:
+def test_a_certificate_without_a_role_is_refused_everywhere(server: Server, certs: Path) -> None:
     class Nobody(identity.Role):
         uri = "rpcmp://stage/"
 
@@ -118,7 +124,7 @@ def test_a_certificate_without_a_role_is_good_for_nothing(server: Server, certs:
     assert dial(server, certs / "nobody") == "hangs up"
 
 
-def test_who_does_not_speak_tls_is_not_heard(server: Server) -> None:
+def test_plaintext_connections_are_closed(server: Server) -> None:
     host, port = server.address.rsplit(":", 1)
     with socket.create_connection((host, int(port)), timeout=20) as connection:
         connection.sendall(PREFACE)
@@ -126,7 +132,9 @@ def test_who_does_not_speak_tls_is_not_heard(server: Server) -> None:
     assert b"\x00\x00" not in answer[3:]  # at most a TLS alert, no HTTP/2 frame
 
 
-def test_a_pickle_on_the_relay_is_not_read(server: Server, certs: Path, tmp_path: Path) -> None:
+def test_a_pickle_sent_to_the_relay_is_never_loaded(
+    server: Server, certs: Path, tmp_path: Path
+) -> None:
     """Not even from a host of the job: no group runs here, and nothing here unpickles."""
     marker = tmp_path / "was-here"
 
@@ -152,13 +160,15 @@ def ask(server: Server, certs: Path, name: str, job: JobFolder) -> Result:
     return rpcmp("drive", config, "--connect", server.address, "--certs", certs / name)
 
 
-def test_a_stage_cannot_drive(server: Server, certs: Path, job: JobFolder) -> None:
+def test_a_stage_certificate_cannot_drive(server: Server, certs: Path, job: JobFolder) -> None:
     result = ask(server, certs, "stage1", job)
     assert result.code == 2
     assert "the certificate is for stage 1, which cannot drive" in result.err
 
 
-def test_nor_can_one_whose_driver_does_not_look(server: Server, certs: Path) -> None:
+def test_a_stage_certificate_cannot_drive_even_if_the_driver_does_not_check(
+    server: Server, certs: Path
+) -> None:
     """The server looks as well: a stage's certificate reaches what stages need, and no more."""
     code = f"""
 import asyncio
@@ -198,7 +208,7 @@ asyncio.run(main())
         ("stage0-expired", "certificate has expired"),
     ],
 )
-def test_a_server_that_is_not_who_it_should_be_gets_no_job(
+def test_a_server_with_the_wrong_identity_gets_no_job(
     certs: Path, job: JobFolder, name: str, why: str
 ) -> None:
     """An impostor that runs other software is believed no more than its certificate."""
@@ -227,7 +237,7 @@ asyncio.run(main())
     assert why in result.err
 
 
-def test_a_server_that_does_not_know_our_ca_says_so(
+def test_a_server_with_another_ca_names_the_cause(
     server: Server, certs: Path, job: JobFolder
 ) -> None:
     result = ask(server, certs, "stranger", job)
@@ -235,7 +245,7 @@ def test_a_server_that_does_not_know_our_ca_says_so(
     assert "does not know the CA of our certificate" in result.err
 
 
-def test_a_server_that_is_drained_says_so_before_it_hangs_up() -> None:
+def test_a_draining_server_answers_before_it_closes_the_connection() -> None:
     """The answer is written after the server has begun to close."""
     code = f"""
 import asyncio
@@ -273,7 +283,7 @@ asyncio.run(main())
             run.kill()
 
 
-def test_renewed_files_are_taken_up_without_a_restart(certs: Path) -> None:
+def test_renewed_certificates_are_loaded_without_a_restart(certs: Path) -> None:
     with serving(1, f"{HERE}:0", certs) as server:
         host, port = server.address.rsplit(":", 1)
         before = ssl.get_server_certificate((host, int(port)))
@@ -286,14 +296,14 @@ def test_renewed_files_are_taken_up_without_a_restart(certs: Path) -> None:
         cli(certs, "issue", "--name", "stage1", "--host", HERE)
 
 
-def test_a_server_that_is_open_to_all_says_so(job: JobFolder) -> None:
+def test_an_insecure_server_warns(job: JobFolder) -> None:
     with running_servers(1, "--insecure") as (server,):
         poll_for(lambda: "insecure: nothing is encrypted" in "".join(server.run.err), "a warning")
         with grpc.insecure_channel(server.address) as channel:
             assert ControlStub(channel).Describe(pb.DescribeRequest(), timeout=10).stage_index == 0
 
 
-def test_strangers_who_say_nothing_keep_nobody_out(server: Server, certs: Path) -> None:
+def test_silent_connections_do_not_block_others(server: Server, certs: Path) -> None:
     host, port = server.address.rsplit(":", 1)
     silent = [socket.create_connection((host, int(port))) for _ in range(300)]
     try:

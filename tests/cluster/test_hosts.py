@@ -42,9 +42,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Committed:
 
 
 @pytest.mark.parametrize("lost", [0, 1])
-def test_a_server_that_was_killed_is_taken_back(
-    job: JobFolder, undisturbed: Committed, lost: int
-) -> None:
+def test_a_killed_server_rejoins_its_job(job: JobFolder, undisturbed: Committed, lost: int) -> None:
     with contextlib.ExitStack() as stack:
         servers = stack.enter_context(lent(2))
 
@@ -60,7 +58,7 @@ def test_a_server_that_was_killed_is_taken_back(
 
 
 @pytest.mark.parametrize("every", [0, 4])
-def test_snapshots_every_few_steps_cost_no_more_than_these(
+def test_a_fault_costs_at_most_the_steps_since_the_last_snapshot(
     job: JobFolder, undisturbed: Committed, every: int
 ) -> None:
     def lose(run: RunningHere) -> None:
@@ -73,7 +71,7 @@ def test_snapshots_every_few_steps_cost_no_more_than_these(
 
 
 @pytest.mark.usefixtures("own_forks")
-def test_a_server_that_the_job_started_is_started_again(
+def test_a_server_started_by_the_job_is_restarted(
     job: JobFolder, undisturbed: Committed, token: str
 ) -> None:
     def lose(run: RunningHere) -> None:
@@ -90,7 +88,7 @@ def _serves(process: psutil.Process, stage: int) -> bool:
 
 
 @pytest.mark.parametrize("is_secured", [False, True])
-def test_a_spare_takes_the_stage_of_a_host_that_stays_away(
+def test_a_spare_takes_the_stage_of_a_lost_host(
     job: JobFolder, undisturbed: Committed, tmp_path: Path, is_secured: bool
 ) -> None:
     """With certificates too a neighbour gives it the stage's snapshot: it may be any stage."""
@@ -130,7 +128,7 @@ def made_certs(folder: Path) -> Path:
     return certs
 
 
-def test_a_host_that_stays_away_ends_the_run_with_a_checkpoint(
+def test_a_host_lost_for_good_ends_the_run_with_a_checkpoint(
     job: JobFolder, undisturbed: Committed
 ) -> None:
     config = slow_config(job)
@@ -154,7 +152,7 @@ def test_a_host_that_stays_away_ends_the_run_with_a_checkpoint(
 
 
 @pytest.mark.parametrize("how", ["SIGTERM", "rpcmp drain"])
-def test_a_server_that_is_drained_hands_its_state_over(
+def test_a_drained_server_hands_its_state_over(
     job: JobFolder, undisturbed: Committed, how: str
 ) -> None:
     config = slow_config(job, milliseconds=4 * SLOW)  # a command takes a while to start
@@ -177,7 +175,7 @@ def test_a_server_that_is_drained_hands_its_state_over(
     assert "the server of stage 'stage1' is being stopped" in fault
 
 
-def test_a_driver_that_was_killed_leaves_idle_servers_and_can_be_resumed(
+def test_a_killed_driver_leaves_idle_servers_and_can_be_resumed(
     job: JobFolder, undisturbed: Committed
 ) -> None:
     config = slow_config(job)

@@ -62,7 +62,7 @@ def test_training_lowers_the_loss(pipeline: rpcmp.Pipeline, batch: tuple[Tensor,
     assert after.num_samples == BATCH
 
 
-def test_metrics_with_a_state_are_those_of_the_whole_batch(
+def test_stateful_metrics_equal_those_of_the_whole_batch(
     pipeline: rpcmp.Pipeline, batch: tuple[Tensor, Tensor]
 ) -> None:
     from torchmetrics.regression import R2Score  # which takes seconds
@@ -114,7 +114,7 @@ def test_predictions_are_those_of_the_unsplit_model(
     assert pipeline.parameters_sha256() == rpcmp.parameters_sha256(unsplit.state_dict())
 
 
-def test_state_dicts_bring_model_and_optimizer_back(
+def test_state_dicts_restore_model_and_optimizer(
     pipeline: rpcmp.Pipeline, batch: tuple[Tensor, Tensor]
 ) -> None:
     model, optimizer = pipeline.state_dict(), pipeline.optimizer.state_dict()
@@ -124,7 +124,7 @@ def test_state_dicts_bring_model_and_optimizer_back(
     assert [pipeline.train_step(*batch) for _ in range(3)] == first
 
 
-def test_what_has_been_undone_leaves_no_trace_in_what_dropout_draws(
+def test_undone_steps_do_not_change_later_dropout_masks(
     pipeline: rpcmp.Pipeline, batch: tuple[Tensor, Tensor]
 ) -> None:
     model, optimizer = pipeline.state_dict(), pipeline.optimizer.state_dict()
@@ -150,7 +150,7 @@ def test_what_has_been_undone_leaves_no_trace_in_what_dropout_draws(
         assert [pipeline.train_step(*batch) for _ in range(2)] == expected, undone.__name__
 
 
-def test_a_state_that_is_none_of_an_optimizer_changes_nothing(
+def test_an_invalid_optimizer_state_dict_changes_nothing(
     pipeline: rpcmp.Pipeline, batch: tuple[Tensor, Tensor]
 ) -> None:
     state = pipeline.optimizer.state_dict()
@@ -174,7 +174,7 @@ def test_gradients_can_be_accumulated_and_clipped(
     assert all(torch.equal(v, state[k]) for k, v in trained.items() if v.is_floating_point())
 
 
-def test_any_number_of_samples_will_do(pipeline: rpcmp.Pipeline) -> None:
+def test_a_batch_may_have_any_number_of_samples(pipeline: rpcmp.Pipeline) -> None:
     for samples in (50, 13, 8):
         inputs, targets = zoo.regression(samples).tensors
         assert pipeline.predict(inputs).shape == (samples, 1)
@@ -222,7 +222,7 @@ def differing(one: dict[str, Tensor], other: dict[str, Tensor]) -> set[str]:
 
 
 @SETTINGS
-def test_a_stage_whose_backward_failed_does_not_step_and_goes_on(
+def test_a_stage_with_a_failed_backward_skips_the_step_and_stays_usable(
     schedule: str, per_message: int, batch: tuple[Tensor, Tensor]
 ) -> None:
     with rpcmp.launch(troubled(schedule, per_message, phase="backward", position=0)) as pipeline:
@@ -270,7 +270,7 @@ def test_a_state_dict_of_another_model_is_refused(pipeline: rpcmp.Pipeline) -> N
         pipeline.load_state_dict({**state, "x": torch.ones(1)})
 
 
-def test_an_error_of_before_does_not_hide_the_next(
+def test_an_earlier_error_does_not_hide_the_next_one(
     pipeline: rpcmp.Pipeline, batch: tuple[Tensor, Tensor]
 ) -> None:
     for inputs in (torch.ones(BATCH, 3), torch.ones(BATCH, 5)):
@@ -279,7 +279,7 @@ def test_an_error_of_before_does_not_hide_the_next(
         assert f"x{inputs.shape[1]} and" in str(raised.value)
 
 
-def test_a_batch_that_is_none_is_refused(pipeline: rpcmp.Pipeline) -> None:
+def test_an_invalid_batch_is_refused(pipeline: rpcmp.Pipeline) -> None:
     with pytest.raises(rpcmp.RpcmpError, match="made of tensors"):
         pipeline.train_step([1.0, 2.0], torch.ones(2))
     with pytest.raises(rpcmp.RpcmpError, match="no samples"):
@@ -288,7 +288,7 @@ def test_a_batch_that_is_none_is_refused(pipeline: rpcmp.Pipeline) -> None:
         pipeline.train_step(torch.ones(3, 8), torch.ones(4, 1))
 
 
-def test_trees_in_and_out(batch: tuple[Tensor, Tensor]) -> None:
+def test_nested_inputs_and_outputs_keep_their_structure(batch: tuple[Tensor, Tensor]) -> None:
     stages = [
         {"name": "left", "module": "zoo:TwoHeads", "inputs": ["input.x"]},
         {"name": "last", "module": "zoo:TwoHeads", "inputs": ["left.left"]},
@@ -335,7 +335,7 @@ def use(pipeline: rpcmp.Pipeline, batch: tuple[Tensor, Tensor], lose: Callable[[
     return pipeline.parameters_sha256()
 
 
-def test_a_pipeline_goes_on_whatever_is_lost(batch: tuple[Tensor, Tensor]) -> None:
+def test_a_pipeline_recovers_from_every_lost_process(batch: tuple[Tensor, Tensor]) -> None:
     momentum = {"callable": "torch.optim:SGD", "kwargs": {"lr": 0.1, "momentum": 0.9}}
     victims = itertools.cycle(["rpcmp.worker", "rpcmp.driver", "serve"])
     others = {*FORKS.children(), *POOL.taken()}  # of the module's pipeline
@@ -352,7 +352,7 @@ def test_a_pipeline_goes_on_whatever_is_lost(batch: tuple[Tensor, Tensor]) -> No
         assert use(pipeline, batch, lose) == expected
 
 
-def test_two_pipelines_at_once(batch: tuple[Tensor, Tensor]) -> None:
+def test_two_pipelines_run_side_by_side(batch: tuple[Tensor, Tensor]) -> None:
     whole = {"layers": "zoo:mlp", "balance": [4]}
     with rpcmp.launch(config()) as one, rpcmp.launch(config(model=whole)) as other:
         ahead = one.train_step(*batch)
@@ -382,7 +382,7 @@ def test_an_interrupt_while_launching_frees_the_servers(caplog: pytest.LogCaptur
     assert "destroyed" not in caplog.text
 
 
-def test_a_pipeline_that_is_dropped_warns_and_ends() -> None:
+def test_a_pipeline_garbage_collected_unclosed_warns_and_ends() -> None:
     dropped = rpcmp.launch(config(model={"layers": "zoo:mlp", "balance": [4]}))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -391,12 +391,12 @@ def test_a_pipeline_that_is_dropped_warns_and_ends() -> None:
     assert any("was not closed" in str(warning.message) for warning in caught)
 
 
-def test_a_pipeline_that_cannot_start_leaves_nothing() -> None:
+def test_a_pipeline_that_cannot_start_leaves_no_process() -> None:
     with pytest.raises(rpcmp.RpcmpError, match="adds up to 2, but the model has 4 layers"):
         rpcmp.launch(config(model={"layers": "zoo:mlp", "balance": [1, 1]}))
 
 
-def test_close_twice_is_fine_and_calls_after_it_are_refused(
+def test_close_is_idempotent_and_later_calls_are_refused(
     batch: tuple[Tensor, Tensor],
 ) -> None:
     pipeline = rpcmp.launch(config(model={"layers": "zoo:mlp", "balance": [4]}))

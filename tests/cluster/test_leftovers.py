@@ -39,7 +39,7 @@ def keeping(once_keeping: Failed, tmp_path: Path) -> Failed:
     return once_keeping.copied(tmp_path / "job")
 
 
-def test_the_mended_run_begins_at_once_and_clears_up(failed: Failed) -> None:
+def test_a_corrected_run_starts_at_once_and_removes_leftovers(failed: Failed) -> None:
     wrong = drive(failed.config, *MENDED, "--set", "optimizer.kwargs.lrr=1")
     assert "lrr" in wrong.err  # its own mistake, and not what the one before has left
     short = drive(failed.config, *MENDED, "--set", "steps=1", "--set", "seed=1")
@@ -52,7 +52,7 @@ def test_the_mended_run_begins_at_once_and_clears_up(failed: Failed) -> None:
     assert not failed.folder.exists()
 
 
-def test_what_was_left_is_gone_on_with_when_asked(failed: Failed) -> None:
+def test_leftover_checkpoints_are_resumed_on_request(failed: Failed) -> None:
     resumed = drive(failed.config, *MENDED, "--resume")
     assert resumed.event("resumed")["step"] == failed.step
     assert resumed.code == 0
@@ -60,7 +60,7 @@ def test_what_was_left_is_gone_on_with_when_asked(failed: Failed) -> None:
     assert committed(resumed)[1] == committed(drive(failed.config, *MENDED))[1]
 
 
-def test_no_other_runs_checkpoint_is_offered_to_go_on_from(failed: Failed) -> None:
+def test_a_checkpoint_of_another_run_is_never_offered(failed: Failed) -> None:
     failed.age(seconds=2)
     ended = rpcmp("drive", failed.config, "--set", "data.train.kwargs.at=0")
     assert ended.code == 1
@@ -69,7 +69,7 @@ def test_no_other_runs_checkpoint_is_offered_to_go_on_from(failed: Failed) -> No
     assert "--resume" in again.err.partition("try:")[2]
 
 
-def test_what_is_old_is_removed_and_not_offered(failed: Failed) -> None:
+def test_old_leftovers_are_removed_and_not_offered(failed: Failed) -> None:
     failed.age(days=15)
     fails = ("--set", "data.train.kwargs.at=0", "--set", "num_microbatches=1")
     drive(failed.config, *fails, "--set", "recovery.keep_days=16")
@@ -89,7 +89,7 @@ def _hears_hangups() -> Iterator[None]:
 
 @pytest.mark.usefixtures("_hears_hangups")
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_saves_what_a_checkpoint_section_asked_for(
+def test_a_signal_saves_a_checkpoint_if_the_config_asks_for_them(
     job: JobFolder, signum: signal.Signals
 ) -> None:
     """The next run asks: what a signal saved was to be gone on with."""
@@ -108,7 +108,7 @@ def test_a_signal_saves_what_a_checkpoint_section_asked_for(
     assert "go on with --resume, or begin anew beside them with --fresh" in again.err
 
 
-def test_a_run_that_is_damaged_is_not_passed_over_for_an_older_one(keeping: Failed) -> None:
+def test_a_damaged_run_is_not_skipped_for_an_older_one(keeping: Failed) -> None:
     failed, exported_to = keeping, keeping.config.with_name("model.safetensors")
     failed.age(days=1)
     (older,) = runs_in(failed.folder)
@@ -128,14 +128,14 @@ def test_a_run_that_is_damaged_is_not_passed_over_for_an_older_one(keeping: Fail
     assert drive(failed.config, *MENDED, "--resume", *going_on.split()).code == 0
 
 
-def test_to_go_on_and_to_begin_anew_at_once_is_refused(failed: Failed) -> None:
+def test_resume_and_fresh_together_are_refused(failed: Failed) -> None:
     both = rpcmp("drive", failed.config, *MENDED, "--resume", "--fresh")
     assert both.code == 2
     assert "give one of them" in both.err
     assert left_in(failed.folder) == [failed.step]
 
 
-def test_a_new_run_beside_checkpoints_that_were_asked_for(keeping: Failed) -> None:
+def test_a_fresh_run_keeps_checkpoints_that_the_config_asked_for(keeping: Failed) -> None:
     failed, exported_to = keeping, keeping.config.with_name("model.safetensors")
     refused = rpcmp("drive", failed.config, *MENDED)
     assert refused.code == 2
@@ -156,14 +156,14 @@ def test_a_new_run_beside_checkpoints_that_were_asked_for(keeping: Failed) -> No
     assert committed(first)[1] == committed(fresh)[1]
 
 
-def test_what_was_left_before_any_that_was_asked_for_is_in_nobodys_way(job: JobFolder) -> None:
+def test_automatic_leftovers_do_not_block_configured_checkpoints(job: JobFolder) -> None:
     failed = Failed(job, '[checkpoint]\ndir = "kept"\nevery_steps = 5\n')
     mended = drive(failed.config, *MENDED)
     assert mended.code == 0
     assert left_in(failed.folder) == [6]
 
 
-def test_a_recovery_that_fails_says_what_it_followed(job: JobFolder) -> None:
+def test_a_failed_recovery_names_the_fault_before_it(job: JobFolder) -> None:
     """Neither fault hides the other."""
     data = '\nbatch_size = 10\nshuffle = false\ntrain = { callable = "zoo:lost", kwargs = { '
     marker = f'marker = "{job.folder / "opened"}" }} }}'

@@ -45,7 +45,7 @@ def test_a_method_name_that_is_not_utf_8_stops_neither_server_nor_other_calls() 
     assert (result.code, result.err) == (0, "")
 
 
-def test_a_message_that_cannot_be_read_is_the_callers_fault() -> None:
+def test_an_unreadable_message_is_an_invalid_argument() -> None:
     with running_servers(1, apart=False) as (server,):
         for method in ("Control/Prepare", "Control/Watch", "Snapshots/Fetch", "Snapshots/Put"):
             for data in (b"\xff\xff\xff", b"\x0b" * 5000):
@@ -53,7 +53,7 @@ def test_a_message_that_cannot_be_read_is_the_callers_fault() -> None:
                 assert b"the message cannot be read" in answer, method
 
 
-def test_other_processes_of_the_user_cannot_go_round_the_port(
+def test_other_processes_of_the_user_cannot_bypass_the_port(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Such as a worker, that runs a job's code: no socket behind the port can be found.
@@ -87,7 +87,7 @@ def member(job: JobFolder) -> Iterator[tuple[RendezvousStub, SnapshotsStub, str]
         assert not [event for event in run.result().events if event["event"] == "fault"]
 
 
-def test_a_member_that_asks_for_nonsense_is_told_so(
+def test_an_invalid_request_of_a_member_is_refused(
     member: tuple[RendezvousStub, SnapshotsStub, str],
 ) -> None:
     rendezvous, snapshots, job_id = member

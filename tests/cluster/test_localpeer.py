@@ -46,7 +46,7 @@ def layers(address):
 """
 
 
-def test_a_server_does_not_work_for_code_of_jobs(job: JobFolder) -> None:
+def test_a_server_refuses_calls_from_a_jobs_code(job: JobFolder) -> None:
     """It runs as the same user, and so could have other servers of his work for it."""
     (job.folder / "calling.py").write_text(CALLING)
     with running_servers(2) as servers, running_servers(1) as (other,):
@@ -75,7 +75,7 @@ balance = [2, 2]
 """
 
 
-def test_a_jobs_own_servers_work_for_its_process_alone(job: JobFolder) -> None:
+def test_servers_of_a_job_accept_only_the_process_that_started_them(job: JobFolder) -> None:
     with running("drive", job.config(LONG), "--json") as run:
         run.wait_for_line('"event": "step"')
         servers = [p for p in psutil.Process(run.process.pid).children() if runs(p, "serve")]

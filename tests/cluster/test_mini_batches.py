@@ -56,7 +56,7 @@ def require_equal(found: Any, expected: Any) -> None:
 
 
 @pytest.mark.parametrize("name", MADE)
-def test_processes_of_a_stage_load_what_this_one_does(job: JobFolder, name: str) -> None:
+def test_loader_processes_of_a_stage_load_the_same_samples(job: JobFolder, name: str) -> None:
     text = MADE[name].replace("[data]", '[data]\nbatch_size = 7\nat = "stage"\nnum_workers = 2')
     in_a_fork(require_that_loaders_load, str(job.config(text)))
 

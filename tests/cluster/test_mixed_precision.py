@@ -53,7 +53,7 @@ def test_a_worker_killed_in_a_skipped_step_changes_nothing(job: JobFolder) -> No
     assert (summary["loss_scale"], summary["skipped_steps"]) == (8750.0, 3)
 
 
-def test_a_step_that_one_replica_cannot_do_is_skipped_by_all_whoever_is_lost_in_it(
+def test_a_step_skipped_by_one_replica_is_skipped_by_all_whichever_worker_is_lost(
     job: JobFolder,
 ) -> None:
     expected = in_this_process(Faults(job).config(SPIKED, stages=2, sections=PIPELINES))
@@ -117,7 +117,7 @@ def lose(which: str) -> None:
     forked(which)[0].kill()
 
 
-def test_a_lost_worker_makes_no_scale_useful_again() -> None:
+def test_losing_a_worker_does_not_reset_the_loss_scale() -> None:
     with library.launch(hopeless()) as pipeline:
         never = batch(1e30)
         for _ in range(2):
@@ -132,7 +132,7 @@ def test_a_lost_worker_makes_no_scale_useful_again() -> None:
         assert (state["step"], state["scaler"]) == (3, before)
 
 
-def test_calls_skip_and_scale_whatever_is_lost() -> None:
+def test_library_calls_skip_and_scale_whichever_process_is_lost() -> None:
     victims = iter(["rpcmp.worker", "rpcmp.driver", "rpcmp.worker"])
     with local_pipeline(launched()) as undisturbed:
         expected = use(undisturbed, lambda: None)

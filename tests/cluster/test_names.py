@@ -13,7 +13,7 @@ from tests.support.processes import JobFolder, rpcmp
 from tests.zoo.plain import Plain
 
 
-def test_the_plain_model_gives_the_weights_to_start_from_and_takes_those_of_the_end(
+def test_weights_travel_from_the_plain_model_and_back(
     job: JobFolder,
 ) -> None:
     torch.manual_seed(5)

@@ -153,7 +153,7 @@ CONFIG = """
 """
 
 
-def test_links_count_tensors_that_go_through_memory(job: JobFolder) -> None:
+def test_traffic_counts_tensors_copied_through_shared_memory(job: JobFolder) -> None:
     (job.folder / "wide.py").write_text(WIDE)
 
     def watch(run: RunningHere) -> None:

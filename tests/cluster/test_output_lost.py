@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from rpcmp.process.signals import wishes
+from rpcmp.process.signals import count_stop_requests
 from tests.support.processes import (
     JobFolder,
     Server,
@@ -76,7 +76,7 @@ def shell(
 
 
 @pytest.mark.parametrize("options", ["", "--json", "-v", "-q"])
-def test_a_full_disk_costs_what_is_shown_and_nothing_else(
+def test_a_full_disk_loses_output_but_no_training(
     job: JobFolder, server: Server, options: str
 ) -> None:
     ended = shell(f"$RPCMP drive $CONFIG {options} > /dev/full", job.config(SHORT), server)
@@ -86,7 +86,7 @@ def test_a_full_disk_costs_what_is_shown_and_nothing_else(
     assert len(ended.stderr.splitlines()) == 1
 
 
-def test_a_reader_who_has_had_enough_ends_no_run(job: JobFolder, server: Server) -> None:
+def test_a_closed_output_pipe_does_not_end_the_run(job: JobFolder, server: Server) -> None:
     command = "$RPCMP drive $CONFIG -v | head -1; exit ${PIPESTATUS[0]}"
     ended = shell(command, job.config(SHORT), server)
     assert ended.returncode == 0
@@ -95,7 +95,7 @@ def test_a_reader_who_has_had_enough_ends_no_run(job: JobFolder, server: Server)
     assert ended.stderr.count("Broken pipe; what is done goes on") == 1
 
 
-def test_a_runs_exit_code_is_its_own_without_any_output(job: JobFolder, server: Server) -> None:
+def test_the_exit_code_is_right_with_all_streams_closed(job: JobFolder, server: Server) -> None:
     """Where all three streams are closed, the run starts its server: that inherits them closed."""
     config, failing = job.config(SHORT), job.config(FAILING, "failing.toml")
     told = rpcmp("drive", failing, "--connect", server.address)
@@ -110,7 +110,7 @@ def test_a_runs_exit_code_is_its_own_without_any_output(job: JobFolder, server: 
         assert failed.returncode == 2, closed
 
 
-def test_what_was_wanted_and_is_lost_is_an_error(job: JobFolder) -> None:
+def test_lost_output_that_was_asked_for_is_an_error(job: JobFolder) -> None:
     lost = shell("$RPCMP explain $CONFIG --no-measure > /dev/full", job.config(SHORT))
     assert lost.returncode == 1
     assert "No space left on device" in lost.stderr
@@ -161,9 +161,7 @@ def read_until(terminal: int, text: bytes) -> None:
     poll_for(found, f"{text!r} on the terminal")
 
 
-def test_a_terminal_that_is_gone_ends_a_run_with_what_it_has(
-    job: JobFolder, server: Server
-) -> None:
+def test_a_hangup_saves_and_ends_the_run(job: JobFolder, server: Server) -> None:
     config = job.config(LONG)
     command = ("drive", config, "-v", "--connect", server.address)
     with on_a_terminal(job.folder, *command) as (process, terminal):
@@ -177,7 +175,7 @@ def test_a_terminal_that_is_gone_ends_a_run_with_what_it_has(
 
 
 @pytest.mark.parametrize("under", [["nohup"], []])
-def test_a_run_that_was_told_to_outlive_its_terminal_does(job: JobFolder, under: list[str]) -> None:
+def test_a_detached_run_outlives_its_terminal(job: JobFolder, under: list[str]) -> None:
     """By nohup; or by setsid, after which it is nobody's terminal."""
     config = job.config(SLOW)
     away = under or ["setsid", "--wait"]
@@ -195,7 +193,7 @@ def test_a_run_that_was_told_to_outlive_its_terminal_does(job: JobFolder, under:
     poll_for(lambda: '"outcome": "done"' in (path / "run.json").read_text(), "the end of the run")
 
 
-def test_a_server_whose_terminal_is_gone_drains(job: JobFolder) -> None:
+def test_a_server_drains_on_hangup(job: JobFolder) -> None:
     serve = ("serve", "--stage", "0", "--listen", "127.0.0.1:0")
     with running(*serve, under=tuple(HEARS)) as run:
         run.wait_for_line("SERVING on")
@@ -220,5 +218,5 @@ def test_a_server_whose_terminal_is_gone_drains(job: JobFolder) -> None:
         ([HUP, INT], 2),
     ],
 )
-def test_a_dropped_session_is_one_wish(received: list[int], found: int) -> None:
-    assert wishes(received) == found
+def test_several_hangups_count_as_one_signal(received: list[int], found: int) -> None:
+    assert count_stop_requests(received) == found

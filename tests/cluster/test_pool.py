@@ -14,7 +14,7 @@ from tests.support.pool import POOL, lent
 from tests.support.processes import describe
 
 
-def test_a_server_that_is_left_busy_fails_the_test_and_is_no_other_tests(
+def test_a_pool_server_left_busy_fails_its_test_and_is_not_reused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pool, "SECONDS", 0.5)
@@ -27,7 +27,7 @@ def test_a_server_that_is_left_busy_fails_the_test_and_is_no_other_tests(
     assert server not in POOL.taken()
 
 
-def test_a_server_that_was_killed_is_replaced() -> None:
+def test_a_killed_pool_server_is_replaced() -> None:
     with lent(1) as (killed,):
         killed.end()
     with lent(1) as (other,):

@@ -41,11 +41,13 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Committed:
 
 
 @pytest.mark.parametrize("cell", CELLS, ids=name_of)
-def test_a_fault_is_recovered_from(job: JobFolder, undisturbed: Committed, cell: Cell) -> None:
+def test_the_run_recovers_from_a_fault_with_the_same_bits(
+    job: JobFolder, undisturbed: Committed, cell: Cell
+) -> None:
     assert_cell(job, undisturbed, cell)
 
 
-def test_what_hangs_is_named_with_its_stack(job: JobFolder, undisturbed: Committed) -> None:
+def test_a_hanging_process_is_named_with_its_stack(job: JobFolder, undisturbed: Committed) -> None:
     faults = Faults(job).fail_at(MIDDLE, STEP, "backward", "lock")
     result = drive(faults.config(), "--set", "recovery.watchdog=1.0")
     assert committed(result) == undisturbed
@@ -57,7 +59,7 @@ def test_what_hangs_is_named_with_its_stack(job: JobFolder, undisturbed: Committ
     assert "in _strike" in error
 
 
-def test_what_hangs_before_the_first_step_is_named(job: JobFolder, undisturbed: Committed) -> None:
+def test_a_hang_before_the_first_step_is_named(job: JobFolder, undisturbed: Committed) -> None:
     faults = Faults(job).fail_at(LAST, 0, "building", "lock")
     result = drive(faults.config(), "--set", "recovery.watchdog=1.0")
     assert committed(result) == undisturbed
@@ -69,7 +71,7 @@ def test_what_hangs_before_the_first_step_is_named(job: JobFolder, undisturbed: 
 
 
 @pytest.mark.parametrize("how", ["SIGSTOP", "brittle"])
-def test_what_stops_is_named_with_its_state(job: JobFolder, how: str) -> None:
+def test_a_stopped_process_is_named_with_its_state(job: JobFolder, how: str) -> None:
     faults = Faults(job).fail_at(LAST, STEP, "optimizer", how)
     silent = ("--set", "recovery.heartbeat_timeout=1.5", "--set", "recovery.max_restarts=0")
     result = drive(faults.config(), *silent)
@@ -80,7 +82,7 @@ def test_what_stops_is_named_with_its_state(job: JobFolder, how: str) -> None:
     assert ("most recent call first" in result.err) == (how == "SIGSTOP")
 
 
-def test_a_fault_that_comes_back_ends_the_run_with_a_checkpoint(job: JobFolder) -> None:
+def test_a_repeating_fault_ends_the_run_with_a_checkpoint(job: JobFolder) -> None:
     faults = Faults(job).fail_at(MIDDLE, STEP, "forward", "exception", again=True)
     result = drive(faults.config())
     assert result.code == 1
@@ -91,7 +93,7 @@ def test_a_fault_that_comes_back_ends_the_run_with_a_checkpoint(job: JobFolder) 
     assert checkpoints_in(job.folder / "rpcmp-job").valid()[0].step == STEP - 1
 
 
-def test_restarts_that_lead_nowhere_end_the_run_with_a_checkpoint(job: JobFolder) -> None:
+def test_restarts_without_progress_end_the_run_with_a_checkpoint(job: JobFolder) -> None:
     faults = Faults(job).fail_at(FIRST, STEP, "backward", "SIGKILL", again=True)
     result = drive(faults.config(), "--set", "recovery.max_restarts=1")
     assert result.code == 75

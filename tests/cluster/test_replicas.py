@@ -34,7 +34,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[tuple[in
 
 
 @pytest.mark.parametrize(("phase", "how"), [("backward", "SIGKILL"), ("saving", "host")])
-def test_a_lost_replica_changes_nothing(
+def test_losing_a_replica_changes_no_bit(
     job: JobFolder,
     undisturbed: tuple[list[tuple[int, str]], str],
     phase: str,
@@ -49,7 +49,7 @@ def test_a_lost_replica_changes_nothing(
         assert "'stage1:" in result.event("fault")["error"]
 
 
-def test_a_run_of_replicas_has_the_bits_of_one_process_and_is_resumed_with_them(
+def test_replicas_give_the_bits_of_one_process_and_resume_with_them(
     job: JobFolder,
 ) -> None:
     config = job.config(
@@ -70,7 +70,7 @@ def test_a_run_of_replicas_has_the_bits_of_one_process_and_is_resumed_with_them(
 # Shares by speed
 
 
-def test_a_slow_replica_gets_less_and_a_resumed_run_leaves_it_at_that(job: JobFolder) -> None:
+def test_a_slow_replica_gets_a_smaller_share_that_survives_resuming(job: JobFolder) -> None:
     config = job.config(
         f"""
         steps = 2

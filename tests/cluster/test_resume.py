@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 import rpcmp as library
 from rpcmp.checkpoint.folder import remove
+from rpcmp.observability.events.definitions import StepEvent
 from rpcmp.observability.run_folder.compare import compare
 from rpcmp.observability.run_folder.reader import read
 from tests.support.faults import committed, drive
@@ -37,7 +38,7 @@ def left(whole: tuple[JobFolder, Result], job: JobFolder) -> Path:
     return config
 
 
-def test_a_run_leaves_its_last_checkpoints(whole: tuple[JobFolder, Result]) -> None:
+def test_a_run_keeps_its_newest_checkpoints(whole: tuple[JobFolder, Result]) -> None:
     job, result = whole
     assert [manifest.step for manifest in checkpoints(job).valid()] == [STEPS, 12, 9]
     newest = checkpoints(job).valid()[0]
@@ -67,7 +68,7 @@ def test_resuming_in_the_middle_of_an_epoch_gives_the_same_bits(
     assert unstamped(result.event("eval")) == unstamped(whole[1].event("eval"))
 
 
-def test_a_changed_learning_rate_holds_after_resuming(left: Path) -> None:
+def test_a_changed_learning_rate_applies_after_resuming(left: Path) -> None:
     """No scheduler has moved it yet; what becomes of those is in test_stage_optimizer."""
     result = drive(left, "--resume", "--steps", "10", "--set", "optimizer.kwargs.lr=0.002")
     assert "optimizer.kwargs.lr" in result.event("resumed")["changed"]
@@ -98,11 +99,11 @@ def test_resuming_a_run_that_was_killed(whole: tuple[JobFolder, Result], job: Jo
     killed, resumed = map(read, sorted((job.folder / "runs").glob("job-*")))
     assert (killed.info.outcome, resumed.info.outcome) == ("running", "done")
     assert (killed.info.continues, resumed.info.continues) == (None, killed.name)
-    assert [event["step"] for event in resumed.all("step")] == list(range(begin + 1, STEPS + 1))
+    assert [event.step for event in resumed.all(StepEvent)] == list(range(begin + 1, STEPS + 1))
     (first,) = (whole[0].folder / "runs").glob("job-*")
     for later in (killed, resumed):  # each line is whole
         found = compare([read(first), later])
-        assert (found.shared, found.first_difference) == (len(later.all("step")), None)
+        assert (found.shared, found.first_difference) == (len(later.all(StepEvent)), None)
 
 
 @pytest.mark.parametrize("section", [True, False])
@@ -126,7 +127,7 @@ def test_a_signal_saves_and_the_run_can_be_resumed(
     assert after(result, 0) == after(whole[1], step)
 
 
-def test_resuming_a_run_that_has_ended_does_nothing_new(
+def test_resuming_a_finished_run_trains_no_step(
     whole: tuple[JobFolder, Result], job: JobFolder
 ) -> None:
     config = job.config(BODY)
@@ -141,14 +142,14 @@ def test_resuming_without_a_checkpoint_starts_from_the_beginning(job: JobFolder)
     assert result.event("resumed")["step"] == 0
 
 
-def test_the_checkpoints_of_another_run_are_not_touched(left: Path, job: JobFolder) -> None:
+def test_checkpoints_of_another_run_are_not_touched(left: Path, job: JobFolder) -> None:
     result = drive(left)
     assert result.code == 2
     assert "--resume" in result.err
     assert [manifest.step for manifest in checkpoints(job).valid()] == [9]
 
 
-def test_an_export_is_the_unsplit_models_state(whole: tuple[JobFolder, Result]) -> None:
+def test_an_export_is_the_state_dict_of_the_unsplit_model(whole: tuple[JobFolder, Result]) -> None:
     job, result = whole
     target = job.folder / "model.safetensors"
     exported = rpcmp("export", job.folder / "saved", target)
@@ -209,7 +210,7 @@ def test_a_damaged_checkpoint_is_never_loaded(
     assert any("stage0.safetensors" in text and "damaged" in text for text in warnings)
 
 
-def test_nothing_but_damaged_checkpoints_is_an_error(left: Path, job: JobFolder) -> None:
+def test_only_damaged_checkpoints_are_an_error(left: Path, job: JobFolder) -> None:
     _flip_a_bit(checkpoints(job).path_of(9) / "stage0.safetensors")
     result = drive(left, "--resume")
     assert result.code == 2
@@ -225,7 +226,7 @@ def test_a_checkpoint_of_another_model_is_refused(left: Path) -> None:
     assert "block3" in result.err
 
 
-def test_a_folder_that_cannot_be_written_is_found_before_the_first_step(job: JobFolder) -> None:
+def test_an_unwritable_checkpoint_folder_fails_before_the_first_step(job: JobFolder) -> None:
     (job.folder / "saved").write_text("a file in the way")
     refused = drive(job.config(BODY))
     assert refused.code == 2
@@ -233,7 +234,7 @@ def test_a_folder_that_cannot_be_written_is_found_before_the_first_step(job: Job
     assert not [event for event in refused.events if event["event"] in ("generation", "step")]
 
 
-def test_a_folder_that_vanishes_is_made_again(
+def test_a_deleted_checkpoint_folder_is_created_again(
     whole: tuple[JobFolder, Result], job: JobFolder
 ) -> None:
     config = job.config(BODY)

@@ -29,7 +29,7 @@ def certs(tmp_path: Path) -> Path:
         ("driver", "says that our certificate is revoked"),
     ],
 )
-def test_a_job_with_a_revoked_certificate_does_not_begin(
+def test_a_job_with_a_revoked_certificate_does_not_start(
     certs: Path, job: JobFolder, name: str, why: str
 ) -> None:
     with serving(0, f"{HERE}:0", certs) as server:

@@ -150,7 +150,7 @@ OF_MEMBERS: dict[str, tuple[Callable[[Job, StageClient], Awaitable[Any]], str]] 
 
 
 @pytest.mark.parametrize("what", OF_MEMBERS)
-def test_a_stage_that_is_not_in_the_group_gets_nothing_of_it(job: Job, what: str) -> None:
+def test_a_stage_outside_the_group_is_refused_everything(job: Job, what: str) -> None:
     call, why = OF_MEMBERS[what]
     with pytest.raises(SecurityError) as refused:
         job.ask("stage9", lambda client: call(job, client))
@@ -159,7 +159,7 @@ def test_a_stage_that_is_not_in_the_group_gets_nothing_of_it(job: Job, what: str
     assert "of job 'secret-job'" in str(refused.value)
 
 
-def test_describe_tells_a_stage_no_more_than_health_does(job: Job) -> None:
+def test_describe_reveals_no_more_to_a_stage_than_health(job: Job) -> None:
     for name in ("stage9", "stage1", "spare"):
         seen = job.ask(name, lambda client: client.connect())
         assert seen == pb.DescribeResponse()
@@ -169,14 +169,14 @@ def test_describe_tells_a_stage_no_more_than_health_does(job: Job) -> None:
     assert seen.worker_pid > 0
 
 
-def test_a_member_reads_what_members_need(job: Job) -> None:
+def test_a_member_can_read_what_members_need(job: Job) -> None:
     for count, name in enumerate(["stage0", "stage1", "spare"], start=1):
         assert job.ask(name, lambda client: file_of(job, client)) == job.file.stat().st_size
         added = job.ask(name, lambda client: client.store_add(job.identity, "members", 1))
         assert added == str(count).encode()
 
 
-def test_a_snapshot_is_for_servers_of_its_stage(job: Job) -> None:
+def test_a_snapshot_is_served_only_to_servers_of_its_stage(job: Job) -> None:
     with pytest.raises(SecurityError, match="stage 1, which may not read snapshots of 'stage0'"):
         job.ask("stage1", lambda client: snapshot(job, client, "stage0", 1))
     poll_for(lambda: its_snapshot(job, "stage0") > 0, "a snapshot for its stage")
@@ -193,7 +193,7 @@ def its_snapshot(job: Job, name: str) -> int:
     return size
 
 
-def test_only_the_stage_that_mirrors_a_stage_acknowledges_its_steps(job: Job) -> None:
+def test_only_the_mirror_of_a_stage_acknowledges_its_steps(job: Job) -> None:
     for name, number in (("stage0", 0), ("stage9", 9)):
         with pytest.raises(
             SecurityError, match=f"stage {number}, which may not mirror .* only stage 1 may"
@@ -206,7 +206,7 @@ def test_only_the_stage_that_mirrors_a_stage_acknowledges_its_steps(job: Job) ->
     "what",
     [{"stage_name": "stage0", "step": 1}, {"stage_name": "stage0", "newer": True}, {"path": "/x"}],
 )
-def test_nothing_is_read_for_a_generation_that_is_gone(job: Job, what: dict[str, Any]) -> None:
+def test_reads_for_a_past_generation_are_refused(job: Job, what: dict[str, Any]) -> None:
     request = pb.FetchRequest(job_id=job.job_id, generation=0, **what)
     with pytest.raises(RpcmpError, match="does not belong to generation 0"):
         job.ask("driver", lambda client: fetched(client, request))
@@ -227,7 +227,9 @@ def test_nothing_is_read_for_a_generation_that_is_gone(job: Job, what: dict[str,
         ("spare", "wait", "driver"),
     ],
 )
-def test_who_is_on_a_relay_speaks_for_himself(job: Job, name: str, op: str, member: str) -> None:
+def test_a_relay_connection_has_the_identity_of_its_own_certificate(
+    job: Job, name: str, op: str, member: str
+) -> None:
     assert asyncio.run(hangs_up(job, name, op, member))
 
 
@@ -249,7 +251,7 @@ async def hangs_up(job: Job, name: str, op: str, member: str) -> bool:
     ("key", "value"),
     [("addrs/stage0:0", b"uv://127.0.0.1:1"), ("addrs/driver", b"x"), ("names/0", b"stage0:0")],
 )
-def test_a_member_joins_under_no_other_name(job: Job, key: str, value: bytes) -> None:
+def test_a_member_cannot_join_under_another_name(job: Job, key: str, value: bytes) -> None:
     for call in (
         lambda client: client.store_set(job.identity, key, value),
         lambda client: client.store_compare_set(job.identity, key, b"", value),
@@ -258,7 +260,7 @@ def test_a_member_joins_under_no_other_name(job: Job, key: str, value: bytes) ->
             asyncio.run(ask(job.certs / "stage1", job.servers[0].address, call))
 
 
-def test_one_certificate_does_not_fill_a_server(certs: Path) -> None:
+def test_one_certificate_cannot_use_up_a_servers_connections(certs: Path) -> None:
     """Of a stage that is in no job, with connections that it holds open."""
     limit = ("prlimit", "--nofile=256:256")
 

@@ -43,7 +43,7 @@ def lines(result: Result, stage: str) -> list[dict[str, Any]]:
     return [each for each in result.events if each["event"] == "log" and each["stage"] == stage]
 
 
-def test_an_ordinary_end_is_silent_on_every_host(job: JobFolder) -> None:
+def test_an_ordinary_end_logs_nothing_on_any_host(job: JobFolder) -> None:
     """Not a warning of TensorPipe's, of which each connection that closes is worth one to it."""
     path = config(job, {}, stages=2)
     text = path.read_text().replace("talkative:dataset", "zoo:regression")
@@ -61,7 +61,7 @@ def test_an_ordinary_end_is_silent_on_every_host(job: JobFolder) -> None:
     } == dict.fromkeys(after, b"")
 
 
-def test_all_that_a_stage_says_in_mid_run_is_in_the_drivers_log(job: JobFolder) -> None:
+def test_output_of_a_stage_reaches_the_drivers_log_during_the_run(job: JobFolder) -> None:
     before = FORKS.said().get(DRIVE, b"")
     result = rpcmp("drive", config(job, {"second": "everything", "third": "lines"}), "--json")
     assert result.code == 0, result.err
@@ -116,7 +116,7 @@ def test_the_last_words_of_a_worker_come_before_its_fault(job: JobFolder) -> Non
     )
 
 
-def test_a_server_has_its_workers_lines_in_its_own_log(job: JobFolder) -> None:
+def test_a_server_logs_the_lines_of_its_workers(job: JobFolder) -> None:
     path = config(job, {"first": "everything"}, stages=2)
     with running_servers(2, "--log-json", apart=False) as servers:
         options = ("--connect", connect(servers), "--log-json", "--quiet")
@@ -132,7 +132,7 @@ def test_a_server_has_its_workers_lines_in_its_own_log(job: JobFolder) -> None:
     assert of_stage[0] == ["stage0", 1, 1, "INFO", "stdout", "printed", 1]
 
 
-def test_an_error_is_the_last_of_a_log_for_machines(tmp_path: Path) -> None:
+def test_an_error_is_the_last_line_of_a_json_log(tmp_path: Path) -> None:
     result = rpcmp("drive", tmp_path / "nowhere.toml", "--log-json")
     assert result.code == 2
     error, remedy = (json.loads(line) for line in result.err.splitlines())
@@ -141,7 +141,7 @@ def test_an_error_is_the_last_of_a_log_for_machines(tmp_path: Path) -> None:
     assert remedy["message"] == "try: rpcmp drive --help"
 
 
-def test_only_what_is_severe_enough_is_shown(job: JobFolder) -> None:
+def test_the_log_level_filters_lines(job: JobFolder) -> None:
     path = config(job, {"first": "everything"}, stages=2)
     result = rpcmp("drive", path, "--json", "--log-level", "warning")
     assert result.code == 0, result.err

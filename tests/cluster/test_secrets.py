@@ -129,7 +129,7 @@ def secret() -> str:
     return secrets.token_urlsafe(30)
 
 
-def test_secrets_are_nowhere_to_be_found(
+def test_a_job_with_a_fault_leaks_no_secret(
     certs: Path,
     job: JobFolder,
     secret: str,
@@ -188,9 +188,7 @@ def assert_complete(collected: Collected) -> None:
     assert json.loads(collected.found["trace"])
 
 
-def test_an_error_of_the_users_code_does_not_repeat_what_it_was_given(
-    job: JobFolder, secret: str
-) -> None:
+def test_an_error_of_user_code_does_not_repeat_its_arguments(job: JobFolder, secret: str) -> None:
     (job.folder / "vault.py").write_text(VAULT)
     config = job.config(f"""
         [model]
@@ -205,7 +203,7 @@ def test_an_error_of_the_users_code_does_not_repeat_what_it_was_given(
     assert secret not in result.out + result.err
 
 
-def test_a_manifest_tells_of_arguments_only_whether_they_have_changed() -> None:
+def test_a_manifest_holds_only_hashes_of_arguments() -> None:
     given = {
         "name": "job",
         "optimizer": {"callable": "torch.optim:SGD", "kwargs": {"lr": 0.1, "mode": "secret"}},

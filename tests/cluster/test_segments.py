@@ -43,7 +43,7 @@ def test_each_segment_runs_under_its_own_setting(job: JobFolder) -> None:
     assert losses == pytest.approx([1.0, 3.0, 1.5, 1.0, 5.5])
 
 
-def test_a_change_of_the_schedule_leaves_the_bits(job: JobFolder) -> None:
+def test_changing_the_schedule_changes_no_bit(job: JobFolder) -> None:
     path = job.config('[model]\nlayers = "zoo:mlp"\nnum_stages = 3')
     order = [(setting(4, "zero-bubble", 6), 2), (setting(4, "1f1b"), 2), (setting(4, "gpipe"), 1)]
     plain = rpcmp("drive", path, "--json", "--steps", "5")

@@ -44,7 +44,7 @@ def idle() -> Iterator[list[Server]]:
         yield started
 
 
-def test_servers_take_one_job_after_the_other(job: JobFolder, idle: list[Server]) -> None:
+def test_servers_run_one_job_after_another(job: JobFolder, idle: list[Server]) -> None:
     config = job.config('[model]\nlayers = "zoo:mlp"\nbalance = [2, 2]')
     hashes = set()
     for _ in range(2):
@@ -122,7 +122,7 @@ def test_other_versions_are_refused_and_named(idle: list[Server]) -> None:
         assert "python: 3.11 here, 3.8 there" in details or "3.8 there" in details
 
 
-def test_a_message_of_a_generation_that_is_gone_is_refused(idle: list[Server]) -> None:
+def test_a_message_of_a_past_generation_is_refused(idle: list[Server]) -> None:
     with grpc.insecure_channel(idle[0].address) as channel:
         stub = ControlStub(channel)
         with pytest.raises(grpc.RpcError) as refused:
@@ -188,7 +188,7 @@ def test_a_server_for_another_stage_is_refused(job: JobFolder, idle: list[Server
         (["--stage", "0", "--replica", "-1"], "-1 is not in the range x>=0"),
     ],
 )
-def test_what_cannot_be_served_is_refused(options: list[str], said: str) -> None:
+def test_an_invalid_serve_command_is_refused(options: list[str], said: str) -> None:
     result = rpcmp("serve", *options)
     assert result.code == 2
     assert said in result.err
@@ -200,7 +200,7 @@ def test_an_address_off_loopback_is_refused() -> None:
     assert "not a loopback address" in result.err
 
 
-def test_servers_of_a_job_work_for_it_alone(job: JobFolder) -> None:
+def test_servers_of_a_job_refuse_other_processes_of_the_user(job: JobFolder) -> None:
     """A process of the same user, such as a layer of another job, gets nothing of them."""
     config = job.config('steps = 100000\n[model]\nlayers = "zoo:mlp"\nbalance = [2, 2]')
     with running("drive", config, "--json") as run:

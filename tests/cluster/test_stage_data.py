@@ -13,7 +13,7 @@ from tests.support.stagedata import built, config, drive, evaluations, require_s
 READERS = 2  # the first stage and the last
 
 
-def test_stages_that_load_their_samples_and_die_train_as_if_the_driver_sent_them(
+def test_stages_that_load_samples_and_are_killed_give_the_same_bits(
     job: JobFolder,
 ) -> None:
     with local_group(loader.load_config(config(job, "driver"), ["steps=10"])) as local:
@@ -31,20 +31,20 @@ def test_stages_that_load_their_samples_and_die_train_as_if_the_driver_sent_them
     assert built(job, "stage") == {"rpcmp.data.batches": expected}
 
 
-def test_replicas_that_load_their_samples_and_die_train_as_if_the_driver_sent_them(
+def test_replicas_that_load_samples_and_are_killed_give_the_same_bits(
     job: JobFolder,
 ) -> None:
     settings = ["num_microbatches=3", "microbatches_per_message=2"]  # one of them has none
     require_same_if_one_dies(job, settings)
 
 
-def test_the_driver_builds_what_it_sends_and_nobody_else_does(job: JobFolder) -> None:
+def test_each_dataset_is_built_only_where_it_is_read(job: JobFolder) -> None:
     result = drive(config(job, "driver"), "steps=1")
     assert result.code == 0, result.err
     assert built(job, "driver") == {"rpcmp.driver": 2}
 
 
-def test_data_that_a_host_does_not_have_ends_the_job_before_a_step(job: JobFolder) -> None:
+def test_missing_data_on_a_host_fails_before_the_first_step(job: JobFolder) -> None:
     result = drive(config(job, "stage", path="/nowhere/images"))
     assert result.code == 2
     assert "step" not in {event["event"] for event in result.events}

@@ -15,7 +15,7 @@ from tests.support.processes import JobFolder, rpcmp
 from tests.support.tiedjobs import BODY, REPLICAS
 
 
-def test_a_run_with_replicas_that_loses_a_stage_ends_with_the_same_bits_and_is_exported(
+def test_tied_replicas_lose_a_stage_keep_their_bits_and_are_exported(
     job: JobFolder,
 ) -> None:
     saved = '\n[checkpoint]\ndir = "saved"\nevery_steps = 2\n'
@@ -50,7 +50,7 @@ def in_this_process(config: Path, *overrides: str) -> Committed:
         return local.committed()
 
 
-def test_what_cannot_be_one_is_refused_before_anything_starts(job: JobFolder) -> None:
+def test_parameters_that_cannot_be_tied_are_refused_before_anything_starts(job: JobFolder) -> None:
     tied = 'tied=[["embed.weight", "head.weigth"]]'
     result = rpcmp("drive", job.config(BODY), "--set", tied)
     assert result.code == 2

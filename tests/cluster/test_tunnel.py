@@ -9,7 +9,7 @@ import pytest
 from tests.support.tunnels import require_alone
 
 
-def test_another_process_does_not_get_to_use_our_certificate(
+def test_another_process_cannot_use_our_certificate(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     require_alone(tmp_path, caplog)

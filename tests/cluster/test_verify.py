@@ -45,7 +45,7 @@ def test_a_job_gives_the_bits_of_one_process(
     assert "identical: 3 losses" in verified(job.config(text), *overrides)
 
 
-def test_tensors_that_travel_as_bfloat16_make_a_difference_which_is_small_and_said(
+def test_bfloat16_on_the_wire_makes_a_small_difference_that_is_reported(
     job: JobFolder,
 ) -> None:
     text = 'wire_dtype = "bfloat16"\n[model]\nlayers = "zoo:mlp"\nbalance = [1, 1, 2]'

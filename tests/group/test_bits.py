@@ -28,7 +28,9 @@ def test_a_chain_gives_the_bits_of_one_process(job: JobFolder, text: str, schedu
 
 
 @pytest.mark.parametrize("text", CHAINS.values(), ids=CHAINS)
-def test_so_it_does_when_micro_batches_share_their_messages(job: JobFolder, text: str) -> None:
+def test_a_chain_with_several_micro_batches_per_message_gives_the_bits_of_one_process(
+    job: JobFolder, text: str
+) -> None:
     prove(job, text, *BUNDLES)
 
 
@@ -39,7 +41,9 @@ def test_a_graph_with_branches_and_skips_gives_the_bits_of_one_process(
     prove(job, GRAPH, f"schedule={schedule}")
 
 
-def test_so_does_such_a_graph_when_micro_batches_share_their_messages(job: JobFolder) -> None:
+def test_a_graph_with_several_micro_batches_per_message_gives_the_bits_of_one_process(
+    job: JobFolder,
+) -> None:
     prove(job, GRAPH, "schedule=zero-bubble", "num_microbatches=5", *BUNDLES)
 
 

@@ -40,7 +40,7 @@ def refused(config: Config, which: str = "first") -> str:
     return said
 
 
-def test_what_is_evaluated_does_not_change_what_is_trained(job: JobFolder) -> None:
+def test_evaluating_does_not_change_training(job: JobFolder) -> None:
     config = loader.load_config(job.config(EVALUATED))
     with local_group(config) as local:
         evaluated = local.train(evaluate=True)
@@ -69,7 +69,7 @@ def test_an_evaluation_is_the_same_for_every_cut_and_wherever_samples_are_loaded
     assert found[0] == found[1] == found[2] != []
 
 
-def test_a_key_that_a_metric_does_not_have_ends_the_run_before_its_first_step(
+def test_an_unknown_metric_key_fails_before_the_first_step(
     job: JobFolder,
 ) -> None:
     stopping = 'early_stopping={metric="fit.mse"}'
@@ -88,7 +88,7 @@ def test_a_key_that_a_metric_does_not_have_ends_the_run_before_its_first_step(
         ("torch.nn.functional:nll_loss", "nll_loss"),
     ],
 )
-def test_a_metric_that_fails_does_so_before_the_first_step(
+def test_a_broken_metric_fails_before_the_first_step(
     job: JobFolder, at: str, metric: str, said: str
 ) -> None:
     wrong = [f"metrics.wrong={metric}", f"data.at={at}"]
@@ -96,7 +96,7 @@ def test_a_metric_that_fails_does_so_before_the_first_step(
 
 
 @AT
-def test_an_evaluation_that_fails_does_so_before_the_first_step_without_any_metric(
+def test_a_broken_evaluation_without_metrics_fails_before_the_first_step(
     job: JobFolder, at: str
 ) -> None:
     """Samples with 7 features instead of 8."""
@@ -131,7 +131,7 @@ def test_an_evaluation_whose_last_mini_batch_is_too_small_fails_before_the_first
     assert "Expected more than 1 value per channel" in said
 
 
-def test_a_metric_for_which_one_mini_batch_is_not_enough_is_a_warning(job: JobFolder) -> None:
+def test_a_metric_that_needs_more_than_one_mini_batch_is_a_warning(job: JobFolder) -> None:
     path = job.config(EVALUATED.replace("steps = 12", "steps = 3"))
     with local_group(loader.load_config(path, ["metrics.late=untrained:Late"])) as local:
         found = local.train(evaluate=True)

@@ -64,7 +64,7 @@ def test_a_shape_mismatch_names_both_stages_and_the_shapes(job: JobFolder) -> No
 
 
 @SCHEDULES
-def test_a_loss_that_is_not_finite_stops_the_job(job: JobFolder, schedule: str) -> None:
+def test_a_non_finite_loss_stops_the_job(job: JobFolder, schedule: str) -> None:
     text = troubled(phase="forward", step=2, kind="nan")
     error = failed(job, text, f"schedule={schedule}")
     assert isinstance(error, NonFiniteLossError)
@@ -77,7 +77,7 @@ def test_sys_exit_in_the_model_is_an_error_like_any_other(job: JobFolder) -> Non
     assert str(error).startswith(said)
 
 
-def test_an_output_that_cannot_travel_is_refused(job: JobFolder) -> None:
+def test_an_output_that_cannot_be_sent_is_refused(job: JobFolder) -> None:
     error = failed(job, '[model]\nlayers="zoo:opaque"\nbalance=[1, 1]')
     assert str(error).startswith("stage 'stage0' failed in forward")
     assert "a stage returned Holder; return tensors" in str(error)
@@ -101,7 +101,7 @@ def test_a_factory_that_raises_names_the_stage(job: JobFolder) -> None:
     assert "broken_factory" in error.traceback
 
 
-def test_a_module_that_there_is_not_names_the_stage(job: JobFolder) -> None:
+def test_a_missing_module_names_the_stage(job: JobFolder) -> None:
     text = '[[stages]]\nmodule = "zoo:Encoder"\n[[stages]]\nmodule = "zoo:NoSuchThing"'
     error = unbuilt(job, text)
     assert error.stage == "stage1"
@@ -118,7 +118,5 @@ def test_a_module_that_there_is_not_names_the_stage(job: JobFolder) -> None:
         ),
     ],
 )
-def test_a_misspelt_argument_of_the_users_own_is_an_error_of_the_config(
-    job: JobFolder, key: str, said: str
-) -> None:
+def test_a_misspelt_factory_argument_is_a_config_error(job: JobFolder, key: str, said: str) -> None:
     assert said in str(unbuilt(job, '[model]\nlayers = "zoo:mlp"\nbalance = [2, 2]', key))

@@ -75,7 +75,7 @@ def test_mini_batches_of_one_sample_are_refused_in_a_run_of_less_than_an_epoch(
     ) in refused(normalized(job, 9, "data.batch_size=1", f"data.at={at}"))
 
 
-def test_batch_normalization_of_maps_is_refused_one_sample_unless_the_config_allows_it(
+def test_batch_normalization_refuses_one_sample_unless_the_config_allows_it(
     job: JobFolder,
 ) -> None:
     """What a map of one value per channel would fail with, after a whole epoch."""
@@ -88,7 +88,7 @@ def test_batch_normalization_of_maps_is_refused_one_sample_unless_the_config_all
     require_same_bits(loader.load_config(path, ["data.min_microbatch=1"]))
 
 
-def test_fewer_micro_batches_than_were_asked_for_are_told_and_replicas_without_any(
+def test_fewer_micro_batches_and_idle_replicas_are_reported(
     job: JobFolder,
 ) -> None:
     replicated = NORMALIZED.replace("[data]", "[[stages]]\nreplicas = 3\n[[stages]]\n[data]")
@@ -103,7 +103,7 @@ def test_fewer_micro_batches_than_were_asked_for_are_told_and_replicas_without_a
     )
 
 
-def test_the_config_may_say_how_many_are_enough(job: JobFolder) -> None:
+def test_the_config_may_lower_the_number_of_samples_that_suffice(job: JobFolder) -> None:
     with pytest.raises(ConfigError, match="min_microbatch = 9 is more than batch_size = 8"):
         normalized(job, 16, "data.min_microbatch=9")
     three = "data.min_microbatch=3"
@@ -122,7 +122,7 @@ def test_samples_of_every_kind_have_the_bits_of_one_process(
 
 
 @AT
-def test_a_sampled_run_is_gone_on_with_in_the_middle_of_an_epoch(
+def test_a_run_with_a_sampler_resumes_in_the_middle_of_an_epoch(
     job: JobFolder, tmp_path: Path, at: str
 ) -> None:
     text = PADDED.replace("[data]", f'[data]\nbatch_size = 7\nat = "{at}"')

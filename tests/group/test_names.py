@@ -18,7 +18,7 @@ from tests.support.processes import JobFolder
 from tests.zoo.plain import Plain
 
 
-def test_stages_that_begin_as_the_plain_model_have_the_bits_of_one_process(job: JobFolder) -> None:
+def test_stages_started_from_the_plain_model_have_the_bits_of_one_process(job: JobFolder) -> None:
     torch.manual_seed(5)
     plain = Plain()
     save_file({n: v.clone() for n, v in plain.state_dict().items()}, job.folder / "begin")

@@ -23,7 +23,7 @@ def config(job: JobFolder, optimizer: str, *overrides: str) -> Config:
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_an_optimizer_gives_the_bits_of_one_process_in_a_run_that_is_gone_on_with_too(
+def test_an_optimizer_gives_the_bits_of_one_process_also_after_resuming(
     job: JobFolder, tmp_path: Path, name: str
 ) -> None:
     whole = require_same_bits(config(job, OPTIMIZERS[name], "steps=8"))
@@ -36,7 +36,9 @@ def test_an_optimizer_gives_the_bits_of_one_process_in_a_run_that_is_gone_on_wit
     assert all(torch.equal(resumed.state[name], value) for name, value in whole.state.items())
 
 
-def test_what_no_file_can_hold_and_comes_late_ends_the_run_with_what_helps(job: JobFolder) -> None:
+def test_late_optimizer_state_that_cannot_be_saved_ends_the_run_with_a_remedy(
+    job: JobFolder,
+) -> None:
     late = config(job, 'callable = "ownoptimizers:LateWindow"', "steps=40")
     with local_group(late) as local, pytest.raises(StageError) as raised:
         local.train()

@@ -81,7 +81,7 @@ def prove(job: JobFolder, text: str, *overrides: str) -> int:
     return found.skipped
 
 
-def test_all_at_once_gives_the_bits_of_one_process(job: JobFolder) -> None:
+def test_all_precision_options_together_give_the_bits_of_one_process(job: JobFolder) -> None:
     assert 1 <= prove(job, EVERYTHING) <= 5
 
 
@@ -111,7 +111,7 @@ STEPS = [
 ]
 
 
-def test_steps_are_skipped_and_counted_and_a_run_is_gone_on_with_after_one_with_another_cut(
+def test_skipped_steps_are_counted_and_a_run_resumes_after_one_with_another_balance(
     job: JobFolder, tmp_path: Path
 ) -> None:
     path = Faults(job).config(SCALED)
@@ -172,7 +172,7 @@ batch_size = 6
 """
 
 
-def test_losses_that_are_infinite_both_ways_are_a_skipped_step(job: JobFolder) -> None:
+def test_losses_of_both_infinities_skip_the_step(job: JobFolder) -> None:
     config = loader.load_config(job.config(INFINITE), ["steps=6"])
     with local_group(config) as local:
         local.train(evaluate=True)
@@ -191,7 +191,7 @@ def test_losses_that_are_infinite_both_ways_are_a_skipped_step(job: JobFolder) -
 # From a program
 
 
-def test_a_pipeline_whose_gradients_are_never_finite_says_so() -> None:
+def test_a_pipeline_with_never_finite_gradients_raises() -> None:
     never = batch(1e30)
     with local_pipeline(hopeless()) as pipeline:
         begun = pipeline.parameters_sha256()
@@ -215,7 +215,7 @@ def test_a_pipeline_whose_gradients_are_never_finite_says_so() -> None:
             pipeline.forward_backward(*batch())
 
 
-def test_stages_are_free_again_whatever_the_driver_fails_in(
+def test_stages_are_free_again_after_any_failure_of_the_driver(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def no_inverse(scaler: LossScaler) -> NoReturn:
@@ -230,7 +230,7 @@ def test_stages_are_free_again_whatever_the_driver_fails_in(
             assert math.isfinite(pipeline.evaluate(*batch()).loss)
 
 
-def test_calls_skip_and_scale() -> None:
+def test_library_calls_skip_and_scale() -> None:
     with local_pipeline(launched()) as pipeline:
         found, _ = use(pipeline, lambda: None)
         state = pipeline.optimizer.state_dict()
@@ -247,7 +247,7 @@ def test_calls_skip_and_scale() -> None:
     assert found[-1] == {"scale": 256.0, "growth_tracker": 1, "skipped": 2}
 
 
-def test_outputs_have_the_type_that_a_stage_computes_in() -> None:
+def test_outputs_have_the_dtype_of_the_stages_autocast() -> None:
     stages = [{}, {"autocast": "bfloat16"}]
     with local_pipeline(launched(stages=stages)) as pipeline:
         assert pipeline.predict(batch()[0]).dtype is torch.bfloat16

@@ -43,7 +43,7 @@ def test_replicas_give_the_bits_of_one_process(
     assert len(found.losses) == 6
 
 
-def test_a_run_of_replicas_goes_on_with_the_bits_of_one_that_was_not_cut(
+def test_a_resumed_run_of_replicas_has_the_bits_of_an_uninterrupted_one(
     job: JobFolder, tmp_path: Path
 ) -> None:
     path = job.config(PIPELINES)
@@ -59,7 +59,7 @@ def test_a_run_of_replicas_goes_on_with_the_bits_of_one_that_was_not_cut(
 
 
 @pytest.mark.parametrize(("first", "second"), [(3, 1), (1, 2)])
-def test_a_run_goes_on_with_another_number_of_replicas(
+def test_a_run_resumes_with_another_number_of_replicas(
     job: JobFolder, tmp_path: Path, first: int, second: int
 ) -> None:
     """Another number is another sum, so it is the same run but for its last bits."""
@@ -90,7 +90,7 @@ def test_replicas_of_other_shapes_are_refused_before_the_first_step(job: JobFold
 # From a program
 
 
-def test_gradients_that_add_up_over_calls_are_summed_once() -> None:
+def test_accumulated_gradients_are_all_reduced_once() -> None:
     torch.manual_seed(0)
     expected = nn.Sequential(OrderedDict((name, build()) for name, build in zoo.wide()))
     batches = [(torch.randn(8, zoo.FEATURES), torch.randn(8, 1)) for _ in range(3)]
@@ -127,7 +127,7 @@ def test_gradients_that_add_up_over_calls_are_summed_once() -> None:
         pipeline.optimizer.step()  # nothing of it was lost
 
 
-def test_a_sum_that_cannot_be_is_an_error_and_the_pipeline_goes_on() -> None:
+def test_a_failed_all_reduce_is_an_error_and_the_pipeline_stays_usable() -> None:
     data = {
         "model": {"layers": "zoo:sparse"},
         "stages": [{"replicas": 2}],

@@ -24,9 +24,7 @@ REPLICAS = ["stages.0.replicas=2", "stages.2.replicas=3"]
         pytest.param([*REPLICAS, "num_microbatches=1"], id="only one has any"),
     ],
 )
-def test_stages_that_load_their_samples_train_as_if_the_driver_sent_them(
-    job: JobFolder, settings: list[str]
-) -> None:
+def test_stages_that_load_samples_give_the_same_bits(job: JobFolder, settings: list[str]) -> None:
     found = []
     for at in ("driver", "stage"):
         with local_group(loader.load_config(config(job, at), ["steps=10", *settings])) as local:
@@ -36,12 +34,12 @@ def test_stages_that_load_their_samples_train_as_if_the_driver_sent_them(
     assert (len(found[0][0]), len(found[0][2])) == (10, 2)
 
 
-def test_what_stages_load_is_what_one_process_loads(job: JobFolder) -> None:
+def test_stages_load_the_samples_of_one_process(job: JobFolder) -> None:
     found = require_same_bits(loader.load_config(config(job, "stage"), ["steps=10"]))
     assert len(found.losses) == 10
 
 
-def test_hosts_with_other_data_end_the_job_before_a_step(job: JobFolder) -> None:
+def test_hosts_with_different_data_fail_before_the_first_step(job: JobFolder) -> None:
     other = loader.load_config(config(job, "stage", shrinks=True), ["steps=10"])
     with local_group(other) as local, pytest.raises(ConfigError) as refused:
         local.train()

@@ -24,7 +24,7 @@ def sha256(run: ComparedRun) -> str:
     return tensors.parameters_sha256(run.state)
 
 
-def test_stages_that_share_a_weight_give_the_bits_of_one_process_wherever_the_cuts_are(
+def test_tied_weights_give_the_bits_of_one_process_under_every_balance(
     job: JobFolder,
 ) -> None:
     path = job.config(BODY)
@@ -36,7 +36,7 @@ def test_stages_that_share_a_weight_give_the_bits_of_one_process_wherever_the_cu
         assert sha256(local.train()) != sha256(cut)
 
 
-def test_a_group_holds_for_a_shared_weight_by_its_second_name(job: JobFolder) -> None:
+def test_a_parameter_group_matches_a_tied_weight_by_its_second_name(job: JobFolder) -> None:
     path = job.config(BODY)
     three = ["steps=3", 'optimizer.groups=[{match=["head.weight"],lr=0.5}]']
     cut = require_same_bits(loader.load_config(path, three))
@@ -47,7 +47,9 @@ def test_a_group_holds_for_a_shared_weight_by_its_second_name(job: JobFolder) ->
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zero-bubble"])
-def test_so_they_do_under_other_schedules_and_with_replicas(job: JobFolder, schedule: str) -> None:
+def test_tied_weights_give_the_bits_of_one_process_under_every_schedule_and_with_replicas(
+    job: JobFolder, schedule: str
+) -> None:
     path = job.config(BODY + REPLICAS)
     assert len(require_same_bits(loader.load_config(path, [f"schedule={schedule}"])).losses) == 6
 
@@ -63,7 +65,7 @@ def program(**more: Any) -> Config:
     return Config.model_validate({**data, **more}).with_folder(ZOO)
 
 
-def test_a_program_sees_one_parameter() -> None:
+def test_a_tied_weight_is_one_parameter_to_the_library() -> None:
     torch.manual_seed(0)
     tokens = torch.randint(11, (4, 6))
     with local_pipeline(program()) as pipeline:
@@ -80,7 +82,7 @@ def test_a_program_sees_one_parameter() -> None:
 # What is wrong
 
 
-def test_a_program_gets_its_model_back_after_an_owners_optimizer_has_failed() -> None:
+def test_the_library_can_read_the_model_after_an_owners_optimizer_failed() -> None:
     """Its stage's neighbours waited in the same call for what the parameter would become."""
     tokens = torch.zeros(4, 6, dtype=torch.int64)
     stages = [{"optimizer": "zoo:TroubledSGD"}, {}]
@@ -94,7 +96,7 @@ def test_a_program_gets_its_model_back_after_an_owners_optimizer_has_failed() ->
 
 
 @pytest.mark.parametrize("owner", [0, 2])
-def test_nobody_waits_for_an_owner_whose_optimizer_fails(job: JobFolder, owner: int) -> None:
+def test_no_stage_waits_for_an_owner_with_a_failed_optimizer(job: JobFolder, owner: int) -> None:
     """The others wait for what the parameter has become, in a step that nothing else holds."""
     text = BODY.replace("max_grad_norm = 0.5\n", "")
     if owner:
@@ -121,7 +123,7 @@ def test_nobody_waits_for_an_owner_whose_optimizer_fails(job: JobFolder, owner: 
         ('[["embed.weight", "embed.weight"]]', "embed.weight is named twice"),
     ],
 )
-def test_what_cannot_be_one_is_refused_before_anything_starts(
+def test_parameters_that_cannot_be_tied_are_refused_before_anything_starts(
     job: JobFolder, tied: str, said: str
 ) -> None:
     with pytest.raises(ConfigError) as refused:
@@ -129,7 +131,7 @@ def test_what_cannot_be_one_is_refused_before_anything_starts(
     assert said in str(refused.value)
 
 
-def test_a_frozen_stage_cannot_share_with_one_that_is_trained(job: JobFolder) -> None:
+def test_a_frozen_stage_cannot_share_a_weight_with_a_trained_one(job: JobFolder) -> None:
     text = BODY + "\n[[stages]]\nfrozen = true\n[[stages]]\n[[stages]]\n"
     said = "'head.weight' is torch.float32 of shape .11, 8., trained, but"
     with (

@@ -16,7 +16,7 @@ from tests.support.processes import JobFolder
 TINY = ["model.kwargs.times_ms={forward = 1.0, input_gradient = 1.0, weight_gradient = 1.0}"]
 
 
-def test_the_real_peers_train_the_same_from_the_same_start(
+def test_the_real_peers_train_the_same_from_the_same_weights(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(group, "TRIAL_SECONDS", 0.0)
@@ -32,7 +32,7 @@ def test_the_real_peers_train_the_same_from_the_same_start(
     assert done.series[1].settings["schedule"] in benchmark.BEST_SCHEDULES
 
 
-def test_ones_own_chain_is_measured_alone_on_equal_micro_batches(job: JobFolder) -> None:
+def test_an_own_chain_is_measured_on_equal_micro_batches(job: JobFolder) -> None:
     chain = job.config('[model]\nlayers = "zoo:mlp"\nnum_stages = 2\n')
     times = asyncio.run(stage_times(cases.load(str(chain), overrides=["data.batch_size=20"])))
     assert [each.forward > 0 and each.total > each.forward for each in times] == [True, True]

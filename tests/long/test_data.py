@@ -17,11 +17,11 @@ def _tracker() -> None:
 
 
 @pytest.mark.parametrize("shuffle", [True, False])
-def test_an_epoch_taken_up_in_its_middle_is_the_tail_of_the_whole(shuffle: bool) -> None:
+def test_an_epoch_resumed_in_its_middle_is_the_tail_of_the_whole(shuffle: bool) -> None:
     require_tails(2, shuffle)
 
 
-def test_all_samples_of_a_mini_batch_at_once_are_the_same_in_every_process() -> None:
+def test_batched_fetches_are_the_same_in_every_process() -> None:
     with closing(batches_of(AllAtOnce(), num_workers=2)) as there:
         for epoch in (1, 2):
             assert values(there, epoch) == values(batches_of(Transformed()), epoch)

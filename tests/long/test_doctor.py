@@ -21,7 +21,7 @@ MODEL = '[model]\nlayers = "zoo:mlp"\nbalance = [2, 2]\n'
 HOST = "127.0.0.1"
 
 
-def test_code_that_differs_from_host_to_host(job: JobFolder, tmp_path: Path) -> None:
+def test_doctor_names_code_that_differs_between_hosts(job: JobFolder, tmp_path: Path) -> None:
     """Without the config's files being sent, what is installed on each host counts."""
     with contextlib.ExitStack() as started:
         found = []

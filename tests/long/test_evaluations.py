@@ -15,7 +15,7 @@ pytestmark = pytest.mark.long
 
 
 @pytest.mark.parametrize("evaluated", ["evaluate_every_steps = 2", "evaluate_every = 1"])
-def test_a_fault_while_the_best_step_is_saved_changes_nothing(
+def test_a_fault_while_saving_the_best_step_changes_no_bit(
     job: JobFolder, tmp_path: Path, evaluated: str
 ) -> None:
     """Steps of which no snapshot is kept: the best is copied after its evaluation."""
@@ -33,7 +33,7 @@ def test_a_fault_while_the_best_step_is_saved_changes_nothing(
     assert checkpoints_in(job.folder / "saved").path_of(best).is_dir()
 
 
-def test_a_run_that_has_stopped_stays_so_unless_it_gets_more_patience(job: JobFolder) -> None:
+def test_a_run_stopped_early_resumes_only_with_more_patience(job: JobFolder) -> None:
     path = config(Faults(job))
     first = drive(path, *FAST)
     again = drive(path, "--resume", *FAST)

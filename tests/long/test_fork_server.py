@@ -11,9 +11,7 @@ from tests.support.processes import JobFolder, RunningHere, rpcmp, runs, with_to
 
 
 @pytest.mark.usefixtures("own_forks")
-def test_a_fork_server_that_was_killed_is_started_again(
-    job: JobFolder, tmp_path: Path, token: str
-) -> None:
+def test_a_killed_fork_server_is_restarted(job: JobFolder, tmp_path: Path, token: str) -> None:
     """With it go the driver process and all workers, and every server is as it was."""
 
     def lose(run: RunningHere) -> None:

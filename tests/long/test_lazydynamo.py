@@ -9,5 +9,5 @@ from tests.support.dynamo import BEFORE, USES, require_real
 
 @pytest.mark.parametrize("use", USES)
 @pytest.mark.parametrize("before", BEFORE)
-def test_whoever_asks_for_more_gets_the_real_one(use: str, before: str) -> None:
+def test_other_attributes_of_lazy_dynamo_load_the_real_module(use: str, before: str) -> None:
     require_real(use, before)

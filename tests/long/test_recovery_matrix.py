@@ -25,14 +25,14 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Committed:
 
 
 @pytest.mark.parametrize("cell", [*itertools.product(ALIVE, PHASES, STAGES)], ids=name_of)
-def test_every_fault_in_every_phase_is_recovered_from(
+def test_the_run_recovers_from_every_fault_in_every_phase(
     job: JobFolder, undisturbed: Committed, cell: Cell
 ) -> None:
     assert_cell(job, undisturbed, cell)
 
 
 @pytest.mark.parametrize("cell", [*itertools.product(["cut"], PHASES, STAGES)], ids=name_of)
-def test_a_cut_in_every_phase_is_recovered_from(
+def test_the_run_recovers_from_a_cut_link_in_every_phase(
     job: JobFolder, undisturbed: Committed, namespace: tuple[str, ...], cell: Cell
 ) -> None:
     assert_cell(job, undisturbed, cell, under=namespace)

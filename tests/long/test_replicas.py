@@ -19,7 +19,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[tuple[in
 
 @pytest.mark.parametrize("how", ["SIGKILL", "SIGSTOP", "exception", "cut"])
 @pytest.mark.parametrize("phase", ["joining", "forward", "optimizer", "saving"])
-def test_a_lost_replica_changes_nothing(
+def test_losing_a_replica_changes_no_bit(
     job: JobFolder,
     undisturbed: tuple[list[tuple[int, str]], str],
     namespace: tuple[str, ...],

@@ -17,13 +17,13 @@ pytestmark = pytest.mark.long
         pytest.param(["num_microbatches=1"], id="only one has any"),
     ],
 )
-def test_replicas_that_load_their_samples_and_die_train_as_if_the_driver_sent_them(
+def test_replicas_that_load_samples_and_are_killed_give_the_same_bits(
     job: JobFolder, settings: list[str]
 ) -> None:
     require_same_if_one_dies(job, settings)
 
 
-def test_a_sample_that_cannot_be_loaded_is_tried_again_once(job: JobFolder) -> None:
+def test_a_sample_that_fails_to_load_is_retried_once(job: JobFolder) -> None:
     result = drive(config(job, "stage", bad=22))  # which is none of data.test
     assert result.code == 1
     assert [event["event"] for event in result.events].count("fault") == 1

@@ -43,6 +43,7 @@ from rpcmp.driver.progress import TrainingProgress
 from rpcmp.driver.stage_group import StageGroup
 from rpcmp.driver.training import Training
 from rpcmp.errors import JobError, from_wire
+from rpcmp.observability.events.event import Json
 from rpcmp.pipelining import assignment, parameter_names
 from rpcmp.pipelining.assignment import Assignment
 from rpcmp.process.activity import Activity
@@ -181,7 +182,7 @@ class LocalGroup:
     workers: list[LocalWorker]
     group: StageGroup
     begin: Begin | None = None
-    events: list[Message] = field(default_factory=list)
+    events: list[Json] = field(default_factory=list)
 
     @cached_property
     def training(self) -> Training:
@@ -194,16 +195,22 @@ class LocalGroup:
         progress = None if self.begin is None else self.begin.progress
         if progress is not None and progress.scaler is not None:
             self.group.optimizer.load_scaler(progress.scaler)
-        told, stop = self.events.append, threading.Event()
         return Training(
-            self.config, datasets, self.group, told, stop, progress, metrics=self.metrics
+            self.config,
+            datasets,
+            self.group,
+            lambda event: self.events.append(event.to_json()),
+            lambda progress: None,
+            threading.Event(),
+            progress,
+            metrics=self.metrics,
         )
 
     @property
     def metrics(self) -> Metrics:
         return self.planned.metrics
 
-    def of(self, kind: str) -> list[Message]:
+    def of(self, kind: str) -> list[Json]:
         """The events of a kind."""
         return [event for event in self.events if event["event"] == kind]
 

@@ -7,8 +7,10 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from rpcmp.observability.events.definitions import RunEvent
 from rpcmp.observability.run_folder.reader import Record
 from rpcmp.observability.run_folder.writer import RunInfo
+from tests.support.runevents import typed
 
 Event = dict[str, Any]
 
@@ -66,9 +68,9 @@ def run(num_steps: int, lost_after: int | None = None, name: str = "unet") -> It
 
 def record(name: str, events: Iterable[Event]) -> Record:
     """What a run folder of that name holds that was told these events."""
-    found = tuple(events)
+    found = tuple(typed(event) for event in events)
     info = RunInfo(name=name, started=BEGAN, outcome="done")
-    config = next(event["config"] for event in found if event["event"] == "run")
+    config = next(event.config for event in found if isinstance(event, RunEvent))
     return Record(Path(name), info, config, found)
 
 

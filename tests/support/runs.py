@@ -12,6 +12,7 @@ from rpcmp.config import loader
 from rpcmp.config.schema import Config
 from rpcmp.observability.run_folder.writer import RunFolder
 from rpcmp.process.channel import Message
+from tests.support.runevents import typed
 
 STAGES = ("lift", "head")
 LOST = {"bubble": 0.2, "network": 0.05, "overhead": 0.0}
@@ -115,10 +116,10 @@ def events(of: Config, losses: Sequence[float]) -> list[Message]:
 
 def kept(of: Config, told: Sequence[Message]) -> Path:
     """The folder that a run with these events leaves behind."""
-    folder = RunFolder(of, lambda write: lambda event: write(event["event"]))
+    folder = RunFolder(of, lambda write: lambda event: write(event.event))
     folder.make()
     for event in told:
-        folder.tell(event)
+        folder.tell(typed(event))
     folder.close()
     assert folder.path is not None
     return folder.path

@@ -1,13 +1,17 @@
-"""`rpcmp bench` with real peers, as the README has it: each imports torch and half of its compiler,
-and so they are few, and not with what is run at every change."""
+"""`rpcmp bench` with real peers. Each imports torch and half of its compiler, so the tests are few
+and not among those of every change."""
 
 from __future__ import annotations
 
 import json
+import shlex
+import sys
 
 import pytest
 
 from rpcmp.tools.bench.peers import group
+from tests.benchmarks import replicas
+from tests.support.docs import PAGES, blocks, commands
 from tests.support.processes import JobFolder, rpcmp
 
 
@@ -19,7 +23,7 @@ def test_bench_prints_ours_beside_a_peer() -> None:
     assert (found["case"], list(found["peers"])) == ("sleep", ["torch-1f1b"])
 
 
-def test_bench_compares_ones_own_job(job: JobFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bench_compares_an_own_job(job: JobFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(job.folder)
     monkeypatch.setattr(group, "TRIAL_SECONDS", 0.0)
     job.config('[model]\nlayers = "zoo:mlp"\nnum_stages = 2', "config.toml")
@@ -29,3 +33,15 @@ def test_bench_compares_ones_own_job(job: JobFolder, monkeypatch: pytest.MonkeyP
     found = json.loads(result.out)
     assert (found["case"], list(found["peers"])) == ("config.toml", ["torch-best"])
     assert found["settings"]["torch-best"]["schedule"]
+
+
+def test_benchmarks_of_replicas_take_the_options_of_their_page(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    module = "python -m tests.benchmarks.replicas"
+    typed = commands(blocks("sh", PAGES["tests/benchmarks/README.md"]))
+    lines = [line for line in typed if line.startswith(module)]
+    assert len(lines) == 4
+    for line in lines:
+        monkeypatch.setattr(sys, "argv", shlex.split(line.removeprefix("python -m ")))
+        replicas._options()

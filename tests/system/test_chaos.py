@@ -35,7 +35,7 @@ def plant(faults: Faults, seed: int, count: int, steps: int) -> None:
     ("count", "steps"),
     [(3, 12), pytest.param(50, 120, marks=[pytest.mark.long, pytest.mark.timeout(1500)])],
 )
-def test_a_run_survives_whatever_happens_to_it(
+def test_a_run_survives_random_faults(
     job: JobFolder, namespace: tuple[str, ...], count: int, steps: int
 ) -> None:
     seed = int(os.environ.get("CHAOS_SEED", "4" if count < 10 else str(random.getrandbits(32))))

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from rpcmp.process.confinement import SCRATCH
+from rpcmp.process.sandbox.confinement import SCRATCH
 from tests.support.lan import issue, serving
 from tests.support.processes import (
     JobFolder,
@@ -46,10 +46,10 @@ def leftover(temporary: Path) -> list[Path]:
     return list(temporary.glob(f"{SCRATCH}*"))
 
 
-def test_code_of_a_job_between_hosts_opens_no_key_and_no_home_and_trains_the_same(
+def test_confined_code_opens_no_key_and_no_home_and_trains_the_same(
     job: JobFolder, tmp_path: Path, temporary: Path
 ) -> None:
-    certs = issue(job.folder / "certs", HERE, HERE)  # beside the config, as the README has it
+    certs = issue(job.folder / "certs", HERE, HERE)  # beside the config, as the guide has it
     home = tmp_path / "home"
     home.write_text("private")
     keys = [certs / "ca.key", *(certs / f"{who}/tls.key" for who in ("stage0", "stage1", "driver"))]
@@ -67,7 +67,7 @@ def test_code_of_a_job_between_hosts_opens_no_key_and_no_home_and_trains_the_sam
     assert sha256(confined) == sha256(free)
 
 
-def test_a_server_that_is_to_confine_nothing_does_not(job: JobFolder, tmp_path: Path) -> None:
+def test_a_server_without_confinement_confines_nothing(job: JobFolder, tmp_path: Path) -> None:
     home = tmp_path / "home"
     home.write_text("private")
     config = spying(job, [home], balance=ONE)
@@ -77,7 +77,7 @@ def test_a_server_that_is_to_confine_nothing_does_not(job: JobFolder, tmp_path: 
     assert seen(result, "stage") == seen(result, "data") == {str(home): "open"}
 
 
-def test_a_job_on_one_machine_is_confined_where_it_asks_for_it(
+def test_a_local_job_is_confined_on_request(
     job: JobFolder, tmp_path: Path, temporary: Path
 ) -> None:
     home, given = tmp_path / "home", tmp_path / "given"
@@ -91,7 +91,7 @@ def test_a_job_on_one_machine_is_confined_where_it_asks_for_it(
     assert sha256(confined) == sha256(rpcmp("drive", config, "--json", *ALONE))
 
 
-def test_data_that_a_server_does_not_grant_is_refused_before_anything_starts(
+def test_data_not_granted_by_a_server_is_refused_before_anything_starts(
     job: JobFolder, tmp_path: Path
 ) -> None:
     data = tmp_path / "data"
@@ -112,7 +112,7 @@ def test_data_that_a_server_does_not_grant_is_refused_before_anything_starts(
     assert result.code == 0
 
 
-def test_code_that_needs_what_was_not_declared_fails_with_the_remedy(
+def test_code_that_needs_undeclared_access_fails_with_the_remedy(
     job: JobFolder, tmp_path: Path
 ) -> None:
     file = tmp_path / "file"
@@ -129,7 +129,7 @@ def test_code_that_needs_what_was_not_declared_fails_with_the_remedy(
             assert "`--data DIR`" in result.err
 
 
-def test_a_confined_worker_that_is_killed_is_replaced_by_one_with_its_bits(
+def test_a_killed_confined_worker_is_replaced_with_the_same_bits(
     job: JobFolder, temporary: Path
 ) -> None:
     config = spying(job, [])
@@ -148,7 +148,7 @@ def test_a_confined_worker_that_is_killed_is_replaced_by_one_with_its_bits(
     assert sha256(result) == sha256(rpcmp("drive", config, "--json", *many))
 
 
-def test_a_confined_worker_goes_on_from_a_checkpoint(job: JobFolder) -> None:
+def test_a_confined_worker_resumes_from_a_checkpoint(job: JobFolder) -> None:
     kept = '[checkpoint]\ndir = "saved"\nevery_steps = 2'
     config = spying(job, [], data=kept, balance=ONE)
     with running_servers(1) as servers:
@@ -160,7 +160,7 @@ def test_a_confined_worker_goes_on_from_a_checkpoint(job: JobFolder) -> None:
     assert sha256(resumed) == sha256(whole)
 
 
-def test_doctor_says_what_confines_a_jobs_code(job: JobFolder) -> None:
+def test_doctor_reports_the_confinement_of_a_jobs_code(job: JobFolder) -> None:
     config = spying(job, [], balance=ONE)
     with running_servers(1) as servers:
         result = rpcmp("doctor", config, "--json", "--connect", connect(servers))

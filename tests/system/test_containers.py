@@ -79,7 +79,7 @@ def test_the_dockerfile_is_valid() -> None:
         ("# hadolint ignore=DL3013 # what is", "# what is", "DL3013"),
     ],
 )
-def test_one_that_is_not_is_found_out(tmp_path: Path, good: str, bad: str, code: str) -> None:
+def test_an_invalid_dockerfile_is_detected(tmp_path: Path, good: str, bad: str, code: str) -> None:
     text = DOCKERFILE.read_text()
     assert good in text
     (tmp_path / "Dockerfile").write_text(text.replace(good, bad))
@@ -88,7 +88,7 @@ def test_one_that_is_not_is_found_out(tmp_path: Path, good: str, bad: str, code:
     assert code in found.stdout + found.stderr
 
 
-def test_the_image_runs_rpcmp_as_nobody_in_particular(image: dict[str, list[str]]) -> None:
+def test_the_image_runs_rpcmp_as_an_unprivileged_user(image: dict[str, list[str]]) -> None:
     assert json.loads(image["ENTRYPOINT"][-1]) == ["rpcmp"]
     uid, gid = image["USER"][-1].split(":")
     assert "0" not in (uid, gid)
@@ -103,7 +103,7 @@ def test_the_image_asks_the_server_for_its_health(image: dict[str, list[str]]) -
     assert parsed(command)["command"] == "health"
 
 
-def test_a_server_that_a_container_stops_has_not_done_its_work(image: dict[str, list[str]]) -> None:
+def test_a_container_stop_before_the_job_ends_is_a_failure(image: dict[str, list[str]]) -> None:
     (name,) = image["STOPSIGNAL"]
     with running("serve", "--stage", "0", "--listen", "127.0.0.1:0") as run:
         run.wait_for_line("SERVING")
@@ -123,7 +123,7 @@ def ignored(path: str) -> bool:
     return result
 
 
-def test_the_builder_sees_what_it_copies_and_no_secrets(tmp_path: Path) -> None:
+def test_the_build_context_has_the_sources_and_no_secrets(tmp_path: Path) -> None:
     copied = [
         source
         for name, rest in instructions(DOCKERFILE)
@@ -141,7 +141,7 @@ def test_the_builder_sees_what_it_copies_and_no_secrets(tmp_path: Path) -> None:
         assert ignored(secret)
 
 
-def test_torch_is_the_one_that_rpcmp_needs(tmp_path: Path) -> None:
+def test_the_images_torch_is_a_version_that_rpcmp_supports(tmp_path: Path) -> None:
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     (line,) = [rest for name, rest in instructions(DOCKERFILE) if "TORCH_INDEX:+" in rest]
     for index, expected in (("", []), ("URL", ["--index-url", "URL"])):
@@ -157,7 +157,7 @@ def test_torch_is_the_one_that_rpcmp_needs(tmp_path: Path) -> None:
         assert requirement.startswith("torch>=")
 
 
-def test_the_composition_is_valid() -> None:
+def test_the_compose_file_is_valid() -> None:
     found = compose(COMPOSE, "--quiet")
     assert (found.returncode, found.stderr) == (0, "")
 
@@ -173,7 +173,7 @@ def test_the_composition_is_valid() -> None:
         ("      stage2: {", "      stage3: {"),
     ],
 )
-def test_a_composition_that_is_not_is_found_out(tmp_path: Path, good: str, bad: str) -> None:
+def test_an_invalid_compose_file_is_detected(tmp_path: Path, good: str, bad: str) -> None:
     text = COMPOSE.read_text()
     assert good in text
     (tmp_path / "compose.yaml").write_text(text.replace(good, bad))
@@ -229,7 +229,7 @@ def test_the_driver_waits_for_stages_that_it_reaches(services: dict[str, Any]) -
         assert service["restart"] == "unless-stopped"
 
 
-def test_the_certificates_are_those_that_the_comment_makes(services: dict[str, Any]) -> None:
+def test_the_comments_commands_make_the_mounted_certificates(services: dict[str, Any]) -> None:
     (line,) = re.findall(r"rpcmp (certs init .*)", COMPOSE.read_text())
     _, init, *options = line.split()
     assert (init, options[0]) == ("init", "certs")

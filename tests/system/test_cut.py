@@ -8,7 +8,7 @@ from tests.support.faults import assert_cell, undisturbed_in
 from tests.support.processes import JobFolder
 
 
-def test_a_worker_that_is_cut_off_is_recovered_from(
+def test_the_run_recovers_from_a_worker_cut_off_the_network(
     job: JobFolder, tmp_path: Path, namespace: tuple[str, ...]
 ) -> None:
     undisturbed = undisturbed_in(tmp_path / "undisturbed")

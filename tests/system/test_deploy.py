@@ -46,7 +46,7 @@ def test_the_unit_is_valid(unit: Path) -> None:
     assert (found.returncode, found.stdout + found.stderr) == (0, "")
 
 
-def test_the_unit_leaves_little_to_an_attacker(unit: Path) -> None:
+def test_the_unit_has_a_low_exposure_score(unit: Path) -> None:
     found = analyze("security", "--offline=true", f"--threshold={WORST_EXPOSURE}", unit)
     assert found.returncode == 0, found.stdout + found.stderr
 
@@ -59,7 +59,7 @@ def test_the_units_command_is_one_that_rpcmp_has(unit: Path) -> None:
     assert {option for option in options if option.startswith("--")} <= set(known.split())
 
 
-def test_systemd_is_told_when_the_server_is_ready_alive_and_stopping(
+def test_the_server_notifies_systemd_of_ready_alive_and_stopping(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as systemd:

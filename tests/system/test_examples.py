@@ -13,10 +13,9 @@ from safetensors.torch import load_file, save_file
 
 from rpcmp.config import addresses, loader
 from rpcmp.examples import stdlib_gpt
-from tests.support.places import EXAMPLES, PACKAGE, ROOT
+from tests.support.docs import PAGES, README
+from tests.support.places import EXAMPLES, PACKAGE
 from tests.support.processes import Result, rpcmp
-
-README = (ROOT / "README.md").read_text()
 
 SCHEDULES = ("gpipe", "1f1b", "zero-bubble")
 
@@ -31,23 +30,25 @@ def verify(example: str, steps: int, *overrides: str) -> str:
 
 
 def drive(example: str, *overrides: str) -> Result:
-    """A whole run; without overrides as the README has it."""
+    """Run an example to its end; without overrides as its page has it."""
     options = [part for override in overrides for part in ("--set", override)]
     result = rpcmp("drive", EXAMPLES / f"{example}.toml", "--json", *options)
     assert result.code == 0, result.err
     return result
 
 
-def test_each_is_a_model_a_config_and_a_row_in_the_readme() -> None:
+def test_each_example_is_a_model_a_config_and_a_row_in_both_tables() -> None:
     names = {path.stem for path in EXAMPLES.glob("*.toml")}
     assert names == {path.stem for path in EXAMPLES.glob("*.py")}
     assert names == set(re.findall(r"\n\| \[`(\w+)\.toml`\]\(rpcmp/examples/\1\.toml\)", README))
+    page = PAGES["rpcmp/examples/README.md"]
+    assert names == set(re.findall(r"\n\| \[`(\w+)\.toml`\]\(\1\.toml\)", page))
     for name in names:
         text = (EXAMPLES / f"{name}.toml").read_text()
         assert f"\n#     rpcmp drive rpcmp/examples/{name}.toml" in text
 
 
-def test_addresses_in_comments_are_those_that_servers_have_by_default() -> None:
+def test_addresses_in_comments_are_the_default_addresses() -> None:
     found = {}
     for path in [*EXAMPLES.glob("*.toml"), PACKAGE / "tools/new/my_model.toml"]:
         comments = "\n".join(re.findall(r"#.*", path.read_text()))
@@ -91,7 +92,7 @@ def hugging_faces(state: dict[str, torch.Tensor]) -> torch.nn.Module:
     return found
 
 
-def test_llamas_layers_are_hugging_faces_by_name_and_by_what_they_compute() -> None:
+def test_llamas_layers_have_the_names_and_outputs_of_hugging_faces() -> None:
     from rpcmp.examples import llama
 
     config = loader.load_config(EXAMPLES / "llama.toml").model
@@ -112,7 +113,7 @@ def test_llamas_layers_are_hugging_faces_by_name_and_by_what_they_compute() -> N
 
 
 @pytest.mark.long
-def test_llama_goes_to_hugging_face_and_back(tmp_path: Path) -> None:
+def test_llama_weights_travel_to_hugging_face_and_back(tmp_path: Path) -> None:
     """Its export is a state dict that fits and gives the same loss; a run may begin with one."""
     file, saved = tmp_path / "model.safetensors", tmp_path / "saved"
     overrides = (

@@ -20,9 +20,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[JobFolder, Result]:
 
 
 @pytest.mark.parametrize("on_error", ["fail", "warn"])
-def test_what_was_left_stays_if_the_run_after_it_could_not_save(
-    job: JobFolder, on_error: str
-) -> None:
+def test_leftovers_stay_if_the_next_run_could_not_save(job: JobFolder, on_error: str) -> None:
     failed = Failed(job, '[checkpoint]\ndir = "kept"\nevery_steps = 100\n')
     with small_disk(job.folder / "other", "100k"):
         left = next(failed.folder.iterdir())
@@ -35,7 +33,7 @@ def test_what_was_left_stays_if_the_run_after_it_could_not_save(
         assert left_in(job.folder / "other") == [failed.step]
 
 
-def test_a_disk_that_fills_up_costs_checkpoints_and_nothing_else(
+def test_a_full_disk_loses_checkpoints_but_no_training(
     whole: tuple[JobFolder, Result], job: JobFolder
 ) -> None:
     config = job.config(BODY)
@@ -64,7 +62,7 @@ def test_a_disk_that_fills_up_costs_checkpoints_and_nothing_else(
         ),
     ],
 )
-def test_a_run_whose_checkpoints_are_lost_does_not_end_well(
+def test_a_run_with_lost_checkpoints_ends_with_an_error(
     job: JobFolder, options: tuple[str, ...], said: str
 ) -> None:
     config = job.config(BODY.replace("[model]", "[model]\nkwargs = { blocks = 3 }"))

@@ -35,7 +35,7 @@ COUNTS = [
 
 @pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize("has_certs", [False, True], ids=["plain", "tls"])
-def test_a_job_under_siege_is_not_disturbed(
+def test_fuzzing_a_running_job_does_not_disturb_it(
     job: JobFolder, tmp_path: Path, count: int, has_certs: bool
 ) -> None:
     seed = int(os.environ.get("FUZZ_SEED", "7" if count < 10_000 else str(random.getrandbits(32))))

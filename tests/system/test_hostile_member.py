@@ -19,7 +19,7 @@ balance = [1, 1]
 
 
 @pytest.mark.parametrize("victim", ["stage0:0", "driver"])
-def test_a_stage_reaches_no_file_of_another_host_and_the_job_ends_with_its_name(
+def test_a_hostile_stage_reaches_no_file_of_another_host_and_is_named(
     victim: str, job: JobFolder, tmp_path: Path
 ) -> None:
     secret, made = tmp_path / "secret", tmp_path / "made"

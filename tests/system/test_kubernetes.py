@@ -177,7 +177,7 @@ def test_no_misspelled_key_goes_unnoticed() -> None:
         lambda one: pods(one)["driver"]["spec"]["volumes"][0]["secret"].update(defaultmode=256),
     ],
 )
-def test_a_job_set_that_is_not_valid_is_found_out(
+def test_an_invalid_job_set_is_detected(
     job_set: Resource, change: Callable[[Resource], None]
 ) -> None:
     broken = copy.deepcopy(job_set)
@@ -185,7 +185,7 @@ def test_a_job_set_that_is_not_valid_is_found_out(
     assert is_refused(broken)
 
 
-def test_the_pods_keep_to_the_restricted_standard(job_set: Resource) -> None:
+def test_the_pods_meet_the_restricted_standard(job_set: Resource) -> None:
     """https://kubernetes.io/docs/concepts/security/pod-security-standards/#restricted"""
     (namespace,) = named("Namespace").values()
     assert namespace["metadata"]["labels"]["pod-security.kubernetes.io/enforce"] == "restricted"
@@ -266,7 +266,7 @@ def test_each_pod_has_its_own_certificate_and_no_other(job_set: Resource) -> Non
         assert "selfSigned" in issuers[root["issuerRef"]["name"]]["spec"]
 
 
-def test_mounted_keys_are_ones_that_rpcmp_takes(
+def test_rpcmp_accepts_the_mounted_keys(
     job_set: Resource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     key = tmp_path / KEY
@@ -282,7 +282,7 @@ def test_mounted_keys_are_ones_that_rpcmp_takes(
         require_private(key)  # root's, as this test
 
 
-def test_only_the_job_itself_reaches_the_stages_and_nobody_the_driver(job_set: Resource) -> None:
+def test_only_the_job_reaches_the_stages_and_nothing_the_driver(job_set: Resource) -> None:
     policies = [one["spec"] for one in named("NetworkPolicy").values()]
     labels = {name: pod["metadata"]["labels"] for name, pod in pods(job_set).items()}
     for name in labels:
@@ -300,7 +300,7 @@ def test_only_the_job_itself_reaches_the_stages_and_nobody_the_driver(job_set: R
         assert not fits(source["podSelector"], {"app.kubernetes.io/name": "rpcmp"})
 
 
-def test_pods_may_call_the_stages_and_ask_for_names(job_set: Resource) -> None:
+def test_pods_may_reach_the_stages_and_dns(job_set: Resource) -> None:
     labels = {name: pod["metadata"]["labels"] for name, pod in pods(job_set).items()}
     rules = [
         rule for one in named("NetworkPolicy").values() for rule in one["spec"].get("egress", [])
@@ -313,7 +313,7 @@ def test_pods_may_call_the_stages_and_ask_for_names(job_set: Resource) -> None:
     assert {port["port"] for port in names["ports"]} == {53}
 
 
-def test_a_lost_stage_comes_back_to_its_name_and_the_job_ends_with_its_driver(
+def test_a_lost_stage_returns_under_its_name_and_the_job_ends_with_its_driver(
     job_set: Resource,
 ) -> None:
     spec = job_set["spec"]

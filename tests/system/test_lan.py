@@ -72,7 +72,7 @@ def test_the_bits_are_those_of_one_process(cluster: Cluster) -> None:
     assert "identical" in result.out
 
 
-def test_a_doctor_measures_every_way_and_finds_the_one_that_is_missing(cluster: Cluster) -> None:
+def test_doctor_measures_every_link_and_names_the_missing_one(cluster: Cluster) -> None:
     """Stage 0's cable is slow. All answer the driver, but stage 1 does not find stage 2."""
     slow, lost, hidden = cluster.hosts
     options = ("--json", "--certs", str(cluster.certs / "driver"), *cluster.connect)
@@ -116,7 +116,7 @@ balance = [2, 2, 1]
 """A job that leaves the processor to those who look at it."""
 
 
-def test_nothing_but_the_one_port_of_each_server_answers(cluster: Cluster, job: JobFolder) -> None:
+def test_only_the_one_port_of_each_server_answers(cluster: Cluster, job: JobFolder) -> None:
     """While a job runs. The driver answers nobody else: it needs no port, but for its figures."""
     options = ("--metrics", "127.0.0.1:0", *cluster.connect[:2])
     with driving(job.config(IDLING), cluster.certs, *options, on=cluster.driver) as run:
@@ -164,7 +164,7 @@ def answering(prober: Host, address: str) -> list[int]:
     return [int(port) for port in prober.run("python3", "-c", PROBE, address).stdout.split()]
 
 
-def test_a_link_that_is_cut_and_comes_back_costs_no_bits(cluster: Cluster, parameters: str) -> None:
+def test_a_link_cut_and_restored_changes_no_bit(cluster: Cluster, parameters: str) -> None:
     options = ("--steps", "30", *cluster.connect)
     with driving(EXAMPLE, cluster.certs, *options, on=cluster.driver) as run:
         run.wait_for_line('"step": 8,')
@@ -180,7 +180,7 @@ def test_a_link_that_is_cut_and_comes_back_costs_no_bits(cluster: Cluster, param
 
 
 @pytest.mark.long
-def test_a_slow_link_costs_time_and_no_bits(cluster: Cluster, parameters: str) -> None:
+def test_a_slow_link_changes_no_bit(cluster: Cluster, parameters: str) -> None:
     with contextlib.ExitStack() as limits:
         for host in (cluster.driver, *cluster.hosts):
             limits.enter_context(host.limited("1gbit"))

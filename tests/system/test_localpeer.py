@@ -96,7 +96,7 @@ def squatting(user: int, port: int = 0, accepts: bool = True) -> Iterator[tuple[
 
 @pytest.mark.parametrize("host", [HERE, "::1"])
 @pytest.mark.parametrize("user", [0, MALLORY])
-def test_the_kernel_says_whose_the_other_end_is(host: str, user: int) -> None:
+def test_the_kernel_names_the_owner_of_the_other_end(host: str, user: int) -> None:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.create_server((host, 0), family=family) as listener:
         with acting_as(user):
@@ -111,7 +111,7 @@ def test_the_kernel_says_whose_the_other_end_is(host: str, user: int) -> None:
 
 
 @pytest.mark.parametrize("accepts", [True, False], ids=["accepting", "silent"])
-def test_a_port_that_another_user_holds_gets_no_byte(job: JobFolder, accepts: bool) -> None:
+def test_no_byte_is_sent_to_a_port_held_by_another_user(job: JobFolder, accepts: bool) -> None:
     config = job.config('[model]\nlayers = "zoo:mlp"\nbalance = [4]')
     with squatting(MALLORY, accepts=accepts) as (port, got):
         address = f"{HERE}:{port}"
@@ -128,7 +128,7 @@ def test_a_port_that_another_user_holds_gets_no_byte(job: JobFolder, accepts: bo
     assert set(got) <= {"got 0"}
 
 
-def test_nor_does_one_that_takes_the_port_of_a_server_that_died() -> None:
+def test_no_byte_is_sent_to_a_user_who_took_a_dead_servers_port() -> None:
     async def look(address: str) -> None:
         async with StageClient("a", address, Dialer(Security())) as client:
             assert (await client.connect()).stage_index == 0
@@ -151,7 +151,7 @@ def test_nor_does_one_that_takes_the_port_of_a_server_that_died() -> None:
         asyncio.run(look(server.address))
 
 
-def test_insecure_means_whoever_serves() -> None:
+def test_insecure_accepts_servers_of_any_user() -> None:
     async def dial(address: str) -> None:
         (await Dialer(Security(insecure=True)).open(address, RELAY, None)).close()
 
@@ -160,7 +160,7 @@ def test_insecure_means_whoever_serves() -> None:
 
 
 @pytest.mark.parametrize(("user", "is_known"), [(MALLORY, True), (OVERFLOW, False)])
-def test_in_a_user_namespace_the_overflow_uid_is_nobodys_own(user: int, is_known: bool) -> None:
+def test_in_a_user_namespace_the_overflow_uid_matches_no_user(user: int, is_known: bool) -> None:
     """Every user that the namespace does not have shows by that number."""
     with child(NAMESPACED, user) as process:
         shown, port = map(int, line(process).split())
@@ -173,7 +173,7 @@ def test_in_a_user_namespace_the_overflow_uid_is_nobodys_own(user: int, is_known
                 assert line(process) == str(is_ours), other
 
 
-def test_outside_of_one_it_is_a_user_as_any_other() -> None:
+def test_outside_a_user_namespace_the_overflow_uid_is_an_ordinary_user() -> None:
     with acting_as(OVERFLOW):
         assert is_trusted(OVERFLOW)
         assert is_trusted(0)
@@ -181,7 +181,7 @@ def test_outside_of_one_it_is_a_user_as_any_other() -> None:
         assert not is_trusted(None)
 
 
-def test_a_server_under_many_connections_of_others_answers() -> None:
+def test_a_server_with_many_foreign_connections_answers() -> None:
     """Each is asked about by itself, however many there are."""
     with running_servers(1) as (server,), contextlib.ExitStack() as stack:
         host, _, port = server.address.rpartition(":")
@@ -200,7 +200,7 @@ PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0
 """What every HTTP/2 client says first."""
 
 
-def test_another_user_of_this_machine_is_not_let_in() -> None:
+def test_another_user_of_this_machine_is_refused() -> None:
     """Without certificates a server takes calls from its own user alone, and from root."""
     with running_servers(1) as (server,):
         host, port = server.address.rsplit(":", 1)

@@ -67,7 +67,7 @@ def test_a_lost_machine_costs_one_step_at_most(
             assert_went_on(run.wait(), undisturbed)
 
 
-def test_a_machine_with_an_empty_disk_fetches_its_files(
+def test_a_machine_with_an_empty_disk_fetches_its_checkpoint_files(
     job: JobFolder, undisturbed: Committed, elsewhere: tuple[str, ...]
 ) -> None:
     config = slow_config(job)
@@ -83,7 +83,7 @@ def test_a_machine_with_an_empty_disk_fetches_its_files(
     assert committed(result) == (undisturbed[0][10:], undisturbed[1])
 
 
-def test_machines_with_empty_disks_get_what_the_driver_has(
+def test_machines_with_empty_disks_get_the_drivers_files(
     job: JobFolder, undisturbed: Committed, elsewhere: tuple[str, ...]
 ) -> None:
     config = slow_config(job)
@@ -114,7 +114,7 @@ def test_machines_may_share_a_disk(
     assert committed(result) == (undisturbed[0][12:], undisturbed[1])
 
 
-def test_what_a_failed_run_has_left_is_removed_on_every_machine(
+def test_leftovers_of_a_failed_run_are_removed_on_every_machine(
     job: JobFolder, elsewhere: tuple[str, ...]
 ) -> None:
     config = job.config("""

@@ -11,7 +11,7 @@ from tests.support.memory import MOST_MIB, measured
 from tests.support.tracefiles import GOOD_SPAN
 
 
-def test_one_span_more_than_is_read_does_not_fill_the_memory(tmp_path: Path) -> None:
+def test_a_trace_above_the_span_limit_does_not_fill_the_memory(tmp_path: Path) -> None:
     path = tmp_path / "bomb.json.gz"
     text = json.dumps(GOOD_SPAN).encode() + b","
     with gzip.open(path, "wb", 1) as file:

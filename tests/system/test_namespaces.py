@@ -35,8 +35,8 @@ def apart(*options: str) -> tuple[str, ...]:
 
 ORDINARY = """
 import ctypes, encodings.idna, json, os, signal, socket, sys
-from rpcmp.process import namespace as network
-from rpcmp.process.confinement import Reach, enter
+from rpcmp.process.sandbox import namespace as network
+from rpcmp.process.sandbox.confinement import Reach, enter
 
 own, scratch = sys.argv[1:]
 os.setgroups([]), os.setgid(65534), os.setuid(65534)
@@ -147,7 +147,7 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_what_another_server_uses_stays(temporary: Path) -> None:
+def test_files_in_use_by_another_server_stay(temporary: Path) -> None:
     """Even where it is in a container, and has a process id that nobody has here."""
     command = [*apart("--kill-child"), sys.executable, "-c", f"{LEAVES}sys.stdin.read()"]
     pipe = subprocess.PIPE
@@ -161,7 +161,7 @@ def test_what_another_server_uses_stays(temporary: Path) -> None:
     assert not used.exists()
 
 
-def test_a_process_in_a_container_does_not_get_to_use_our_certificate(
+def test_a_process_in_a_container_cannot_use_our_certificate(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     require_alone(tmp_path, caplog, apart())

@@ -132,7 +132,7 @@ def host(tmp_path: Path) -> Iterator[Host]:
 
 
 @pytest.mark.long
-def test_another_user_of_a_host_finds_one_port_a_server_and_it_speaks_tls(
+def test_another_user_of_a_host_finds_one_tls_port_per_server(
     host: Host, job: JobFolder, tmp_path: Path
 ) -> None:
     certs = issue(tmp_path / "certs", host.address, host.address)
@@ -170,7 +170,7 @@ NO_NAMESPACES = 'echo 0 > /proc/sys/user/max_net_namespaces && exec "$@"'
 
 
 @pytest.mark.usefixtures("own_forks")
-def test_a_pickle_for_a_worker_in_reach_of_others_executes_nothing(
+def test_a_pickle_sent_to_a_reachable_worker_executes_nothing(
     host: Host, job: JobFolder, tmp_path: Path, token: str
 ) -> None:
     """Where the kernel makes no networks: a real agent of another user, at each port there is."""

@@ -38,7 +38,7 @@ def private_listeners(process: psutil.Process) -> set[str]:
     }
 
 
-def test_only_a_group_itself_reaches_its_workers(job: JobFolder, servers: list[Server]) -> None:
+def test_only_members_of_a_group_reach_its_workers(job: JobFolder, servers: list[Server]) -> None:
     config = job.config(LONG_JOB)
     with running("drive", config, "--connect", connect(servers), "--json") as run:
         run.wait_for_line('"step"')
@@ -56,7 +56,7 @@ def test_only_a_group_itself_reaches_its_workers(job: JobFolder, servers: list[S
 NO_NAMESPACES = 'echo 0 > /proc/sys/user/max_net_namespaces && exec "$@"'
 
 
-def test_where_the_kernel_makes_no_networks_a_job_runs_and_says_so(job: JobFolder) -> None:
+def test_without_network_namespaces_a_job_runs_with_a_warning(job: JobFolder) -> None:
     config = job.config('[model]\nlayers = "zoo:mlp"\nbalance = [2, 2]')
     under = (needs("unshare"), "--user", "--map-root-user", "sh", "-c", NO_NAMESPACES, "sh")
     with running("drive", config, "--json", under=under) as run:
@@ -67,7 +67,7 @@ def test_where_the_kernel_makes_no_networks_a_job_runs_and_says_so(job: JobFolde
     assert result.event("summary")["parameters_sha256"] == expected
 
 
-def test_a_port_that_a_generation_before_has_left_may_be_listened_on_again(
+def test_a_port_of_the_last_generation_can_be_bound_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_modules(tmp_path, monkeypatch)

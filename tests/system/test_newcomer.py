@@ -1,7 +1,7 @@
 """A new user's way from nothing to a model on two hosts: the README's commands, word for word.
 
-What stands in the section's blocks is run in its order, on the host that its comment names; only
-the copying is between two folders.
+The commands of the section are run in their order, each on the host that its comment names. Only
+`scp` is replaced, by a copy between two folders.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.docs import commands_of, section
 from tests.support.lan import Host, lan
 from tests.support.processes import Result, Running, rpcmp, running
-from tests.support.readme import commands_of, section
 
 SECTION = "From nothing to two hosts"
 
 
 class Newcomer:
-    """Somebody who has read nothing but the README.
+    """A user who has read nothing but the README.
 
     Args:
-        hosts: by name; the first is where he sits.
-        homes: his folder on each.
-        started: what stays until the end.
+        hosts: by name; commands run on the first unless their comment names another.
+        homes: the user's folder on each host.
+        started: processes that run until the test ends.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class Newcomer:
         self.servers: list[Running] = []
 
     def type(self, line: str) -> Result | None:
-        """Do what a line says; how it ended, if it has."""
+        """Run a line; returns its result unless it keeps running."""
         command = shlex.split(line, comments=True)
         name = next((name for name in self._hosts if f"# on {name}" in line), "host-a")
         home = self._homes[name]

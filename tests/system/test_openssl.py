@@ -30,7 +30,7 @@ def verified(certs: Path, name: str) -> subprocess.CompletedProcess[str]:
         ("https://example.org/", HERE),
     ],
 )
-def test_a_name_outside_the_constraints_is_not_accepted(
+def test_a_name_outside_the_name_constraints_is_refused(
     tmp_path: Path, uri: str, host: str
 ) -> None:
     """See the test of that name in tests/unit/net/test_revocation.py."""

@@ -99,7 +99,7 @@ def shipped(folder: str) -> set[str]:
     }
 
 
-def test_who_builds_later_elsewhere_as_somebody_else_gets_the_same_bytes(
+def test_builds_are_reproducible_by_any_user_at_any_time_and_place(
     built: dict[str, Path], tmp_path: Path
 ) -> None:
     source = copy(tmp_path / "far" / "away", age=2 * EPOCH - 1, mode=0o077)
@@ -127,6 +127,7 @@ def test_the_wheel_has_the_package_the_protos_and_the_license(built: dict[str, P
         "py.typed",
         "examples/digits.toml",
         "tools/new/my_model.py",
+        "guide/README.md",
         "v1/control_pb2.pyi",
         "observability/dashboard/assets/index.html",
         "observability/dashboard/assets/vendor/uPlot.iife.min.js",
@@ -135,17 +136,18 @@ def test_the_wheel_has_the_package_the_protos_and_the_license(built: dict[str, P
     assert "rpcmp/protos/rpcmp/v1/control.proto" in wheel
 
 
-def test_the_sdist_has_what_it_takes_to_test_it_and_to_build_it_again(
+def test_the_sdist_can_be_tested_and_built_again(
     built: dict[str, Path],
 ) -> None:
     sdist = names(built["sdist"])
     deployed = {f"deploy/{path.name}" for path in (ROOT / "deploy").iterdir() if path.is_file()}
     papers = {"README.md", "CHANGELOG.md", "LICENSE", "pyproject.toml", ".ci/run", "PKG-INFO"}
+    papers |= {".pre-commit-config.yaml", ".git-blame-ignore-revs"}
     folders = shipped("rpcmp") | shipped("protos") | shipped("tests") | shipped(".github")
     assert sdist == folders | deployed | papers | {".gitignore"}
 
 
-def test_the_metadata_says_what_it_is(built: dict[str, Path]) -> None:
+def test_the_metadata_describes_the_package(built: dict[str, Path]) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     with zipfile.ZipFile(built["wheel"]) as wheel:
         found = message_from_string(wheel.read(f"{DIST_INFO}/METADATA").decode())
@@ -197,6 +199,7 @@ def test_the_wheel_in_a_fresh_environment_makes_a_model_and_trains_it(
         return done.stdout
 
     assert run("--version").split()[-1] == rpcmp.__version__
+    assert run("guide", "examples").startswith("# Examples")
     run("new", "my_model")
     assert {path.name for path in empty.iterdir()} == {"my_model.py", "my_model.toml"}
     with (empty / "my_model.py").open("a") as model:

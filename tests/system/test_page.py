@@ -23,6 +23,7 @@ from tests.support import pageevents
 from tests.support.browsers import chromium, opened
 from tests.support.pageevents import Event
 from tests.support.processes import JobFolder, Server, connect, describe, poll_for, running
+from tests.support.runevents import typed
 
 expect.set_options(timeout=30_000)  # this machine may be busy
 
@@ -40,7 +41,7 @@ def serving(events: Iterable[Event], place: Endpoint | None = None) -> Iterator[
     page = Page(place)
     try:
         for event in events:
-            page.tell(event)
+            page.tell(typed(event))
         yield page, place.url
     finally:
         page.close()
@@ -75,7 +76,7 @@ WATCH_STATES = """name => {
 }"""
 
 
-def test_a_run_that_trains_loses_a_stage_comes_back_and_ends(
+def test_the_page_follows_a_run_through_a_fault_to_its_end(
     browser: Browser, job: JobFolder, servers: list[Server]
 ) -> None:
     config = job.config("""
@@ -139,7 +140,7 @@ def _sees_a_stage_come_back(tab: Tab, server: Server) -> None:
     poll_for(lambda: tab.evaluate("states")[-1] == "running", "the stage to come back")
     expect(tab.locator("#status")).to_have_text("training")
     expect(tab.locator(".event.fault").first).to_contain_text("stage1")
-    begun = tab.locator(".event.generation", has_text="Generation 2 begins")
+    begun = tab.locator(".event.generation", has_text="generation 2 starts")
     expect(begun).to_have_count(1)
     assert describe(server).worker_pid not in (0, killed)
     step = tab.locator("#steps").inner_text()
@@ -156,12 +157,12 @@ def _keeps_what_it_has(tab: Tab) -> None:
     expect(tab.locator("#loss canvas")).to_be_visible()
 
 
-def test_a_lost_stage_is_red_has_a_sign_and_says_so(browser: Browser) -> None:
+def test_a_lost_stage_is_shown_by_color_sign_and_text(browser: Browser) -> None:
     with serving(going_on(20)) as (page, url), opened(browser, url) as (tab, seen):
         coarse = node(tab, "coarse")
         expect(coarse.locator(".state")).to_have_text("● running")
         calm = coarse.evaluate("node => getComputedStyle(node).borderTopColor")
-        page.tell(pageevents.fault(20))
+        page.tell(typed(pageevents.fault(20)))
         expect(coarse).to_have_attribute("data-state", "lost")
         expect(coarse.locator(".state")).to_have_text("✕ lost")
         expect(coarse).to_have_attribute("aria-label", re.compile("coarse, lost"))
@@ -172,12 +173,12 @@ def test_a_lost_stage_is_red_has_a_sign_and_says_so(browser: Browser) -> None:
         expect(tab.locator("#status")).to_have_text("recovering")
         expect(node(tab, "fine")).to_have_attribute("data-state", "running")
         again = {"event": "generation", "generation": 2, "step": 20, "workers": {}}
-        page.tell(again)
+        page.tell(typed(again))
         expect(coarse).to_have_attribute("data-state", "running")
         assert seen.errors == []
 
 
-def test_nodes_and_shares_say_what_each_worker_is_and_does(browser: Browser) -> None:
+def test_nodes_and_shares_describe_each_worker(browser: Browser) -> None:
     with serving(going_on(20)) as (_, url), opened(browser, url) as (tab, seen):
         fine, lift = node(tab, "fine"), node(tab, "lift")
         expect(fine.locator(".where")).to_have_text("host-a · cpu")
@@ -191,13 +192,13 @@ def test_nodes_and_shares_say_what_each_worker_is_and_does(browser: Browser) -> 
         assert seen.errors == []
 
 
-def test_a_page_that_lost_the_run_says_so_and_goes_on_with_the_next(
+def test_a_page_reports_a_lost_run_and_follows_the_next_one(
     browser: Browser, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     place = Endpoint.open("127.0.0.1:0", None)
     page, port = Page(place), place.port
     for event in going_on(20):
-        page.tell(event)
+        page.tell(typed(event))
     with opened(browser, place.url) as (tab, _):
         expect(tab.locator("#connection")).to_have_text("Live")
         monkeypatch.setattr(page._run, "end", lambda: None)  # as if it had been killed
@@ -210,13 +211,13 @@ def test_a_page_that_lost_the_run_says_so_and_goes_on_with_the_next(
             expect(tab.locator("#loss-reading")).to_contain_text("step 5:")
 
 
-def test_10000_steps_leave_the_page_small_and_it_follows(browser: Browser) -> None:
+def test_the_page_stays_small_and_live_over_10000_steps(browser: Browser) -> None:
     long = going_on(10_000, lost_after=300)
     with serving(long) as (page, url), opened(browser, url) as (tab, seen):
         expect(tab.locator("#steps")).to_contain_text("Step 10,000 of 10,000")
         expect(tab.locator("#loss-reading")).to_contain_text("step 10,000:")
         for event in going_on(10_400)[-600:]:
-            page.tell(event)
+            page.tell(typed(event))
         expect(tab.locator("#loss-reading")).to_contain_text("step 10,400:")
         assert tab.locator("*").count() < 4 * LINES + 1000
         assert tab.locator("#events li").count() == LINES
@@ -282,7 +283,7 @@ FOCUSED = """() => {
 }"""
 
 
-def test_the_pointer_zooms_and_tells_what_it_is_over(browser: Browser) -> None:
+def test_the_pointer_zooms_and_shows_a_tooltip(browser: Browser) -> None:
     with serving(going_on(40)) as (page, url), opened(browser, url) as (tab, _):
         over = tab.locator("#timeline .u-over")
         over.scroll_into_view_if_needed()
@@ -300,8 +301,8 @@ def test_the_pointer_zooms_and_tells_what_it_is_over(browser: Browser) -> None:
         poll_for(lambda: picture(tab, "#timeline") != whole, "the diagram to be zoomed")
 
         tab.locator("#hold").check()
-        page.tell(pageevents.timeline(48))
-        page.tell({"event": "warning", "text": "after the diagram"})
+        page.tell(typed(pageevents.timeline(48)))
+        page.tell(typed({"event": "warning", "text": "after the diagram"}))
         expect(tab.locator(".event").first).to_contain_text("after the diagram")
         expect(tab.locator("#timeline-title")).to_have_text("Step 40")
         tab.locator("#hold").uncheck()
@@ -347,7 +348,7 @@ CONTRASTS = """() => {
 
 
 @pytest.mark.parametrize("dark", [False, True])
-def test_dark_and_light_can_be_read_and_chosen(browser: Browser, dark: bool) -> None:
+def test_dark_and_light_themes_are_readable_and_selectable(browser: Browser, dark: bool) -> None:
     lost = [*going_on(60), pageevents.fault(60)]
     with serving(lost) as (_, url), opened(browser, url, dark=dark, still=True) as (tab, seen):
         expect(tab.locator("#timeline canvas")).to_be_visible()
@@ -398,7 +399,7 @@ def test_with_a_token_and_tls_the_page_works_and_hides_the_token(
             expect(tab.locator("body")).to_contain_text("403: open the address that")
 
 
-def test_a_report_is_a_file_that_needs_no_other(browser: Browser, tmp_path: Path) -> None:
+def test_a_report_is_one_self_contained_file(browser: Browser, tmp_path: Path) -> None:
     path = tmp_path / "report.html"
     path.write_text(html([pageevents.record("unet", pageevents.run(60, 30))]), encoding="utf-8")
     with opened(browser, path.as_uri()) as (tab, seen):
@@ -411,7 +412,7 @@ def test_a_report_is_a_file_that_needs_no_other(browser: Browser, tmp_path: Path
         assert [url for url in seen.requests if not url.startswith(("file:", "data:"))] == []
 
 
-def test_a_report_of_two_runs_lays_curves_over_each_other(browser: Browser, tmp_path: Path) -> None:
+def test_a_report_of_two_runs_overlays_their_curves(browser: Browser, tmp_path: Path) -> None:
     path = tmp_path / "comparison.html"
     told = {"first": [*pageevents.run(60)], "second": [*pageevents.run(90, 30)]}
     for event in told["second"]:

@@ -26,7 +26,7 @@ def serving(host: Host, stage: int, replica: int, certs: Path) -> Iterator[None]
         yield
 
 
-def test_replicas_that_share_a_weight_compute_under_tls_what_one_process_does(
+def test_tied_replicas_under_tls_give_the_bits_of_one_process(
     job: JobFolder, tmp_path: Path
 ) -> None:
     config = job.config(BODY.replace("[1, 2, 1]", "[2, 2]") + STAGES)

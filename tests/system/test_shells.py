@@ -11,7 +11,7 @@ from tests.support.needs import needs
 
 
 @pytest.mark.parametrize("shell", ["zsh", "fish"])
-def test_a_shell_understands_its_script(shell: str) -> None:
+def test_each_shell_loads_its_completion_script(shell: str) -> None:
     program = needs(shell)
     command = [sys.executable, "-m", "rpcmp", "completion", shell]
     script = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout

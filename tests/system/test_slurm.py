@@ -73,7 +73,7 @@ def test_shell_scripts_are_clean(path: Path) -> None:
         ("fi\n", "\n"),
     ],
 )
-def test_a_script_that_is_not_is_found_out(tmp_path: Path, good: str, bad: str) -> None:
+def test_an_unclean_shell_script_is_detected(tmp_path: Path, good: str, bad: str) -> None:
     text = SCRIPT.read_text()
     assert good in text
     path = tmp_path / SCRIPT.name
@@ -81,7 +81,7 @@ def test_a_script_that_is_not_is_found_out(tmp_path: Path, good: str, bad: str) 
     assert shellcheck(path).returncode != 0
 
 
-def test_slurm_is_asked_for_a_warning_to_the_script_and_for_another_go() -> None:
+def test_the_slurm_script_asks_for_a_warning_signal_and_requeue() -> None:
     asked = re.findall(r"(?m)^#SBATCH (--.*)$", SCRIPT.read_text())
     assert "--requeue" in asked
     assert "--open-mode=append" in asked
@@ -156,7 +156,7 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Slurm:
 
 
 @pytest.mark.long
-def test_a_job_that_is_cut_short_saves_and_goes_on_the_next_time(
+def test_a_job_cut_short_saves_and_resumes_when_requeued(
     slurm: Slurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with slurm.running() as job:
@@ -188,7 +188,7 @@ def test_a_job_that_is_cut_short_saves_and_goes_on_the_next_time(
     ("code", "restarts", "is_requeued"),
     [(0, 0, False), (1, 0, False), (2, 0, False), (75, 2, True), (75, 3, False), (143, 0, True)],
 )
-def test_what_may_go_better_is_tried_again_and_nothing_else(
+def test_only_failures_worth_a_retry_are_requeued(
     slurm: Slurm, monkeypatch: pytest.MonkeyPatch, code: int, restarts: int, is_requeued: bool
 ) -> None:
     slurm.install("rpcmp", ENDS_WITH.replace("CODE", str(code)))
@@ -212,9 +212,7 @@ def test_a_stage_that_does_not_start_is_named(slurm: Slurm, code: int, ends_with
     assert slurm.is_tidy()
 
 
-def test_a_job_that_somebody_has_cancelled_is_not_begun_anew(
-    slurm: Slurm, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cancelled_job_is_not_requeued(slurm: Slurm, monkeypatch: pytest.MonkeyPatch) -> None:
     slurm.install("rpcmp", ENDS_WITH.replace("CODE", "75"))
     monkeypatch.setenv("SLURM_TEST_STATE", "CANCELLED")
     with slurm.running() as job:

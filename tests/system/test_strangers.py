@@ -61,7 +61,7 @@ def certs(tmp_path: Path) -> Path:
     return issue_to_driver(tmp_path / "certs", HERE)
 
 
-def test_a_run_outlives_strangers_at_its_page_and_its_metrics(job: JobFolder, certs: Path) -> None:
+def test_connections_to_page_and_metrics_cannot_exhaust_a_run(job: JobFolder, certs: Path) -> None:
     """More of them than the driver may have descriptors, while its group forms and to its end."""
     options: list[str | Path] = [
         "--ui",
@@ -84,7 +84,7 @@ def test_a_run_outlives_strangers_at_its_page_and_its_metrics(job: JobFolder, ce
 
 
 @pytest.mark.parametrize("has_certs", [False, True], ids=["plain", "tls"])
-def test_servers_with_few_descriptors_serve_on(
+def test_servers_with_few_file_descriptors_keep_serving(
     job: JobFolder, tmp_path: Path, has_certs: bool
 ) -> None:
     folder = issue(tmp_path / "certs", HERE, HERE) if has_certs else None

@@ -1,6 +1,6 @@
-"""What happened in a run, as lines: faults, generations, checkpoints, evaluations, messages.
+"""The list of events on the page: faults, generations, checkpoints, evaluations, messages.
 
-Of each kind the newest are kept, so that a flood of one hides nothing of another.
+The newest entries of each kind are kept, so that a flood of one kind hides no other.
 """
 
 from __future__ import annotations
@@ -9,13 +9,18 @@ from collections import Counter, deque
 from collections.abc import Iterator
 from typing import Any
 
-from rpcmp.config import validation
-from rpcmp.config.types import format_size
-from rpcmp.observability.dashboard.curves import plain
-from rpcmp.process.channel import Message
+from rpcmp.observability.events.definitions import (
+    EndEvent,
+    FaultEvent,
+    LogEvent,
+    WaitingEvent,
+    WarningEvent,
+)
+from rpcmp.observability.events.event import Event
+from rpcmp.observability.events.wording import RunContext, describe
 
 LIMIT = 200
-"""Lines of each kind."""
+"""Entries of each kind."""
 
 KINDS = {
     "fault": "fault",
@@ -37,39 +42,41 @@ KINDS = {
     "summary": "run",
     "end": "run",
 }
-"""Of the events that are worth a line."""
+"""The kind of entry that each event makes; other events make none."""
 
 
 class Entries:
-    """The lines of one run, oldest first."""
+    """The entries of one run, oldest first."""
 
     def __init__(self, limit: int = LIMIT) -> None:
         self._kept: dict[str, deque[dict[str, Any]]] = {
             kind: deque(maxlen=limit) for kind in KINDS.values()
         }
+        self._run = RunContext()
         self.counts: Counter[str] = Counter()
 
-    def add(self, event: Message, version: int) -> bool:
-        """Take an event; whether it was worth a line."""
-        kind = KINDS.get(event["event"])
+    def add(self, event: Event, version: int) -> bool:
+        """Take in the next event of the run; returns whether it made an entry."""
+        self._run.add(event)
+        kind = KINDS.get(event.event)
         if kind is None:
             return False
         entry = {
             "n": version,
             "kind": kind,
-            "time": event.get("time"),
-            "step": event.get("step"),
-            "generation": event.get("generation"),
-            "stage": str(event.get("stage") or ""),
+            "time": event.time,
+            "step": getattr(event, "step", None),
+            "generation": event.generation,
+            "stage": getattr(event, "stage", ""),
             "level": _level(event),
-            "text": text(event),
+            "text": describe(event, self._run),
         }
         self._kept[kind].append(entry)
         self.counts[kind] += 1
         return True
 
     def since(self, version: int) -> list[dict[str, Any]]:
-        """Those after `version`, in order."""
+        """Return the entries made after `version`, in order."""
         return sorted(self._newer(version), key=lambda entry: int(entry["n"]))
 
     def _newer(self, version: int) -> Iterator[dict[str, Any]]:
@@ -77,74 +84,15 @@ class Entries:
             yield from (entry for entry in kept if entry["n"] > version)
 
 
-def _level(event: Message) -> str:
-    """How much it matters: "error", "warning" or "info"."""
-    match event["event"]:
-        case "fault":
+def _level(event: Event) -> str:
+    match event:
+        case FaultEvent():
             return "error"
-        case "warning" | "waiting":
+        case WarningEvent() | WaitingEvent():
             return "warning"
-        case "end":
-            return "error" if event["outcome"] == "failed" else "info"
-        case "log":
-            level = str(event.get("level", "")).lower()
+        case EndEvent():
+            return "error" if event.outcome == "failed" else "info"
+        case LogEvent():
+            level = event.level.lower()
             return {"error": "error", "critical": "error", "warning": "warning"}.get(level, "info")
     return "info"
-
-
-def text(event: Message) -> str:
-    """What the line of an event says; its stage and step stand beside it."""
-    match event["event"]:
-        case "fault":
-            return f"Lost: {event['error']}"
-        case "waiting":
-            return f"Waiting for the server at {event['address']}"
-        case "replaced":
-            return f"The spare at {event['address']} takes the place of {event['lost']}"
-        case "generation":
-            return f"Generation {event['generation']} begins"
-        case "recovered":
-            return f"Going on after {event['seconds']:.1f} s"
-        case "resumed":
-            return _resumed(event)
-        case "checkpoint":
-            return _checkpoint(event)
-        case "best":
-            return f"The best so far: {event['metric']} {_value(event['value'])}"
-        case "eval":
-            found = validation.evaluation_values(event)
-            return ", ".join(f"{name} {_value(value)}" for name, value in found.items())
-        case "early_stop":
-            return f"Stopped early: {event['metric']} has not become better"
-        case "log":
-            times = f" (x {event['count']})" if event.get("count", 1) > 1 else ""
-            return f"{event.get('logger', '')}: {event['text']}{times}".removeprefix(": ")
-        case "plan":
-            return f"Balance {event['balance']}, predicted step {event['step_s'] * 1e3:,.1f} ms"
-        case "shares":
-            return f"Replicas share micro-batches {plain(event['shares'])}"
-        case "start":
-            return f"{event['steps']:,} steps"
-        case "summary":
-            return f"Done: {event['steps']:,} steps, loss {_value(event['loss'])}"
-        case "end":
-            why = f": {event['error']}" if event.get("error") else ""
-            return f"The run has ended, {event['outcome']}{why}"
-    return str(event.get("text", ""))
-
-
-def _resumed(event: Message) -> str:
-    if not event["step"]:
-        return "No checkpoint to resume from: starting from the beginning"
-    changed = ", ".join(event.get("changed", ()))
-    return "Resuming" + (f"; changed since: {changed}" if changed else "")
-
-
-def _checkpoint(event: Message) -> str:
-    size = f", {format_size(event['bytes'])}" if event.get("bytes") else ""
-    took = f" in {event['seconds']:.1f} s" if event.get("seconds") is not None else ""
-    return f"Checkpoint{took}{size}: {event['path']}"
-
-
-def _value(value: Any) -> str:
-    return f"{value:.4f}" if isinstance(value, float) else str(value)

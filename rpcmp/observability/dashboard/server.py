@@ -21,7 +21,7 @@ from rpcmp.net.accept import BoundedListener, Budget, share
 from rpcmp.net.identity import Credentials
 from rpcmp.observability.dashboard.app import Endpoint, application
 from rpcmp.observability.dashboard.state import State
-from rpcmp.process.channel import Message
+from rpcmp.observability.events.event import Event
 
 LAST_WORDS = 1
 """Seconds for browsers to take the last message."""
@@ -61,7 +61,7 @@ class Page:
         )
         self._thread.start()
 
-    def tell(self, event: Message) -> None:
+    def tell(self, event: Event) -> None:
         """See Observer.
 
         Raises:
@@ -112,7 +112,7 @@ class _PublishedRun:
         self._state = State()
         self._lock = threading.Lock()
 
-    def take(self, event: Message) -> None:
+    def take(self, event: Event) -> None:
         """An event."""
         with self._lock:
             self._state.take(event)

@@ -21,11 +21,23 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from rpcmp.config import validation
 from rpcmp.config.topology import DRIVER
 from rpcmp.observability.dashboard.curves import Curve, Row, number, plain
 from rpcmp.observability.dashboard.entries import Entries
-from rpcmp.process.channel import Message
+from rpcmp.observability.events.definitions import (
+    CheckpointEvent,
+    EndEvent,
+    EvalEvent,
+    FaultEvent,
+    GenerationEvent,
+    RecoveredEvent,
+    RunEvent,
+    StartEvent,
+    StepEvent,
+    TimelineEvent,
+    VitalsEvent,
+)
+from rpcmp.observability.events.event import Event, ProcessVitals
 
 WEIGHT = 0.3
 """Of the newest step in the mean that is shown as utilization: single steps jitter."""
@@ -53,17 +65,17 @@ class WorkerTable:
         """As the page gets them."""
         return [{**worker, "busy": number(worker["busy"])} for worker in self._workers.values()]
 
-    def begin(self, event: Message) -> None:
-        """The run has begun; event `run`."""
-        devices = {stage["name"]: stage.get("device") for stage in event["graph"]["stages"]}
-        for worker in event["workers"]:
+    def begin(self, event: RunEvent) -> None:
+        """The run has begun."""
+        devices = {stage["name"]: stage.get("device") for stage in event.graph["stages"]}
+        for worker in event.workers:
             known = self._worker(worker["label"])
             known.update(plain(worker), device=devices.get(worker["stage"]))
 
-    def generation(self, event: Message) -> None:
-        """A group has begun; event `generation`."""
+    def generation(self, event: GenerationEvent) -> None:
+        """A group has begun."""
         self._lost.clear()
-        for label, where in event.get("workers", {}).items():
+        for label, where in event.workers.items():
             self._worker(label).update(plain(where))
         for worker in self._workers.values():
             worker["state"] = "running"
@@ -83,11 +95,11 @@ class WorkerTable:
                 worker["state"] = LOST
                 self._lost[label] = generation
 
-    def vitals(self, found: Mapping[str, Message], generation: int) -> None:
-        """The newest signs of life; event `vitals`."""
+    def vitals(self, found: Mapping[str, ProcessVitals], generation: int) -> None:
+        """The newest signs of life."""
         for label, vital in found.items():
             worker = self._worker(label)
-            worker.update({key: plain(vital[key]) for key in VITALS if key in vital})
+            worker.update({key: plain(value) for key, value in vital.items() if key in VITALS})
             if self._lost.get(label, -1) < generation:
                 self._lost.pop(label, None)
                 state = str(vital.get("state", worker["state"]))
@@ -125,16 +137,16 @@ class WorkerTable:
         )
 
 
-def timeline(event: Message) -> dict[str, Any]:
+def timeline(event: TimelineEvent) -> dict[str, Any]:
     """The event `timeline` with its spans as [kind, micro-batch, start, end] and its idle times as
     [loss, start, end], both in microseconds."""
-    stages = event["stages"]
+    stages = event.stages
     starts = [span[-2] for stage in stages for span in (*stage["spans"], *stage.get("idle", ()))]
     begin = min(starts, default=0.0)
     return {
-        "step": event["step"],
-        "seconds": plain(event["seconds"]),
-        "bottleneck": str(event.get("bottleneck") or ""),
+        "step": event.step,
+        "seconds": plain(event.seconds),
+        "bottleneck": event.bottleneck,
         "stages": [
             {
                 "label": stage["label"],
@@ -182,12 +194,12 @@ class State:
         self._entries = Entries()
         self._begin: float | None = None
 
-    def take(self, event: Message) -> None:
+    def take(self, event: Event) -> None:
         """Take the run's next event; events of other kinds than the page's change nothing."""
         before = self.version
         self.version += 1
         if self._begin is None:
-            self._begin = event.get("time")
+            self._begin = event.time
         changed = self._apply(event)
         if self._entries.add(event, self.version):
             self._set("counts", dict(self._entries.counts))
@@ -195,8 +207,8 @@ class State:
         if not changed:
             self.version = before
             return
-        if self._begin is not None and "time" in event:
-            self._progress(seconds=number(event["time"] - self._begin))
+        if self._begin is not None and event.time is not None:
+            self._progress(seconds=number(event.time - self._begin))
 
     def since(self, version: int | None) -> dict[str, Any] | None:
         """What a page that knows `version` lacks; all for None; None where it lacks nothing."""
@@ -215,79 +227,87 @@ class State:
     def _part(self, name: str) -> Any:
         return self._workers.values() if name == "workers" else self._parts[name]
 
-    def _apply(self, event: Message) -> bool:
+    def _apply(self, event: Event) -> bool:
         """Whether the page shows events of this kind anywhere but in the list of events."""
-        generation = int(event.get("generation", 0))
-        match event["event"]:
-            case "run":
+        generation = event.generation or 0
+        match event:
+            case RunEvent():
                 self._run(event)
-            case "start":
-                self._progress(status="training", steps=event["steps"])
-            case "generation":
+            case StartEvent():
+                self._progress(status="training", steps=event.steps)
+            case GenerationEvent():
                 self._workers.generation(event)
                 self._progress(status="training", generation=generation)
-            case "recovered":
+            case RecoveredEvent():
                 self._workers.recovered()
                 self._progress(status="training", generation=generation)
-            case "fault":
-                self._workers.fault(event.get("stage", ""), generation)
+            case FaultEvent():
+                self._workers.fault(event.stage, generation)
                 faults = self._parts["progress"].get("faults", [])
-                self._progress(status="recovering", faults=[*faults, event["step"]][-EVALUATIONS:])
-            case "vitals":
-                driver = {DRIVER: event["driver"]} if event.get("driver") else {}
-                self._workers.vitals({**driver, **event["workers"]}, generation)
-                self._set("links", plain(event.get("links", [])))
-            case "step":
+                self._progress(status="recovering", faults=[*faults, event.step][-EVALUATIONS:])
+            case VitalsEvent():
+                driver = {DRIVER: event.driver} if event.driver else {}
+                self._workers.vitals({**driver, **event.workers}, generation)
+                self._set("links", plain(event.links))
+            case StepEvent():
                 self._step(event, generation)
-            case "eval":
+            case EvalEvent():
                 self._evaluation(event)
-            case "checkpoint":
-                self._progress(checkpoint=plain({"step": event["step"], "time": event.get("time")}))
-            case "timeline":
+            case CheckpointEvent():
+                self._progress(checkpoint=plain({"step": event.step, "time": event.time}))
+            case TimelineEvent():
                 self._set("timeline", timeline(event))
                 return True
-            case "end":
+            case EndEvent():
                 self._workers.end()
-                self._progress(status=event["outcome"], error=event.get("error") or "")
+                self._progress(status=event.outcome, error=event.error)
             case _:
                 return False
         self._versions["workers"] = self.version
         return True
 
-    def _run(self, event: Message) -> None:
-        kept = ("name", "config", "versions", "driver", "graph", "job_id")
+    def _run(self, event: RunEvent) -> None:
         self._workers.begin(event)
-        self._set("run", plain({key: event.get(key) for key in kept} | {"began": self._begin}))
-        self._progress(steps=(event.get("config") or {}).get("steps"))
+        run = {
+            "name": event.name,
+            "config": event.config,
+            "versions": event.versions,
+            "driver": event.driver,
+            "graph": event.graph,
+            "job_id": event.job_id,
+            "began": self._begin,
+        }
+        self._set("run", plain(run))
+        self._progress(steps=event.config.get("steps"))
 
-    def _step(self, event: Message, generation: int) -> None:
-        self._workers.step(event["busy"], generation)
-        loss, rate = number(event["loss"]), event["samples_per_s"]
-        row = Row(1, event["step"], self._seconds(event), loss, loss, loss, rate)
+    def _step(self, event: StepEvent, generation: int) -> None:
+        self._workers.step(event.busy, generation)
+        loss, rate = number(event.loss), event.samples_per_s
+        row = Row(1, event.step, self._seconds(event), loss, loss, loss, rate)
         self._curve.add(row, self.version)
         before = self._parts["progress"].get("step_s")
-        step_s = event["step_s"]
+        step_s = event.step_s
         mean = step_s if before is None else before + WEIGHT * (step_s - before)
         self._progress(
-            step=event["step"],
-            epoch=event.get("epoch"),
+            step=event.step,
+            epoch=event.epoch,
             loss=loss,
             rate=number(rate),
             step_s=number(mean),
-            data_share=number(event.get("data_share")),
+            data_share=number(event.data_share),
             learning_rates=_rates(event),
-            skipped=event.get("skipped_steps"),
+            skipped=event.skipped_steps,
         )
 
-    def _evaluation(self, event: Message) -> None:
-        found = {name: plain(value) for name, value in validation.evaluation_values(event).items()}
-        row = [event["step"], number(self._seconds(event)), found]
+    def _evaluation(self, event: EvalEvent) -> None:
+        values = {name: plain(value) for name, value in event.values.items()}
+        row = [event.step, number(self._seconds(event)), values]
         rows = [*self._parts["evaluations"], row]
         self._set("evaluations", rows if len(rows) <= EVALUATIONS else rows[::-2][::-1])
 
-    def _seconds(self, event: Message) -> float:
+    def _seconds(self, event: Event) -> float:
         """Since the run's begin."""
-        return float(event["time"] - self._begin) if self._begin and "time" in event else 0.0
+        return event.time - self._begin if self._begin and event.time is not None else 0.0
 
     def _progress(self, **values: Any) -> None:
         self._set("progress", {**self._parts["progress"], **values})
@@ -297,8 +317,8 @@ class State:
         self._versions[name] = self.version
 
 
-def _rates(event: Message) -> list[float | None]:
+def _rates(event: StepEvent) -> list[float | None]:
     """The learning rates of a step: of the groups of the first stage that has several, or one."""
-    several = event.get("group_learning_rates") or {}
-    rates = next(iter(several.values()), [event.get("learning_rate")])
+    several = event.group_learning_rates or {}
+    rates = next(iter(several.values()), [event.learning_rate])
     return [found for rate in rates if (found := number(rate)) is not None]

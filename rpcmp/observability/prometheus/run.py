@@ -4,10 +4,19 @@ from __future__ import annotations
 
 import time
 
-from rpcmp.config import validation
 from rpcmp.config.topology import DRIVER
+from rpcmp.observability.events.definitions import (
+    CheckpointEvent,
+    EvalEvent,
+    FaultEvent,
+    RunEvent,
+    StartEvent,
+    StepEvent,
+    TimelineEvent,
+    VitalsEvent,
+)
+from rpcmp.observability.events.event import Event
 from rpcmp.observability.prometheus.registry import Family, Store, Tally
-from rpcmp.process.channel import Message
 
 STATES = ("claimed", "building", "running", "ended", "lost")
 
@@ -107,60 +116,64 @@ class RunMetrics:
         self._shares: dict[str, dict[str, float]] = {}
         self._waiting: dict[str, float] = {}
 
-    def tell(self, event: Message) -> None:
+    def tell(self, event: Event) -> None:
         """Take in an event."""
-        if "generation" in event:
-            self.store.set("rpcmp_generation", event["generation"])
-        match event["event"]:
-            case "run":
-                software = event["versions"]
+        if event.generation is not None:
+            self.store.set("rpcmp_generation", event.generation)
+        match event:
+            case RunEvent():
+                software = event.versions
                 names = (software["rpcmp"], software["torch"], software["python"])
-                labels = (event["name"], event["job_id"], *names, event["driver"])
+                labels = (event.name, event.job_id, *names, event.driver)
                 self.store.set("rpcmp_run", 1, *labels)
-            case "start":
-                self.store.set("rpcmp_planned_steps", event["steps"])
-            case "step":
+            case StartEvent():
+                self.store.set("rpcmp_planned_steps", event.steps)
+            case StepEvent():
                 self._step(event)
-            case "eval":
-                for name, value in validation.evaluation_values(event).items():
+            case EvalEvent():
+                for name, value in event.values.items():
                     self.store.set("rpcmp_evaluation", value, name)
-            case "timeline":
+            case TimelineEvent():
                 self._timeline(event)
-            case "vitals":
+            case VitalsEvent():
                 self._vitals(event)
-            case "fault":
-                self.store.add("rpcmp_faults", 1, event["stage"])
-            case "checkpoint":
+            case FaultEvent():
+                self.store.add("rpcmp_faults", 1, event.stage)
+            case CheckpointEvent():
                 self._checkpoint(event)
 
     def close(self) -> None:
         """Nothing to finish: what was last stands until the process ends."""
 
-    def _step(self, event: Message) -> None:
-        store, seconds = self.store, event["step_s"]
-        for name in ("step", "epoch", "loss", "loss_scale", "skipped_steps"):
-            if name in event:
-                store.set(f"rpcmp_{name}", event[name])
-        store.set("rpcmp_samples_per_second", event["samples_per_s"])
+    def _step(self, event: StepEvent) -> None:
+        store, seconds = self.store, event.step_s
+        store.set("rpcmp_step", event.step)
+        store.set("rpcmp_epoch", event.epoch)
+        store.set("rpcmp_loss", event.loss)
+        if event.loss_scale is not None:
+            store.set("rpcmp_loss_scale", event.loss_scale)
+        if event.skipped_steps is not None:
+            store.set("rpcmp_skipped_steps", event.skipped_steps)
+        store.set("rpcmp_samples_per_second", event.samples_per_s)
         store.set("rpcmp_step_seconds", seconds)
-        store.add("rpcmp_samples", round(event["samples_per_s"] * seconds))
+        store.add("rpcmp_samples", round(event.samples_per_s * seconds))
         store.add("rpcmp_steps", 1)
-        store.add("rpcmp_data_seconds", event["data_share"] * seconds)
-        for stage, rate in event["learning_rates"].items():
+        store.add("rpcmp_data_seconds", event.data_share * seconds)
+        for stage, rate in event.learning_rates.items():
             if rate is not None:
                 store.set("rpcmp_learning_rate", rate, stage)
-        for stage, rates in event.get("group_learning_rates", {}).items():
+        for stage, rates in (event.group_learning_rates or {}).items():
             for group, rate in enumerate(rates):
                 store.set("rpcmp_group_learning_rate", rate, stage, str(group))
-        for stage, busy in event["busy_seconds"].items():
+        for stage, busy in event.busy_seconds.items():
             for kind, of_kind in busy.items():
                 store.add("rpcmp_busy_seconds", of_kind, stage, KINDS[kind])
             idle = max(0.0, seconds - sum(busy.values()))
             self._waiting[stage] = self._waiting.get(stage, 0.0) + idle
             self._divide(stage)
 
-    def _timeline(self, event: Message) -> None:
-        for stage in event["stages"]:
+    def _timeline(self, event: TimelineEvent) -> None:
+        for stage in event.stages:
             label, lost = stage["label"], stage["lost"]
             self._shares[label] = lost
             for kind, share in lost.items():
@@ -178,9 +191,9 @@ class RunMetrics:
             part = share / whole if whole else 1 / len(shares)
             self.store.add("rpcmp_idle_seconds", idle * part, stage, kind)
 
-    def _vitals(self, event: Message) -> None:
+    def _vitals(self, event: VitalsEvent) -> None:
         store, tally = self.store, self._tally
-        processes = {**event["workers"], **({DRIVER: event["driver"]} if event["driver"] else {})}
+        processes = {**event.workers, **({DRIVER: event.driver} if event.driver else {})}
         for stage, process in processes.items():
             store.set("rpcmp_memory_bytes", process["memory"], stage)
             store.set("rpcmp_in_flight_microbatches", process["in_flight"], stage)
@@ -190,17 +203,17 @@ class RunMetrics:
             if process["pid"]:
                 total = tally.total(stage, process["pid"], process["cpu_seconds"])
                 store.set("rpcmp_cpu_seconds", total, stage)
-        for link in event["links"]:
+        for link in event.links:
             pair = link["from"], link["to"]
-            total = tally.total(pair, event["generation"], link["bytes"])
+            total = tally.total(pair, event.generation, link["bytes"])
             store.set("rpcmp_link_bytes", total, *pair)
             if link["rtt_s"]:
                 store.set("rpcmp_link_round_trip_seconds", link["rtt_s"], *pair)
 
-    def _checkpoint(self, event: Message) -> None:
-        saved_at = event["time"]
-        self.store.set("rpcmp_checkpoint_step", event["step"])
+    def _checkpoint(self, event: CheckpointEvent) -> None:
+        saved_at = time.time() if event.time is None else event.time
+        self.store.set("rpcmp_checkpoint_step", event.step)
         self.store.set("rpcmp_checkpoint_age_seconds", lambda: max(0.0, time.time() - saved_at))
-        self.store.set("rpcmp_checkpoint_duration_seconds", event["seconds"])
-        self.store.set("rpcmp_checkpoint_size_bytes", event["bytes"])
+        self.store.set("rpcmp_checkpoint_duration_seconds", event.seconds)
+        self.store.set("rpcmp_checkpoint_size_bytes", event.bytes)
         self.store.add("rpcmp_checkpoints", 1)

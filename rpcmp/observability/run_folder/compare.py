@@ -7,17 +7,26 @@ A comparison as tables of text, for a terminal as for a page.
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rpcmp.config import validation
 from rpcmp.config.redaction import flat
 from rpcmp.config.types import format_size
+from rpcmp.observability.events.definitions import (
+    CheckpointEvent,
+    EvalEvent,
+    FaultEvent,
+    StepEvent,
+    SummaryEvent,
+    TimelineEvent,
+    WarningEvent,
+)
+from rpcmp.observability.events.event import Event
 from rpcmp.observability.run_folder.reader import Record
-from rpcmp.process.channel import Message
 
 Figures = dict[str, Any]
 """By name, in the order of a table; None for what the run's events do not tell."""
@@ -25,66 +34,65 @@ Figures = dict[str, Any]
 
 def figures(run: Record) -> Figures:
     """All of them; seconds, and shares between 0 and 1."""
-    steps = run.all("step")
-    summary = next(iter(run.all("summary")), {})
+    steps = run.all(StepEvent)
+    summary = next(iter(run.all(SummaryEvent)), None)
     return {
         "outcome": run.info.outcome,
         "error": run.info.error or None,
         "continues": run.info.continues,
-        "steps": steps[-1]["step"] if steps else None,
+        "steps": steps[-1].step if steps else None,
         "whole time": _seconds(run.events),
-        "first loss": steps[0]["loss"] if steps else None,
-        "last loss": steps[-1]["loss"] if steps else None,
+        "first loss": _finite(steps[0].loss) if steps else None,
+        "last loss": _finite(steps[-1].loss) if steps else None,
         **{f"test {name}": value for name, value in _metrics(run, summary).items()},
-        "step time": _median(steps, "step_s"),
-        "samples/s": _median(steps, "samples_per_s"),
-        "data share": _mean(steps, "data_share"),
+        "step time": _median([step.step_s for step in steps]),
+        "samples/s": _median([step.samples_per_s for step in steps]),
+        "data share": _mean([step.data_share for step in steps]),
         **{f"busy {label}": share for label, share in _busy(steps).items()},
         **{f"bubble {label}": share for label, share in _bubbles(run).items()},
         **{f"peak memory {label}": size for label, size in _memory(summary).items()},
-        "faults": len(run.all("fault")),
-        "warnings": len(run.all("warning")),
-        "checkpoints": len(run.all("checkpoint")),
-        "parameters sha256": summary.get("parameters_sha256"),
+        "faults": len(run.all(FaultEvent)),
+        "warnings": len(run.all(WarningEvent)),
+        "checkpoints": len(run.all(CheckpointEvent)),
+        "parameters sha256": summary.parameters_sha256 if summary else None,
         **{f"version of {name}": version for name, version in run.info.versions.items()},
     }
 
 
-def _seconds(events: Iterable[Message]) -> float | None:
-    times = [event["time"] for event in events]
+def _seconds(events: Iterable[Event]) -> float | None:
+    times = [event.time for event in events if event.time is not None]
     return times[-1] - times[0] if times else None
 
 
-def _metrics(run: Record, summary: Message) -> dict[str, Any]:
+def _metrics(run: Record, summary: SummaryEvent | None) -> dict[str, float | None]:
     """Of the end of the run, or else of its last evaluation."""
-    if summary.get("metrics"):
-        return dict(summary["metrics"])
-    last = next(reversed(run.all("eval")), {})
-    return validation.evaluation_values(last)
+    evaluations = run.all(EvalEvent)
+    values = summary.metrics if summary else {}
+    if not values and evaluations:
+        values = evaluations[-1].values
+    return {name: _finite(value) for name, value in values.items()}
 
 
-def _median(steps: list[Message], key: str) -> float | None:
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _median(values: Sequence[float]) -> float | None:
     """Without the first step, which warms up."""
-    found = [*_numbers(steps[1:] or steps, key)]
-    return statistics.median(found) if found else None
+    known = [value for value in values[1:] or values if math.isfinite(value)]
+    return statistics.median(known) if known else None
 
 
-def _mean(steps: list[Message], key: str) -> float | None:
-    found = [*_numbers(steps[1:] or steps, key)]
-    return statistics.fmean(found) if found else None
+def _mean(values: Sequence[float]) -> float | None:
+    known = [value for value in values[1:] or values if math.isfinite(value)]
+    return statistics.fmean(known) if known else None
 
 
-def _numbers(events: Iterable[Message], key: str) -> Iterator[float]:
-    for event in events:
-        if isinstance(event.get(key), int | float):
-            yield event[key]
-
-
-def _busy(steps: list[Message]) -> dict[str, float]:
+def _busy(steps: list[StepEvent]) -> dict[str, float]:
     """The share of each stage's time in which it computed, over all steps but the first."""
     found: dict[str, list[float]] = defaultdict(list)
     for step in steps[1:] or steps:
-        for label, share in step.get("busy", {}).items():
+        for label, share in step.busy.items():
             found[label].append(share)
     return {label: statistics.fmean(shares) for label, shares in found.items()}
 
@@ -92,14 +100,15 @@ def _busy(steps: list[Message]) -> dict[str, float]:
 def _bubbles(run: Record) -> dict[str, float]:
     """The share of each stage's time in which nothing could be done, over the steps looked at."""
     found: dict[str, list[float]] = defaultdict(list)
-    for event in run.all("timeline"):
-        for stage in event["stages"]:
+    for event in run.all(TimelineEvent):
+        for stage in event.stages:
             found[stage["label"]].append(stage["lost"].get("bubble", 0.0))
     return {label: statistics.fmean(shares) for label, shares in found.items()}
 
 
-def _memory(summary: Mapping[str, Any]) -> dict[str, int]:
-    return {label: sizes["peak"] for label, sizes in summary.get("memory", {}).items()}
+def _memory(summary: SummaryEvent | None) -> dict[str, int]:
+    memory = summary.memory if summary else {}
+    return {label: sizes["peak"] for label, sizes in memory.items()}
 
 
 SHOWN = 8
@@ -145,7 +154,7 @@ class Comparison:
 
 def compare(runs: Sequence[Record]) -> Comparison:
     """Compare `runs`, at least one."""
-    losses = [{event["step"]: event["loss"] for event in run.all("step")} for run in runs]
+    losses = [{event.step: _finite(event.loss) for event in run.all(StepEvent)} for run in runs]
     shared = sorted(set.intersection(*(set(each) for each in losses)))
     differing = (step for step in shared if len({each[step] for each in losses}) > 1)
     configs = [dict(flat(run.config)) for run in runs]

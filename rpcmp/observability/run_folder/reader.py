@@ -7,16 +7,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
 from rpcmp.config.bounded_file import MIB, read_bytes
 from rpcmp.errors import ConfigError
 from rpcmp.observability import json_lines
+from rpcmp.observability.events.definitions import parse
+from rpcmp.observability.events.event import Event
 from rpcmp.observability.run_folder import writer
 from rpcmp.observability.run_folder.writer import RunInfo
-from rpcmp.process.channel import Message
 
 MAX_JSON = 16 * MIB
 """Bytes of `run.json` and of `config.json`."""
@@ -28,6 +29,9 @@ NAMED = 3
 """Folders that a message names."""
 
 
+Kind = TypeVar("Kind", bound=Event)
+
+
 @dataclass(frozen=True)
 class Record:
     """One run.
@@ -36,22 +40,22 @@ class Record:
         path: of its folder.
         info: of `run.json`.
         config: the job's, see rpcmp.config.redaction.
-        events: all that were kept, in order.
+        events: all that were kept and that this version defines, in order; each has a time.
     """
 
     path: Path
     info: RunInfo
     config: dict[str, Any]
-    events: Sequence[Message]
+    events: Sequence[Event]
 
     @property
     def name(self) -> str:
         """The folder's."""
         return self.path.absolute().name
 
-    def all(self, event: str) -> list[Message]:
-        """The events of that name."""
-        return [found for found in self.events if found["event"] == event]
+    def all(self, kind: type[Kind]) -> list[Kind]:
+        """The events of a class."""
+        return [event for event in self.events if isinstance(event, kind)]
 
 
 def read(path: Path) -> Record:
@@ -69,7 +73,7 @@ def read(path: Path) -> Record:
         raise _damaged(path / writer.CONFIG, "it is not a JSON object")
     files = (_events(path / name) for name in (writer.METRICS, writer.EVENTS))
     # Not merged: a clock that was set back leaves them unsorted.
-    events = tuple(sorted(chain(*files), key=lambda event: float(event["time"])))
+    events = tuple(sorted(chain(*files), key=lambda event: event.time or 0.0))
     return Record(path, info, config, events)
 
 
@@ -111,15 +115,22 @@ def _instead(path: Path) -> str:
     return f"it holds {len(inside)} of them; name one: {names}{more}"
 
 
-def _events(file: Path) -> list[Message]:
+def _events(file: Path) -> list[Event]:
     try:
-        found = json_lines.read(file)
+        objects = json_lines.read(file)
     except (OSError, ValueError) as error:
         raise _damaged(file, error) from error
-    for number, event in enumerate(found, start=1):
-        if not isinstance(event.get("event"), str) or not _is_time(event.get("time")):
+    events = []
+    for number, data in enumerate(objects, start=1):
+        if not isinstance(data.get("event"), str) or not _is_time(data.get("time")):
             raise _damaged(file, f"line {number} is no event with a time")
-    return found
+        try:
+            event = parse(data, complete=False)  # an older version may not have written all keys
+        except ValueError as error:
+            raise _damaged(file, f"line {number}: {error}") from error
+        if event is not None:
+            events.append(event)
+    return events
 
 
 def _is_time(value: Any) -> bool:

@@ -22,7 +22,18 @@ from pydantic import BaseModel, Field
 from rpcmp.config.redaction import redacted
 from rpcmp.config.schema import Config
 from rpcmp.observability import json_lines
-from rpcmp.process.channel import Message
+from rpcmp.observability.events.definitions import (
+    EndEvent,
+    EvalEvent,
+    FaultEvent,
+    ResumedEvent,
+    RunEvent,
+    StartEvent,
+    StepEvent,
+    TimelineEvent,
+    VitalsEvent,
+)
+from rpcmp.observability.events.event import Event, Json
 
 SECONDS = 30.0
 """Between two of a kind, at first."""
@@ -37,9 +48,9 @@ class Thinning:
     def __init__(self) -> None:
         self._first: float | None = None
         self._passed: dict[str, float] = {}
-        self._held: dict[str, Message] = {}
+        self._held: dict[str, Json] = {}
 
-    def passes(self, event: Message) -> bool:
+    def passes(self, event: Json) -> bool:
         """Whether to write an event; it has a `time`."""
         kind, now = event["event"], event["time"]
         if self._first is None:
@@ -52,7 +63,7 @@ class Thinning:
         self._held.pop(kind, None)
         return True
 
-    def take_held(self) -> list[Message]:
+    def take_held(self) -> list[Json]:
         """The newest of each kind, where it was held back."""
         held, self._held = list(self._held.values()), {}
         return held
@@ -121,10 +132,10 @@ def make_folder(parent: Path, name: str) -> Path:
         return path
 
 
-Text = Callable[[Callable[[str], None]], Callable[[Message], None]]
+Text = Callable[[Callable[[str], None]], Callable[[Event], None]]
 """Given where a line goes, what turns events into lines."""
 
-BEGINNINGS = ("start", "fault")
+BEGINNINGS = (StartEvent, FaultEvent)
 """Events without which there has been no run, and nothing to keep."""
 
 
@@ -171,19 +182,19 @@ class RunFolder:
             raise
         self._vanishing.insert(0, self.path)
 
-    def tell(self, event: Message) -> None:
+    def tell(self, event: Event) -> None:
         """See Observer."""
         if self.path is None:  # it could not be made before: now that is a reason to be dropped
             self.make()
-        self._has_begun |= event["event"] in BEGINNINGS
-        stamped = {"time": time.time(), **event}
-        match event["event"]:
-            case "step" | "eval":
+        self._has_begun |= isinstance(event, BEGINNINGS)
+        stamped = {"time": time.time(), **event.to_json()}
+        match event:
+            case StepEvent() | EvalEvent():
                 self._metrics.append(stamped)
-            case "vitals" | "timeline":
+            case VitalsEvent() | TimelineEvent():
                 if self._thinning.passes(stamped):
                     self._events.append(stamped)
-            case "end":
+            case EndEvent():
                 for held in self._thinning.take_held():
                     self._events.append(held)
                 self._events.append(stamped)
@@ -217,19 +228,19 @@ class RunFolder:
         self._vanishing.append(parent)
         (parent / ".gitignore").write_text("*\n", encoding="utf-8")
 
-    def _note(self, event: Message) -> None:
+    def _note(self, event: Event) -> None:
         """Keep `run.json` true."""
         info = self._info
-        match event["event"]:
-            case "run":
-                self._write_config(event["config"])
-                info.versions, info.run = event["versions"], event["job_id"]
-            case "resumed" if event["step"]:
-                info.run = event["run"]
+        match event:
+            case RunEvent():
+                self._write_config(event.config)
+                info.versions, info.run = event.versions, event.job_id
+            case ResumedEvent() if event.run is not None:
+                info.run = event.run
                 info.continues = self._newest_of(info.run)
-            case "end":
-                info.outcome, info.error = event["outcome"], event["error"]
-                info.ended = event["time"]
+            case EndEvent():
+                info.outcome, info.error = event.outcome, event.error
+                info.ended = event.time
             case _:
                 return
         self._write_info()

@@ -22,8 +22,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
+from rpcmp.observability.events.definitions import TimelineEvent
+from rpcmp.observability.events.event import StageTimeline
 from rpcmp.observability.trace.critical_path import Causes, Loss, Via, critical_path, idle
 from rpcmp.observability.trace.spans import Kind, Trace, Track
 from rpcmp.observability.trace.window import Window
@@ -158,7 +159,7 @@ DIGITS = 6
 """Of seconds: a microsecond."""
 
 
-def timeline(trace: Trace, step: int) -> dict[str, Any] | None:
+def timeline(trace: Trace, step: int) -> TimelineEvent | None:
     """The event `timeline`; None where the trace does not have all of the step.
 
     Args:
@@ -170,13 +171,12 @@ def timeline(trace: Trace, step: int) -> dict[str, Any] | None:
         return None
     shares, causes = measure(trace, window), Causes(trace)
     pairs = zip(trace.tracks, shares, strict=True)
-    return {
-        "event": "timeline",
-        "step": step,
-        "seconds": round(window.step_s, DIGITS),
-        "stages": [_stage(track, of, trace, causes, window) for track, of in pairs],
-        "bottleneck": str(bottleneck(trace, window, shares)),
-    }
+    return TimelineEvent(
+        step=step,
+        seconds=round(window.step_s, DIGITS),
+        stages=[_stage(track, of, trace, causes, window) for track, of in pairs],
+        bottleneck=str(bottleneck(trace, window, shares)),
+    )
 
 
 def _window(trace: Trace, step: int) -> Window | None:
@@ -192,7 +192,7 @@ def _window(trace: Trace, step: int) -> Window | None:
 
 def _stage(
     track: Track, shares: Shares, trace: Trace, causes: Causes, window: Window
-) -> dict[str, Any]:
+) -> StageTimeline:
     spans = ((str(span.kind), span.microbatch, span.start_ns, span.end_ns) for span in track.spans)
     gaps = idle(track, causes, trace.begin_ns, trace.end_ns)
     return {

@@ -24,12 +24,12 @@ from rpcmp.checkpoint.paths import beneath, require_plain
 from rpcmp.config.types import Strict
 from rpcmp.errors import CheckpointError, one_line
 from rpcmp.net.security import Security
-from rpcmp.process import confinement
 from rpcmp.process.child import Child
-from rpcmp.process.confinement import Reach
 from rpcmp.process.fork_client import Forks
 from rpcmp.process.interpreter import compute_environment
-from rpcmp.process.namespace import listeners
+from rpcmp.process.sandbox import confinement
+from rpcmp.process.sandbox.confinement import Reach
+from rpcmp.process.sockets import listeners
 from rpcmp.server.connection import PROTOCOL, machine
 
 
@@ -223,8 +223,8 @@ async def examine(
         listens=sorted(listeners().values()),
         network=network.name,
         exposed=network.reason,
-        confinement="" if reach is None else confinement.told(),
-        unconfined="" if reach is None else confinement.lacks(),
+        confinement="" if reach is None else confinement.kernel_support(),
+        unconfined="" if reach is None else confinement.missing_protection(),
         folder=await _folder(order, checkpoints),
         devices=found["devices"],
         code=found["code"],

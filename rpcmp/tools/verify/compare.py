@@ -14,9 +14,10 @@ from rpcmp.config.schema import Config
 from rpcmp.errors import MismatchError, WorkerDiedError, from_wire
 from rpcmp.job.autobalance import balanced, shares_of_before
 from rpcmp.job.drive import drive
+from rpcmp.observability.events.definitions import LogEvent, StepEvent
+from rpcmp.observability.events.event import Event
 from rpcmp.pipelining import devices, parameter_names
 from rpcmp.process import interpreter
-from rpcmp.process.channel import Message
 from rpcmp.process.child import Child
 from rpcmp.process.fork_client import DRIVERS, WORKERS, Forks
 from rpcmp.process.interpreter import compute_environment
@@ -172,18 +173,18 @@ async def _pipelined(
 ) -> ComparedRun:
     losses: list[float] = []
 
-    def note(event: Message) -> None:
-        if event["event"] == "step":
-            losses.append(event["loss"])
-        elif event["event"] == "log":
-            pass_on(event)
+    def note(event: Event) -> None:
+        if isinstance(event, StepEvent):
+            losses.append(event.loss)
+        elif isinstance(event, LogEvent):
+            pass_on(event.to_json())
 
     # A proof leaves nothing behind, whatever happens to it.
     kept_nothing = config.without_recovery()
     summary = await drive(kept_nothing, note, connect, evaluate=False, save_state=path, forks=forks)
-    skipped = summary.get("skipped_steps", 0)
+    skipped = summary.skipped_steps or 0
     state = parameter_names.under_all_names(load_tensors(path), config.tied_to)
-    return ComparedRun(losses, state, summary["hosts"], skipped)
+    return ComparedRun(losses, state, summary.hosts, skipped)
 
 
 async def _reference(config: Config, path: Path, forks: Forks) -> ComparedRun:
@@ -211,4 +212,4 @@ async def _reference(config: Config, path: Path, forks: Forks) -> ComparedRun:
                     return ComparedRun(losses, load_tensors(path), {"reference": message["host"]})
     finally:
         await child.kill()
-    raise WorkerDiedError(f"the reference process {interpreter.told(child.exit_code)}")
+    raise WorkerDiedError(f"the reference process {interpreter.describe_exit(child.exit_code)}")

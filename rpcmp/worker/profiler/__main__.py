@@ -4,10 +4,10 @@ The bond with the supervisor comes first, before anything that may take time: a 
 meanwhile must not leave a process behind.
 """
 
-from rpcmp.process.channel import begin_child
+from rpcmp.process.channel import connect_to_supervisor
 
 if __name__ == "__main__":
-    channel = begin_child().channel
+    channel = connect_to_supervisor().channel
     from rpcmp.worker.profiler.process import run
 
     run(channel)

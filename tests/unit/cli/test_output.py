@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from rpcmp.cli import output
-from rpcmp.config.loader import parse_config
+from tests.support.runevents import typed
 
 STEP = {"event": "step", "step": 2, "epoch": 1, "loss": 0.5, "samples_per_s": 1234.5}
 BEGUN = "step 2/2  epoch 1  loss 0.5000  1,234 samples/s"
@@ -26,9 +26,7 @@ BEGUN = "step 2/2  epoch 1  loss 0.5000  1,234 samples/s"
 )
 def test_a_step_is_a_line_of_what_is_known_of_it(more: dict[str, Any], line: str) -> None:
     shown: list[str] = []
-    show = output.plain(
-        parse_config({"loss": "m:loss", "model": {"layers": "m:layers"}}), shown.append
-    )
-    show({"event": "start", "steps": 2})
-    show({**STEP, "data_share": 0.02, **more})
+    show = output.plain(shown.append)
+    show(typed({"event": "start", "steps": 2}))
+    show(typed({**STEP, "data_share": 0.02, **more}))
     assert shown[-1] == line

@@ -120,7 +120,7 @@ class Counted(Transformed):
 
 
 @pytest.mark.parametrize("shuffle", [True, False])
-def test_an_epoch_taken_up_in_its_middle_is_the_tail_of_the_whole(shuffle: bool) -> None:
+def test_an_epoch_resumed_in_its_middle_is_the_tail_of_the_whole(shuffle: bool) -> None:
     require_tails(0, shuffle)
 
 

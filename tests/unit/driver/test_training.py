@@ -24,9 +24,9 @@ from rpcmp.driver.stage_group import StageGroup
 from rpcmp.driver.tracing import Tracer
 from rpcmp.driver.training import Training
 from rpcmp.errors import ConfigError, JobError
+from rpcmp.observability.events.event import Json
 from rpcmp.observability.trace import chrome
 from rpcmp.observability.trace.spans import Kind, Span
-from rpcmp.process.channel import Message
 from rpcmp.rpc.messages import AfterRound, MicrobatchMeta, Mode, StepReport, Trained
 from tests.support.twostages import STAGES, job
 
@@ -104,9 +104,9 @@ class Stages:
 
 def train(
     config: Config, act: Callable[[Training], Any] = lambda training: training.run(True)
-) -> tuple[Stages, list[Message]]:
+) -> tuple[Stages, list[Json]]:
     """What the stages were asked and what was reported, but for progress."""
-    stages, reported = Stages(config), list[Message]()
+    stages, reported = Stages(config), list[Json]()
     act(_training(config, stages, reported.append, threading.Event()))
     return stages, [event for event in reported if event["event"] != "progress"]
 
@@ -114,13 +114,22 @@ def train(
 def _training(
     config: Config,
     stages: Stages,
-    report: Callable[[Message], None],
+    report: Callable[[Json], None],
     stop: threading.Event,
     begin: TrainingProgress | None = None,
     metrics: Metrics | None = None,
 ) -> Training:
-    group = cast(StageGroup, stages)
-    return Training(config, Datasets.load(config), group, report, stop, begin, metrics=metrics)
+    """`report` gets the JSON form of events, and what is sent of the progress."""
+    return Training(
+        config,
+        Datasets.load(config),
+        cast(StageGroup, stages),
+        lambda event: report(event.to_json()),
+        report,
+        stop,
+        begin,
+        metrics=metrics,
+    )
 
 
 def test_the_next_step_begins_before_this_one_is_waited_for() -> None:
@@ -170,9 +179,9 @@ def test_all_steps_are_done_before_a_scheduler_steps_and_before_an_evaluation() 
 def test_a_stop_ends_the_run_after_the_steps_under_way() -> None:
     config = job(steps=100)
     stages, stop = Stages(config), threading.Event()
-    reported: list[Message] = []
+    reported: list[Json] = []
 
-    def report(event: Message) -> None:
+    def report(event: Json) -> None:
         if event["event"] == "step":
             reported.append(event)
             stop.set()
@@ -247,7 +256,7 @@ def test_a_trace_has_all_spans_on_one_clock(
 
 def progress_of(config: Config) -> dict[int, TrainingProgress]:
     """What the driver was right after each step of a run."""
-    reported: list[Message] = []
+    reported: list[Json] = []
     _training(config, Stages(config), reported.append, threading.Event()).run(evaluate=True)
     found = [event for event in reported if event["event"] == "progress"]
     return {event["step"]: TrainingProgress.from_message(event) for event in found}
@@ -390,9 +399,9 @@ class Fails:
         return self._found
 
 
-def _rehearsed(metric: Fails) -> list[Message]:
+def _rehearsed(metric: Fails) -> list[Json]:
     """What a run reports before its first step, where the metric lets it come there."""
-    reported: list[Message] = []
+    reported: list[Json] = []
     config = job(steps=1, data={**TESTED, "batch_size": 4}, evaluate_every=0)
     stages, stop = Stages(config), threading.Event()
     training = _training(config, stages, reported.append, stop, metrics=Metrics({"own": metric}))
@@ -439,7 +448,7 @@ LOSSES = {2: 0.5, 4: 0.4, 6: 0.395, 8: math.nan, 10: 0.1}
 
 def test_a_run_ends_when_evaluations_do_not_get_better() -> None:
     config = job(steps=20, evaluate_every_steps=2, data=TESTED, early_stopping=STOPPING)
-    reported: list[Message] = []
+    reported: list[Json] = []
     stages = Stages(config, LOSSES)
     _training(config, stages, reported.append, threading.Event()).run(evaluate=True)
     assert evaluations(stages.log) == [2, 4, 6, 8]  # the last is not evaluated twice
@@ -451,7 +460,7 @@ def test_a_run_ends_when_evaluations_do_not_get_better() -> None:
     }
     for step, begin in known.items():  # the last that was told of each step
         again = Stages(config, LOSSES)
-        told_again: list[Message] = []
+        told_again: list[Json] = []
         _training(config, again, told_again.append, threading.Event(), begin).run(evaluate=True)
         assert evaluations(again.log) == [found for found in (2, 4, 6, 8) if found >= step]
         assert "start9" not in again.log
@@ -460,7 +469,7 @@ def test_a_run_ends_when_evaluations_do_not_get_better() -> None:
 
 def test_more_patience_lets_a_run_go_on_that_had_stopped() -> None:
     config = job(steps=12, evaluate_every_steps=2, data=TESTED, early_stopping=STOPPING)
-    reported: list[Message] = []
+    reported: list[Json] = []
     training = _training(config, Stages(config, LOSSES), reported.append, threading.Event())
     training.run(evaluate=True)
     patient = job(
@@ -508,7 +517,7 @@ def _saving(config: Config, losses: dict[int, float], failing: int = 0) -> tuple
     """A run whose supervisor has every checkpoint on the disks when the driver waits for it."""
     stages = Stages(config, losses)
 
-    def report(event: Message) -> None:
+    def report(event: Json) -> None:
         if event["event"] == "progress" and event["awaits_save"]:
             step = event["step"]
             later = threading.Timer(0.01, lambda: training.saves.note_done(step, step == failing))

@@ -12,7 +12,8 @@ from rpcmp.checkpoint.folder import CheckpointFolder, remove
 from rpcmp.checkpoint.manifest import BestMark, Manifest
 from rpcmp.config.loader import parse_config
 from rpcmp.job.best import BestCheckpoint, mark_of
-from rpcmp.process.channel import Message
+from rpcmp.observability.events.definitions import BestEvent, WarningEvent
+from rpcmp.observability.events.event import Event
 from tests.support.manifests import manifest
 
 LOSS = BestMark(metric="loss", value=0.5)
@@ -31,7 +32,7 @@ class Run:
                 "checkpoint": section,
             }
         )
-        self.events: list[Message] = []
+        self.events: list[Event] = []
         self.folder = CheckpointFolder(path)
         self.best = BestCheckpoint(config, self.folder, self.events.append)
 
@@ -61,7 +62,7 @@ def test_a_checkpoint_is_marked_once_and_told_once(run: Run) -> None:
     run.folder.commit(manifest(8))
     assert run.mark(8)
     assert not run.mark(8)
-    assert run.events == [{"event": "best", "step": 8, "metric": "loss", "value": 0.5}]
+    assert run.events == [BestEvent(step=8, metric="loss", value=0.5)]
     (found,) = run.folder.valid()
     assert (found.best, found.driver) == (LOSS, {"step": 8})
     assert found.stages == manifest(8).stages
@@ -90,8 +91,8 @@ def test_a_run_that_goes_on_knows_the_best_unless_it_is_gone(run: Run) -> None:
     assert run.events == []
     remove(run.folder.path_of(8))
     assert run.best.known_to(knowing(9, best)) == {"best": None}
-    (warning,) = run.events
-    assert warning["text"] == "the best checkpoint, of step 8, is gone: the best begins anew"
+    text = "the best checkpoint, of step 8, is gone: the best begins anew"
+    assert run.events == [WarningEvent(text=text)]
     assert Run(run.folder.path, best=None).best.known_to(knowing(9, best)) == {}
 
 
@@ -105,5 +106,6 @@ def test_a_mark_that_cannot_be_written_is_a_warning(
     monkeypatch.setattr("rpcmp.checkpoint.folder.write_durably", fails)
     assert not run.mark(8)
     (warning,) = run.events
-    assert "step 8 is the best and cannot be marked so: cannot write" in warning["text"]
+    assert isinstance(warning, WarningEvent)
+    assert "step 8 is the best and cannot be marked so: cannot write" in warning.text
     assert run.folder.valid() == [manifest(8)]

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from rpcmp.config.loader import parse_config
-from rpcmp.job.run import opening
-from rpcmp.observability.events import Stamp
+from rpcmp.job.run import run_event
 
 TOWERS = {
     "name": "towers",
@@ -29,7 +28,9 @@ TOWERS = {
 @pytest.fixture
 def told() -> dict[str, Any]:
     addresses = ["a:1", "b:2", "c:3", "d:4"]
-    found: dict[str, Any] = json.loads(json.dumps(opening(parse_config(TOWERS), "4711", addresses)))
+    found: dict[str, Any] = json.loads(
+        json.dumps(run_event(parse_config(TOWERS), "4711", addresses).to_json())
+    )
     return found
 
 
@@ -85,20 +86,5 @@ def test_workers_are_in_the_order_of_the_config(told: dict[str, Any]) -> None:
 
 
 def test_servers_that_are_yet_to_be_started_have_no_address() -> None:
-    told = opening(parse_config(TOWERS), "4711", [])
-    assert [worker["address"] for worker in told["workers"]] == [""] * 4
-
-
-def test_every_event_says_when_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    events: list[dict[str, Any]] = []
-    now = iter((7.5, 8.5))
-    monkeypatch.setattr("rpcmp.observability.events.time.time", lambda: next(now))
-    stamp = Stamp(events.append, lambda: 3)
-    said = {"event": "start", "steps": 9}
-    stamp(said)
-    stamp({"event": "fault", "generation": 2})
-    assert events == [
-        {"event": "start", "steps": 9, "time": 7.5, "generation": 3},
-        {"event": "fault", "time": 8.5, "generation": 2},
-    ]
-    assert said == {"event": "start", "steps": 9}
+    told = run_event(parse_config(TOWERS), "4711", [])
+    assert [worker["address"] for worker in told.workers] == [""] * 4

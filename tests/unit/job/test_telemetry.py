@@ -10,7 +10,7 @@ import pytest
 from rpcmp.config.topology import DRIVER
 from rpcmp.job.telemetry import Vitals
 from rpcmp.process.activity import Doing
-from rpcmp.process.tcp_stats import PeerTraffic
+from rpcmp.process.sockets import PeerTraffic
 from rpcmp.v1 import control_pb2 as pb
 
 A, B, D = "127.77.0.1:40001", "127.77.0.2:40002", "127.77.0.3:40003"
@@ -53,7 +53,7 @@ def said(
 
 
 def told(vitals: Vitals) -> dict[str, Any]:
-    return vitals.event(5)
+    return vitals.event(5).to_json()
 
 
 def links(vitals: Vitals) -> dict[tuple[str, str], dict[str, Any]]:

@@ -20,13 +20,13 @@ from rpcmp.net.identity import RELAY
 from rpcmp.net.local_peer import is_trusted, owner
 from rpcmp.net.port import IncomingConnection, PortMultiplexer
 from rpcmp.net.security import Security
-from rpcmp.process.tcp_stats import LISTEN
+from rpcmp.process.sockets import LISTEN
 
 HERE = "127.0.0.1"
 
 
 @pytest.mark.parametrize("host", [HERE, "::1"])
-def test_owner_returns_the_user_of_the_other_end(host: str) -> None:
+def test_the_kernel_names_the_owner_of_the_other_end(host: str) -> None:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.create_server((host, 0), family=family) as listener, socket.socket(family) as near:
         near.connect(listener.getsockname())

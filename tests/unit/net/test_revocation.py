@@ -209,7 +209,7 @@ def test_a_host_permits_its_domain_or_private_network(host: str, subtree: str) -
         ("https://example.org/", HERE),
     ],
 )
-def test_a_name_outside_the_constraints_is_not_accepted(certs: Path, uri: str, host: str) -> None:
+def test_a_name_outside_the_name_constraints_is_refused(certs: Path, uri: str, host: str) -> None:
     """As if the authority's key were stolen: what it signs is good for the job's names only."""
     ca = (certs / CA).read_bytes()
 

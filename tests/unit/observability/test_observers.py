@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
 
 from rpcmp.errors import DrainingError, InterruptedJobError, JobError
 from rpcmp.observability import observers
-from rpcmp.observability.observers import LAG, MOST, watching
+from rpcmp.observability.events.event import Event as TypedEvent
+from rpcmp.observability.observers import LAG, MOST, PATIENCE, watching
 from rpcmp.process.logging.display import Display
+from tests.support.runevents import typed
 
 Event = dict[str, Any]
 
@@ -28,9 +31,10 @@ class Told:
         self.events: list[Event] = []
         self.closed = 0
 
-    def tell(self, event: Event) -> None:
-        self.on(event)
-        self.events.append(event)
+    def tell(self, event: TypedEvent) -> None:
+        data = event.to_json()
+        self.on(data)
+        self.events.append(data)
 
     def close(self) -> None:
         self.closed += 1
@@ -47,6 +51,15 @@ class Hanging(Told):
         self.may_go_on.wait()
 
 
+@contextlib.contextmanager
+def watched(
+    observers: Sequence[Told], show: Callable[[Event], None], patience: float = PATIENCE
+) -> Iterator[Callable[[Event], None]]:
+    """Like `watching`, with the JSON form of events."""
+    with watching(observers, lambda event: show(event.to_json()), patience) as report:
+        yield lambda data: report(typed(data))
+
+
 def names(events: list[Event]) -> list[str]:
     return [event["event"] for event in events]
 
@@ -58,7 +71,7 @@ def warnings(events: list[Event]) -> list[str]:
 def test_everybody_is_told_in_order_and_the_end_is_last() -> None:
     shown: list[Event] = []
     first, second = Told(), Told()
-    with watching([first, second], shown.append) as report:
+    with watched([first, second], shown.append) as report:
         for step in range(1000):
             report({"event": "step", "step": step, "generation": 3})
     assert [event["step"] for event in shown[:-1]] == list(range(1000))
@@ -86,7 +99,7 @@ def test_everybody_is_told_in_order_and_the_end_is_last() -> None:
 )
 def test_the_end_says_how_it_ended(error: BaseException, outcome: str, text: str) -> None:
     told = Told()
-    with pytest.raises(type(error)), watching([told], lambda event: None):
+    with pytest.raises(type(error)), watched([told], lambda event: None):
         raise error
     (end,) = told.events
     assert (end["outcome"], end["error"]) == (outcome, text)
@@ -99,7 +112,7 @@ def test_one_that_raises_is_dropped_with_a_warning_that_names_it() -> None:
 
     shown: list[Event] = []
     bad, good = Told(fail), Told()
-    with watching([bad, good], shown.append) as report:
+    with watched([bad, good], shown.append) as report:
         report({"event": "start"})
         while bad.closed == 0:
             threading.Event().wait(0.001)
@@ -118,7 +131,7 @@ def test_one_that_fails_at_the_very_end_is_named_before_the_end_is_shown() -> No
         raise SystemExit(3)  # user code may
 
     shown: list[Event] = []
-    with watching([Told(fail)], shown.append):
+    with watched([Told(fail)], shown.append):
         pass
     assert names(shown) == ["warning", "end"]
 
@@ -126,7 +139,7 @@ def test_one_that_fails_at_the_very_end_is_named_before_the_end_is_shown() -> No
 def test_what_is_soon_out_of_date_is_for_observers_alone() -> None:
     shown: list[Event] = []
     observer = Told()
-    with watching([observer], shown.append) as report:
+    with watched([observer], shown.append) as report:
         for event in ("start", "vitals", "timeline"):
             report({"event": event})
     assert names(shown) == ["start", "end"]  # nobody may read the output for hours
@@ -135,7 +148,7 @@ def test_what_is_soon_out_of_date_is_for_observers_alone() -> None:
 
 def test_one_that_lags_misses_only_what_is_out_of_date() -> None:
     slow = Hanging()
-    with watching([slow], lambda event: None) as report:
+    with watched([slow], lambda event: None) as report:
         for step in range(5 * LAG):
             report({"event": "step", "step": step})
             report({"event": "vitals", "step": step})
@@ -151,7 +164,7 @@ def test_one_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(observers, "MOST", 50)
     assert MOST > 50
     hanging = Hanging()
-    with watching([hanging], shown.append) as report:
+    with watched([hanging], shown.append) as report:
         for step in range(100):
             report({"event": "step", "step": step})
     hanging.may_go_on.set()
@@ -163,7 +176,7 @@ def test_one_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_end_waits_for_nobody_for_ever() -> None:
     shown: list[Event] = []
     hanging = Hanging()
-    with watching([hanging], shown.append, patience=0.01) as report:
+    with watched([hanging], shown.append, patience=0.01) as report:
         report({"event": "start"})
     hanging.may_go_on.set()
     assert names(shown) == ["start", "warning", "end"]
@@ -178,7 +191,7 @@ def test_what_an_observer_reports_goes_to_the_others_alone() -> None:
             reports[0]({"event": "log", "text": "I was told"})
 
     speaker, listener = Told(speak), Told()
-    with watching([speaker, listener], lambda event: None) as report:
+    with watched([speaker, listener], lambda event: None) as report:
         reports.append(report)
         report({"event": "start"})
         while "log" not in names(listener.events):
@@ -192,7 +205,7 @@ def test_an_output_that_cannot_be_written_ends_the_run_and_is_told() -> None:
         raise BrokenPipeError("nobody reads any more")
 
     told = Told()
-    with pytest.raises(BrokenPipeError), watching([told], show) as report:
+    with pytest.raises(BrokenPipeError), watched([told], show) as report:
         report({"event": "start"})
     assert names(told.events) == ["end"]
     assert told.events[0]["outcome"] == "failed"
@@ -203,10 +216,12 @@ def test_what_an_observer_says_is_shown_but_not_reported() -> None:
     display = Display(stream)
 
     def say(text: str) -> None:
-        display.emit(logging.makeLogRecord({"levelname": "INFO", "levelno": 20, "msg": text}))
+        display.emit(
+            logging.makeLogRecord({"name": "x", "levelname": "INFO", "levelno": 20, "msg": text})
+        )
 
     observer = Told(lambda event: say(f"heard {event['event']}"))
-    with watching([observer], lambda event: None) as report, display.reporting(report):
+    with watched([observer], lambda event: None) as report, display.reporting(report):
         report({"event": "start"})
         say("a word of the run's")
     display.finish()

@@ -6,6 +6,8 @@ import threading
 
 import pytest
 
+from rpcmp.observability.events.definitions import StartEvent
+from rpcmp.observability.events.event import Event
 from rpcmp.observability.observers import aside
 
 
@@ -13,13 +15,14 @@ def test_events_are_shown_in_order_and_reported_without_waiting() -> None:
     shown: list[int] = []
     may_go_on = threading.Event()
 
-    def show(event: dict[str, int]) -> None:
+    def show(event: Event) -> None:
         may_go_on.wait()
-        shown.append(event["step"])
+        assert isinstance(event, StartEvent)
+        shown.append(event.steps)
 
     with aside(show) as report:
         for step in range(1000):
-            report({"step": step})
+            report(StartEvent(steps=step))
         assert shown == []
         may_go_on.set()
     assert shown == list(range(1000))
@@ -28,24 +31,24 @@ def test_events_are_shown_in_order_and_reported_without_waiting() -> None:
 def test_an_output_that_cannot_be_written_ends_the_run() -> None:
     tried = threading.Event()
 
-    def show(event: dict[str, int]) -> None:
+    def show(event: Event) -> None:
         tried.set()
         raise BrokenPipeError("nobody reads any more")
 
     def report_all() -> None:
         with aside(show) as report:
-            report({"step": 1})
+            report(StartEvent(steps=1))
             tried.wait()
             for step in range(100_000):
-                report({"step": step})
+                report(StartEvent(steps=step))
 
     with pytest.raises(BrokenPipeError):
         report_all()
 
 
 def test_so_does_one_that_fails_at_the_end() -> None:
-    def show(event: dict[str, int]) -> None:
+    def show(event: Event) -> None:
         raise BrokenPipeError("nobody reads any more")
 
     with pytest.raises(BrokenPipeError), aside(show) as report:
-        report({"step": 1})
+        report(StartEvent(steps=1))

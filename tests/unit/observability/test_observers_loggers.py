@@ -1,4 +1,4 @@
-"""Loggers: those of the README as they stand there, and what a bad one is told. No processes."""
+"""Loggers: those of the guide as they stand there, and the errors of bad ones. No processes."""
 
 from __future__ import annotations
 
@@ -14,10 +14,12 @@ import pytest
 from rpcmp.cli.observing import observers
 from rpcmp.config.schema import Config
 from rpcmp.errors import FactoryError
+from rpcmp.observability.events.definitions import StartEvent, WarningEvent
+from rpcmp.observability.events.event import Event
 from rpcmp.observability.observers import watching
-from rpcmp.process.channel import Message
 from tests.support import runs
-from tests.support.readme import block
+from tests.support.docs import block, guide
+from tests.support.runevents import typed
 
 LOSSES = [2.0, 1.0]
 MODULE = "my_logs"
@@ -53,15 +55,17 @@ def with_loggers(folder: Path, code: str, *loggers: Any) -> Config:
     return runs.config(folder, log={"folder": "", "loggers": list(loggers)})
 
 
-def test_those_of_the_readme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loggers_of_the_guide_log_to_wandb_and_mlflow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     calls: list[tuple[str, Any, Any]] = []
     for name in ("wandb", "mlflow"):
         monkeypatch.setitem(sys.modules, name, Recorder(name, calls))
-    log = tomllib.loads(block("toml", "[log]\nloggers"))["log"]
-    of = with_loggers(tmp_path, block("python", f"# {MODULE}.py"), *log["loggers"])
+    log = tomllib.loads(block("toml", "[log]\nloggers", guide("runs")))["log"]
+    of = with_loggers(tmp_path, block("python", f"# {MODULE}.py", guide("runs")), *log["loggers"])
     with watching(observers(of), lambda event: None) as report:
         for event in runs.events(of, LOSSES)[:-1]:
-            report(event)
+            report(typed(event))
     wandb = [call for call in calls if call[0].startswith("wandb")]
     assert wandb[0] == ("wandb.init", (), {"project": "digits", "name": "job"})
     assert wandb[1] == ("wandb.init.config.update", (of.model_dump(mode="json"),), {})
@@ -116,24 +120,24 @@ def test_none_is_made_where_another_does_not_import(tmp_path: Path) -> None:
 
 def test_what_a_logger_does_to_an_event_others_do_not_see(tmp_path: Path) -> None:
     of = with_loggers(tmp_path, "def f(config): return dict.clear", f"{MODULE}:f")
-    shown: list[Message] = []
+    shown: list[Event] = []
     with watching(observers(of), shown.append) as report:
-        report({"event": "start", "steps": 3})
-    assert shown[0] == {"event": "start", "steps": 3}
+        report(StartEvent(steps=3))
+    assert shown[0] == StartEvent(steps=3)
 
 
 def test_one_that_raises_is_left_out_with_its_place_in_the_code(tmp_path: Path) -> None:
     code = "def f(config):\n    def tell(event):\n        raise OSError('no net')\n    return tell"
     of = with_loggers(tmp_path, code, f"{MODULE}:f")
-    shown: list[Message] = []
+    shown: list[Event] = []
     report_all(of, shown.append)
-    (warning,) = [event["text"] for event in shown if event["event"] == "warning"]
+    (warning,) = [event.text for event in shown if isinstance(event, WarningEvent)]
     assert warning.startswith("the logger 'my_logs:f' failed: OSError: no net")
     assert 'my_logs.py", line 3' in warning
 
 
-def report_all(of: Config, show: Callable[[Message], None]) -> None:
+def report_all(of: Config, show: Callable[[Event], None]) -> None:
     """A whole run's events, told to all its observers."""
     with watching(observers(of), show) as report:
         for event in runs.events(of, LOSSES)[:-1]:
-            report(event)
+            report(typed(event))

@@ -17,6 +17,7 @@ from rpcmp.errors import ConfigError
 from rpcmp.observability.tensorboard import TensorBoard
 from rpcmp.process.channel import Message
 from tests.support import runs
+from tests.support.runevents import typed
 
 LOSSES = [2.0, 1.0, 0.5]
 LOG = {"folder": "", "tensorboard": "runs/x"}
@@ -26,7 +27,7 @@ def told(of: Config, events: Sequence[Message]) -> Any:
     """What TensorBoard finds of a run with these events."""
     (board,) = observers(of)
     for event in events:
-        board.tell(event)
+        board.tell(typed(event))
     board.close()
     assert of.tensorboard_folder is not None
     (folder,) = of.tensorboard_folder.iterdir()
@@ -103,7 +104,7 @@ def test_a_file_that_is_cut_off_is_read_up_to_there(tmp_path: Path) -> None:
     of = runs.config(tmp_path, log=LOG)
     (board,) = observers(of)
     for event in runs.events(of, LOSSES)[:-1]:
-        board.tell(event)  # and it is killed: nothing is closed
+        board.tell(typed(event))  # and it is killed: nothing is closed
     (file,) = (tmp_path / "runs" / "x").glob("*/*")
     found = EventAccumulator(str(file.parent)).Reload()
     assert len(found.Scalars("loss")) == 3
@@ -113,8 +114,8 @@ def test_a_file_that_is_cut_off_is_read_up_to_there(tmp_path: Path) -> None:
 def test_a_run_that_never_began_leaves_nothing(tmp_path: Path) -> None:
     of = runs.config(tmp_path, log=LOG)
     (board,) = observers(of)
-    board.tell(runs.run(of))
-    board.tell({"event": "end", "outcome": "failed", "error": "nobody answers"})
+    board.tell(typed(runs.run(of)))
+    board.tell(typed({"event": "end", "outcome": "failed", "error": "nobody answers"}))
     board.close()
     assert list((tmp_path / "runs" / "x").iterdir()) == []
 

@@ -1,9 +1,9 @@
 """Starts a process of a peer; the bond with the benchmark comes before torch."""
 
-from rpcmp.process.channel import begin_child
+from rpcmp.process.channel import connect_to_supervisor
 
 if __name__ == "__main__":
-    channel = begin_child().channel
+    channel = connect_to_supervisor().channel
     from rpcmp.tools.bench.peers.process import run
 
     run(channel)

@@ -90,7 +90,7 @@ class Processes:
             if message["event"] == "error":
                 raise from_wire(message["error"])
             return message
-        how = interpreter.told(self._children[rank].exit_code)
+        how = interpreter.describe_exit(self._children[rank].exit_code)
         raise WorkerDiedError(f"{self._kind}: the process of rank {rank} {how}")
 
     def _order(self, rank: int, store: Path) -> TrainerConfig:

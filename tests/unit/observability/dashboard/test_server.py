@@ -21,6 +21,7 @@ from rpcmp.observability.dashboard.app import Endpoint
 from rpcmp.observability.dashboard.server import Page
 from tests.support import pageevents
 from tests.support.pageevents import Event
+from tests.support.runevents import typed
 
 BEGUN: list[Event] = [event for event in pageevents.run(40) if event["event"] != "end"]
 
@@ -30,7 +31,7 @@ def serving(place: Endpoint) -> Iterator[Page]:
     page = Page(place)
     try:
         for event in BEGUN:
-            page.tell(event)
+            page.tell(typed(event))
         yield page
     finally:
         page.close()
@@ -141,7 +142,7 @@ def test_who_comes_back_is_told_what_it_missed(here: Endpoint) -> None:
             line.request("GET", path, headers=headers)
             _, rest = message(line.getresponse())
         assert not rest["is_all"]
-        assert [entry["text"][:5] for entry in rest["entries"]] == ["Done:"]
+        assert [entry["text"][:5] for entry in rest["entries"]] == ["done:"]
         assert rest["curve"] is None
     for strange in ("another-3", f"{run}-x", "-", "3"):
         with contextlib.closing(connection(here)) as line:
@@ -156,7 +157,7 @@ def test_the_last_message_is_that_the_run_has_ended() -> None:
             line.request("GET", "/events")
             stream = line.getresponse()
             message(stream)
-            page.tell({"event": "end", "outcome": "failed", "error": "why"})
+            page.tell(typed({"event": "end", "outcome": "failed", "error": "why"}))
         _, last = message(stream)
         assert last["parts"]["progress"]["status"] == "failed"
         assert stream.read().decode() == "event: end\ndata:\n\n"
@@ -173,7 +174,7 @@ def test_a_browser_that_takes_nothing_holds_nobody_up() -> None:
         idle.recv(1)
         long = "x" * 100_000
         for number in range(100):
-            page.tell({"event": "warning", "text": f"{long}{number}"})
+            page.tell(typed({"event": "warning", "text": f"{long}{number}"}))
         with contextlib.closing(connection(place)) as line:
             line.request("GET", "/events")
             assert len(message(line.getresponse())[1]["entries"]) > 100

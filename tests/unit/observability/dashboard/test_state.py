@@ -15,8 +15,10 @@ from rpcmp.observability.dashboard import entries
 from rpcmp.observability.dashboard.curves import LIMIT, Curve, Row
 from rpcmp.observability.dashboard.html import html
 from rpcmp.observability.dashboard.state import EVALUATIONS, State
+from rpcmp.observability.events.definitions import KeptEvent
 from tests.support import pageevents
 from tests.support.pageevents import Event
+from tests.support.runevents import typed
 
 
 class Mirror:
@@ -41,7 +43,7 @@ class Mirror:
 def state_of(*events: Event) -> State:
     state = State()
     for event in events:
-        state.take(event)
+        state.take(typed(event))
     return state
 
 
@@ -58,7 +60,7 @@ def health(state: State) -> dict[str, str]:
 def test_changes_one_by_one_are_what_a_page_that_opens_late_is_told() -> None:
     state, always, seldom = State(), Mirror(), Mirror()
     for number, event in enumerate(pageevents.run(2 * LIMIT + 100, lost_after=300)):
-        state.take(event)
+        state.take(typed(event))
         always.apply(state.since(always.version))
         if number % 97 == 0:
             seldom.apply(state.since(seldom.version))
@@ -79,7 +81,7 @@ def test_10000_steps_stay_light_and_a_step_costs_a_few_hundred_bytes() -> None:
     assert LIMIT / 2 <= len(found["curve"]["rows"]) <= LIMIT
     assert len(json.dumps(found)) < 300_000
     version = state.version
-    state.take(next(e for e in pageevents.run(1) if e["event"] == "step"))
+    state.take(typed(next(e for e in pageevents.run(1) if e["event"] == "step")))
     assert len(json.dumps(state.since(version))) < 4000
 
 
@@ -113,17 +115,17 @@ def test_a_killed_stage_is_lost_until_the_next_generation_runs() -> None:
     state = state_of(*begun)
     assert set(health(state).values()) == {"running"}
 
-    state.take(pageevents.fault(8, "coarse"))
+    state.take(typed(pageevents.fault(8, "coarse")))
     assert health(state)["coarse"] == "lost"
     assert health(state)["fine"] == "running"
     assert part(state, "progress")["status"] == "recovering"
     assert part(state, "progress")["faults"] == [8]
 
-    state.take(pageevents.vitals(8, generation=1))  # sent before it was noticed
+    state.take(typed(pageevents.vitals(8, generation=1)))  # sent before it was noticed
     assert health(state)["coarse"] == "lost"
-    state.take(pageevents.vitals(8, generation=2, coarse="building"))
+    state.take(typed(pageevents.vitals(8, generation=2, coarse="building")))
     assert health(state)["coarse"] == "building"
-    state.take({"event": "generation", "generation": 2, "step": 8, "workers": {}})
+    state.take(typed({"event": "generation", "generation": 2, "step": 8, "workers": {}}))
     assert set(health(state).values()) == {"running"}
     assert part(state, "progress")["status"] == "training"
     assert part(state, "progress")["generation"] == 2
@@ -132,10 +134,10 @@ def test_a_killed_stage_is_lost_until_the_next_generation_runs() -> None:
 def test_a_step_of_the_lost_generation_brings_nobody_back() -> None:
     *begun, step = [event for event in pageevents.run(9) if event["event"] in ("run", "step")]
     state = state_of(*begun, pageevents.fault(8, "lift:1"))
-    state.take(step)
+    state.take(typed(step))
     assert health(state)["lift:1"] == "lost"
     assert health(state)["lift:0"] == "running"
-    state.take({**step, "step": 10, "generation": 2})
+    state.take(typed({**step, "step": 10, "generation": 2}))
     assert health(state)["lift:1"] == "running"
 
 
@@ -166,7 +168,9 @@ def test_the_driver_is_a_worker_where_vitals_tell_of_it() -> None:
 def test_a_flood_of_one_kind_hides_nothing_of_another() -> None:
     state = state_of(pageevents.fault(1))
     for number in range(5 * entries.LIMIT):
-        state.take({"event": "log", "level": "WARNING", "logger": "x", "text": f"line {number}"})
+        state.take(
+            typed({"event": "log", "level": "WARNING", "logger": "x", "text": f"line {number}"})
+        )
     found = state.since(None)
     assert found is not None
     assert len(found["entries"]) == entries.LIMIT + 1
@@ -201,61 +205,22 @@ def test_the_learning_rates_are_those_of_all_groups() -> None:
     assert part(several, "progress")["learning_rates"] == [0.003, 0.03]
 
 
-def test_an_event_that_nobody_shows_changes_nothing() -> None:
+def test_an_event_that_the_page_does_not_show_changes_nothing() -> None:
     state = state_of(next(pageevents.run(1)))
     version = state.version
-    state.take({"event": "of another time", "time": 1.0})
+    state.take(KeptEvent(path="runs/job-1", time=1.0))
     assert state.since(version) is None
 
 
-def test_every_kind_of_event_has_its_words() -> None:
-    events: list[Event] = [
-        {"event": "fault", "step": 3, "error": "gone"},
-        {"event": "waiting", "stage": "b", "address": "h:1"},
-        {"event": "replaced", "stage": "b", "lost": "h:1", "address": "s:1"},
-        {"event": "generation", "generation": 2, "step": 3},
-        {"event": "recovered", "generation": 2, "step": 3, "seconds": 1.25},
-        {"event": "resumed", "step": 3, "changed": ["seed"]},
-        {"event": "checkpoint", "step": 3, "path": "c", "seconds": 0.5, "bytes": 2**20},
-        {"event": "best", "step": 3, "metric": "loss", "value": 0.25},
-        {"event": "eval", "step": 3, "epoch": 1, "loss": 0.5, "accuracy": 0.75},
-        {"event": "early_stop", "step": 3, "metric": "loss"},
-        {"event": "warning", "text": "mind this"},
-        {"event": "log", "level": "ERROR", "logger": "a.b", "text": "oh", "count": 3},
-        {"event": "plan", "balance": [1, 2], "step_s": 0.25},
-        {"event": "shares", "shares": {"a": [1, 2]}},
-        {"event": "start", "steps": 1000},
-        {"event": "report", "text": "all is well"},
-        {"event": "summary", "steps": 1000, "loss": 0.125},
-        {"event": "end", "outcome": "failed", "error": "out of memory"},
-    ]
-    assert {event["event"] for event in events} == set(entries.KINDS)
-    assert [entries.text(event) for event in events] == [
-        "Lost: gone",
-        "Waiting for the server at h:1",
-        "The spare at s:1 takes the place of h:1",
-        "Generation 2 begins",
-        "Going on after 1.2 s",
-        "Resuming; changed since: seed",
-        "Checkpoint in 0.5 s, 1.0 MiB: c",
-        "The best so far: loss 0.2500",
-        "loss 0.5000, accuracy 0.7500",
-        "Stopped early: loss has not become better",
-        "mind this",
-        "a.b: oh (x 3)",
-        "Balance [1, 2], predicted step 250.0 ms",
-        "Replicas share micro-batches {'a': [1, 2]}",
-        "1,000 steps",
-        "all is well",
-        "Done: 1,000 steps, loss 0.1250",
-        "The run has ended, failed: out of memory",
-    ]
-
-
-def test_resuming_from_nothing_is_no_resuming() -> None:
-    resumed = {"event": "resumed", "step": 0, "changed": []}
-    assert entries.text(resumed) == "No checkpoint to resume from: starting from the beginning"
-    assert entries.text(resumed).lower() == output.fault_line(resumed)
+def test_every_entry_says_what_the_terminal_says() -> None:
+    fault = {"event": "fault", "step": 3, "error": "gone", "stage": "b", "time": 1.0}
+    message = state_of(fault, {"event": "vitals", "step": 3}).since(None)
+    assert message is not None
+    (entry,) = message["entries"]
+    shown: list[str] = []
+    output.plain(shown.append)(typed(fault))
+    assert [entry["text"]] == shown == ["lost after step 3: gone"]
+    assert (entry["kind"], entry["level"], entry["stage"]) == ("fault", "error", "b")
 
 
 def test_times_of_a_diagram_are_from_its_begin() -> None:
@@ -268,7 +233,7 @@ def test_times_of_a_diagram_are_from_its_begin() -> None:
 def test_a_page_that_is_open_is_told_of_a_diagram_at_once() -> None:
     state = state_of(*pageevents.run(1))
     known = state.version
-    state.take(pageevents.timeline(8))
+    state.take(typed(pageevents.timeline(8)))
     message = state.since(known)
     assert message is not None
     assert set(message["parts"]) == {"timeline"}
@@ -282,6 +247,6 @@ def test_a_report_is_one_file_and_nothing_that_a_run_says_gets_out_of_its_data()
     data = page.split('<script type="application/json" id="data">')[1].split("</script>")[0]
     (run,) = json.loads(data)["runs"]
     assert run["name"] == "<!--<script>"
-    assert run["state"]["entries"][-1]["text"] == hostile
+    assert run["state"]["entries"][-1]["text"] == f"warning: {hostile}"
     for outside in ("src=", 'rel="stylesheet"', "import {", "export {", 'href="icon.svg'):
         assert outside not in page.replace("data.src", "")

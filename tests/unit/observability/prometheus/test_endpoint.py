@@ -19,6 +19,7 @@ from rpcmp.net.security import Security
 from rpcmp.observability.prometheus.endpoint import MOST, serving
 from rpcmp.observability.prometheus.run import RunMetrics
 from tests.support.lan import issue, issue_to_driver
+from tests.support.runevents import typed
 from tests.support.scraping import HERE, port_of, scrape, value
 
 ELSEWHERE = "0.0.0.0"
@@ -41,7 +42,7 @@ def trusting(authority: Path, holder: Path | None) -> ssl.SSLContext:
 def door(address: str, security: Security) -> Iterator[str]:
     metrics = RunMetrics()
     saved = {"step": 3, "seconds": 0.5, "bytes": 4096, "path": "somewhere"}
-    metrics.tell({"event": "checkpoint", "time": 1000.0, "generation": 1, **saved})
+    metrics.tell(typed({"event": "checkpoint", "time": 1000.0, "generation": 1, **saved}))
     with serving(metrics.store, address, security) as url:
         yield url
 

@@ -12,6 +12,7 @@ from rpcmp.config.topology import DRIVER
 from rpcmp.job.telemetry import Vitals
 from rpcmp.observability.prometheus.registry import Family, Store, Tally
 from rpcmp.observability.prometheus.run import RunMetrics
+from tests.support.runevents import typed
 from tests.support.scraping import Samples, of, value
 
 
@@ -89,7 +90,7 @@ def vitals(generation: int, links: dict[tuple[str, str], int], **workers: Any) -
 def test_steps_add_up() -> None:
     metrics = RunMetrics()
     for number in (1, 2):
-        metrics.tell(step(number, a={"F": 0.01, "B": 0.02, "W": 0.0, "O": 0.005}))
+        metrics.tell(typed(step(number, a={"F": 0.01, "B": 0.02, "W": 0.0, "O": 0.005})))
     found = told(metrics)
     assert value(found, "rpcmp_step") == 2
     assert value(found, "rpcmp_loss") == 0.5
@@ -105,7 +106,7 @@ def test_steps_add_up() -> None:
 
 def test_each_parameter_group_has_its_learning_rate_where_there_are_several() -> None:
     metrics = RunMetrics()
-    metrics.tell({**step(1, a={}, b={}), "group_learning_rates": {"a": [0.5, 0.25]}})
+    metrics.tell(typed({**step(1, a={}, b={}), "group_learning_rates": {"a": [0.5, 0.25]}}))
     found = of(told(metrics), "rpcmp_group_learning_rate", "group")
     assert found == {("0",): 0.5, ("1",): 0.25}
 
@@ -114,12 +115,12 @@ def test_idle_time_is_divided_by_its_reasons_and_none_is_lost() -> None:
     metrics = RunMetrics()
     busy = {"F": 0.02, "B": 0.02, "W": 0.0, "O": 0.0}  # of 0.1 s
     lost = {"bubble": 0.3, "network": 0.1, "overhead": 0.0}
-    metrics.tell(step(1, a=busy))
-    metrics.tell(event("timeline", stages=[{"label": "a", "lost": lost}]))
-    metrics.tell(step(2, a=busy))
+    metrics.tell(typed(step(1, a=busy)))
+    metrics.tell(typed(event("timeline", stages=[{"label": "a", "lost": lost}])))
+    metrics.tell(typed(step(2, a=busy)))
     even = dict.fromkeys(lost, 0.0)
-    metrics.tell(event("timeline", stages=[{"label": "a", "lost": even}]))
-    metrics.tell(step(3, a=busy))
+    metrics.tell(typed(event("timeline", stages=[{"label": "a", "lost": even}])))
+    metrics.tell(typed(step(3, a=busy)))
     found = of(told(metrics), "rpcmp_idle_seconds_total", "kind")
     assert found == pytest.approx({("bubble",): 0.11, ("network",): 0.05, ("overhead",): 0.02})
     assert sum(found.values()) == pytest.approx(3 * 0.06)
@@ -136,7 +137,7 @@ def test_bytes_and_processor_time_go_on_over_generations() -> None:
         (2, 50, 8, 1.5),
     ):
         worker = process(pid, cpu_seconds=seconds, restarts=generation - 1)
-        metrics.tell(vitals(generation, {("a", "b"): count}, a=worker))
+        metrics.tell(typed(vitals(generation, {("a", "b"): count}, a=worker)))
         found = told(metrics)
         seen.append(
             (
@@ -152,7 +153,7 @@ def test_bytes_and_processor_time_go_on_over_generations() -> None:
 def test_a_process_is_in_one_state() -> None:
     metrics = RunMetrics()
     for state in ("running", "lost"):
-        metrics.tell(vitals(1, {}, a=process(7, state=state)))
+        metrics.tell(typed(vitals(1, {}, a=process(7, state=state))))
     states = of(told(metrics), "rpcmp_worker_state", "state")
     assert [state for (state,), is_in in states.items() if is_in] == ["lost"]
 
@@ -162,7 +163,7 @@ def test_a_driver_process_that_dies_before_its_first_sign_of_life_is_no_problem(
     for generation in (1, 2):
         known.begin()
         known.lose(DRIVER)
-        metrics.tell({**event("vitals", generation), **known.event(step=0)})
+        metrics.tell(known.event(step=0).stamped(1000.0, generation))
     found = told(metrics)
     assert value(found, "rpcmp_generation") == 2
     assert value(found, "rpcmp_memory_bytes", stage=DRIVER) is None
@@ -171,7 +172,7 @@ def test_a_driver_process_that_dies_before_its_first_sign_of_life_is_no_problem(
 def test_a_checkpoint_ages(monkeypatch: pytest.MonkeyPatch) -> None:
     metrics = RunMetrics()
     assert value(told(metrics), "rpcmp_checkpoint_age_seconds") is None  # there is none
-    metrics.tell(event("checkpoint", step=3, seconds=0.5, bytes=4096, path="somewhere"))
+    metrics.tell(typed(event("checkpoint", step=3, seconds=0.5, bytes=4096, path="somewhere")))
     for now, age in ((1007.0, 7.0), (1030.0, 30.0), (990.0, 0.0)):  # clocks are set back
         monkeypatch.setattr("rpcmp.observability.prometheus.run.time.time", lambda now=now: now)
         assert value(told(metrics), "rpcmp_checkpoint_age_seconds") == age
@@ -181,8 +182,8 @@ def test_a_checkpoint_ages(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_events_that_are_no_figures_are_no_problem() -> None:
     metrics = RunMetrics()
-    for name in ("warning", "log", "resumed", "end", "something new"):
-        metrics.tell(event(name, text="t"))
+    for name in ("warning", "log", "resumed", "end", "report"):
+        metrics.tell(typed(event(name, text="t")))
     assert set(told(metrics)) == {("rpcmp_generation", frozenset())}
 
 

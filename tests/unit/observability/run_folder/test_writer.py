@@ -10,9 +10,11 @@ import pytest
 from rpcmp.cli.observing import observers
 from rpcmp.errors import ConfigError
 from rpcmp.observability import json_lines
+from rpcmp.observability.events.definitions import EvalEvent, StepEvent, WarningEvent
 from rpcmp.observability.run_folder import reader, writer
 from rpcmp.observability.run_folder.writer import RunFolder, Thinning
 from tests.support import runs
+from tests.support.runevents import typed
 
 LOSSES = [2.0, 1.0, 0.1 + 0.2]
 
@@ -41,8 +43,8 @@ def test_all_that_was_told_is_kept_in_its_file(tmp_path: Path) -> None:
     assert others == ["run", "start", "timeline", "fault", "summary", "end"]
     assert (path / writer.LOG).read_text().split() == [event["event"] for event in told]
     record = reader.read(path)
-    assert sorted(record.events, key=told.index) == told
-    assert [event["time"] for event in record.events] == sorted(e["time"] for e in told)
+    assert {event.event for event in record.events} == {event["event"] for event in told}
+    assert [event.time for event in record.events] == sorted(e["time"] for e in told)
     assert (record.info.outcome, record.info.run) == ("done", "abc")
     assert record.info.versions["torch"] == "2.13.0"
 
@@ -102,8 +104,21 @@ def test_a_line_that_was_cut_off_is_left_out_and_no_other(tmp_path: Path) -> Non
     file = path / writer.METRICS
     file.write_bytes(file.read_bytes()[:-5])
     record = reader.read(path)
-    assert [event["loss"] for event in record.all("step")] == LOSSES
-    assert record.all("eval") == []
+    assert [event.loss for event in record.all(StepEvent)] == LOSSES
+    assert record.all(EvalEvent) == []
+
+
+def test_a_folder_of_another_version_is_read(tmp_path: Path) -> None:
+    of = runs.config(tmp_path)
+    path = runs.kept(of, runs.events(of, LOSSES))
+    (path / writer.EVENTS).write_text(
+        '{"event": "of another version", "time": 1.0}\n'
+        '{"event": "warning", "time": 2.0, "text": "careful", "advice": "none"}\n'
+        '{"event": "timeline", "time": 3.0, "step": 1}\n'
+    )
+    record = reader.read(path)
+    assert record.all(WarningEvent) == [WarningEvent(text="careful", time=2.0)]
+    assert [event.event for event in record.events[:2]] == ["warning", "timeline"]
 
 
 def test_what_comes_every_second_is_kept_ever_more_rarely() -> None:
@@ -132,7 +147,7 @@ def test_one_that_nobody_asked_for_is_missed_with_a_reason(tmp_path: Path) -> No
     (folder,) = observers(runs.config(tmp_path))
     assert isinstance(folder, RunFolder)
     with pytest.raises(OSError, match="runs"):
-        folder.tell({"event": "start"})
+        folder.tell(typed({"event": "start"}))
     folder.close()
     assert observers(runs.config(tmp_path, log={"folder": ""})) == []
 
@@ -155,6 +170,7 @@ def damaged(path: Path, file: str, content: str) -> str:
         (writer.CONFIG, "[]", "config.json is damaged or missing: it is not a JSON object"),
         (writer.METRICS, "{}\n", "metrics.jsonl is damaged or missing: line 1 is no event"),
         (writer.EVENTS, "{\n{}\n", "events.jsonl is damaged or missing: line 1 is not JSON"),
+        (writer.EVENTS, '{"event": "start", "time": 1, "steps": "x"}\n', "has steps = 'x'"),
         (writer.EVENTS, "3\n", "events.jsonl is damaged or missing: line 1 is not a JSON object"),
     ],
 )

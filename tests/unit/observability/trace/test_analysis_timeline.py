@@ -13,6 +13,7 @@ from rpcmp.config.topology import Member
 from rpcmp.driver.stage_group import StageGroup
 from rpcmp.driver.tracing import StepSampler
 from rpcmp.errors import JobError
+from rpcmp.observability.events.event import Event, Json
 from rpcmp.observability.trace import chrome
 from rpcmp.observability.trace.analysis import timeline
 from rpcmp.observability.trace.spans import Kind, Span
@@ -26,7 +27,7 @@ MS = 1e-3
 def shown(picture: str, step: int) -> dict[str, Any]:
     found = timeline(drawn(picture), step)
     assert found is not None
-    return found
+    return found.to_json()
 
 
 def stage(event: dict[str, Any], label: str) -> dict[str, Any]:
@@ -145,6 +146,11 @@ class Clock:
     now = 100.0
 
 
+def keep(events: list[Json]) -> Callable[[Event], None]:
+    """A report function that appends the JSON form of each event."""
+    return lambda event: events.append(event.to_json())
+
+
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> type[Clock]:
     monkeypatch.setattr(Clock, "now", 100.0)
@@ -155,7 +161,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> type[Clock]:
 
 def test_a_step_is_shown_every_other_second_on_the_drivers_clock(clock: type[Clock]) -> None:
     stages, events = Stages(), list[dict[str, Any]]()
-    follower = StepSampler(job(), cast(StageGroup, stages), events.append, 2.0)
+    follower = StepSampler(job(), cast(StageGroup, stages), keep(events), 2.0)
     for step in range(1, 11):  # half a second each
         follower.after_step(step)
         clock.now += 0.5
@@ -187,7 +193,7 @@ def test_steps_that_take_long_to_show_are_shown_less_often(
 def test_an_answer_that_takes_its_time_holds_nobody_up(clock: type[Clock]) -> None:
     stages, events = Stages(), list[dict[str, Any]]()
     stages.may_answer.clear()
-    follower = StepSampler(job(), cast(StageGroup, stages), events.append, 2.0)
+    follower = StepSampler(job(), cast(StageGroup, stages), keep(events), 2.0)
     for step in range(1, 30):
         follower.after_step(step)
         clock.now += 10
@@ -200,7 +206,7 @@ def test_an_answer_that_takes_its_time_holds_nobody_up(clock: type[Clock]) -> No
 def test_a_stage_that_is_lost_is_the_training_s_business(clock: type[Clock]) -> None:
     stages, events = Stages(), list[dict[str, Any]]()
     stages.error = JobError("the worker is gone")
-    follower = StepSampler(job(), cast(StageGroup, stages), events.append, 2.0)
+    follower = StepSampler(job(), cast(StageGroup, stages), keep(events), 2.0)
     follower.after_step(1)
     follower.after_step(2)
     follower.close()
@@ -212,7 +218,7 @@ def test_a_stage_that_is_lost_is_the_training_s_business(clock: type[Clock]) -> 
 
 def test_the_last_steps_are_written_as_a_trace(tmp_path: Path) -> None:
     events = list[dict[str, Any]]()
-    follower = StepSampler(job(), cast(StageGroup, Stages()), events.append, 2.0)
+    follower = StepSampler(job(), cast(StageGroup, Stages()), keep(events), 2.0)
     follower.write(tmp_path / "trace.json.gz")
     assert list(tmp_path.iterdir()) == []  # there has been no step
     for step in range(1, 5):

@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from rpcmp.cli import measuring
+from rpcmp.cli import progress_bar
 from rpcmp.tools.bench import cases, comparison
 from rpcmp.tools.bench.benchmark import BenchmarkResult, benchmark
 from rpcmp.tools.bench.contestant import OverBudgetError, StoppedError, TimedSegment, TimeLimits
@@ -141,7 +141,7 @@ def test_a_line_is_said_again_with_the_time_that_is_left_by_then(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     async def run() -> None:
-        with measuring.measuring("job") as now:
+        with progress_bar.measuring("job") as now:
             now.tell("starting", 12.0)
             await asyncio.sleep(16)
             now.tell("warm-up: a", math.inf)

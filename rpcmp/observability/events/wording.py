@@ -1,0 +1,227 @@
+"""The wording of events for people: the same on the terminal, on the page and in a report."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rpcmp.config.types import format_size
+from rpcmp.observability.events.definitions import (
+    BestEvent,
+    CheckpointEvent,
+    EarlyStopEvent,
+    EndEvent,
+    EvalEvent,
+    FaultEvent,
+    GenerationEvent,
+    KeptEvent,
+    LogEvent,
+    PlanEvent,
+    RecoveredEvent,
+    ReplacedEvent,
+    ReportEvent,
+    ResumedEvent,
+    RunEvent,
+    SharesEvent,
+    StartEvent,
+    StepEvent,
+    SummaryEvent,
+    UiEvent,
+    WaitingEvent,
+    WarningEvent,
+)
+from rpcmp.observability.events.event import Event, Memory, PlanOutcome
+
+
+@dataclass
+class RunContext:
+    """What the wording of an event takes from the events before it.
+
+    Attributes:
+        name: the job's name.
+        schedule: its pipeline schedule.
+        workers: labels of the workers.
+        steps: optimizer steps of the whole run.
+        first_loss: loss of the first step; None before.
+    """
+
+    name: str = ""
+    schedule: str = ""
+    workers: list[str] = field(default_factory=list)
+    steps: int = 0
+    first_loss: float | None = None
+
+    def add(self, event: Event) -> None:
+        """Take in the next event of the run."""
+        match event:
+            case RunEvent():
+                self.name, self.schedule = event.name, str(event.config.get("schedule", ""))
+                self.workers = [worker["label"] for worker in event.workers]
+            case StartEvent():
+                self.steps = event.steps
+            case StepEvent() if self.first_loss is None:
+                self.first_loss = event.loss
+
+
+def describe(event: Event, run: RunContext) -> str:
+    """Describe an event in one line; empty for an event that people are not shown.
+
+    Only what a config's `report` returned, and what a process has logged, may have several lines.
+
+    Args:
+        event: the event.
+        run: of the events before it, this one included.
+    """
+    match event:
+        case UiEvent():
+            return f"page: {event.url}"
+        case PlanEvent():
+            return (
+                f"balance = {event.balance}  predicted: step {_ms(event.step_s)}  "
+                f"bubble {event.bubble:.0%}"
+            )
+        case SharesEvent():
+            of_stages = (f"{name} {':'.join(map(str, s))}" for name, s in event.shares.items())
+            return f"replicas share micro-batches: {', '.join(of_stages)}"
+        case GenerationEvent():
+            return f"generation {event.generation} starts after step {event.step}"
+        case StartEvent():
+            name = f"{run.name}: " if run.name else ""
+            where = f", {run.schedule}, stages {', '.join(run.workers)}" if run.workers else ""
+            return f"{name}{event.steps} steps{where}"
+        case StepEvent():
+            return (
+                f"step {event.step}/{run.steps}  epoch {event.epoch}  loss {event.loss:.4f}  "
+                f"{event.samples_per_s:,.0f} samples/s{describe_busy(event)}  "
+                f"data {event.data_share:.0%}{describe_loss_scale(event)}"
+            )
+        case EvalEvent():
+            return f"evaluation after step {event.step}: {_numbers(event.values)}"
+        case EarlyStopEvent():
+            return _early_stop(event)
+        case ReportEvent():
+            return event.text
+        case CheckpointEvent():
+            cost = f"{format_size(event.bytes)} in {event.seconds:.1f} s"
+            return f"checkpoint of step {event.step} in {event.path}: {cost}"
+        case BestEvent():
+            value = f"{event.metric} {event.value:.4f}"
+            return f"the best so far is kept: step {event.step}, {value}"
+        case FaultEvent():
+            return f"lost after step {event.step}: {event.error}"
+        case RecoveredEvent():
+            return (
+                f"going on from step {event.step} as generation {event.generation}, "
+                f"after {event.seconds:.1f} s"
+            )
+        case WaitingEvent():
+            return f"waiting for the server of stage {event.stage!r} at {event.address}"
+        case ReplacedEvent():
+            return (
+                f"the spare at {event.address} takes stage {event.stage!r}, whose server at "
+                f"{event.lost} is gone"
+            )
+        case ResumedEvent():
+            if not event.step:
+                return "no checkpoint to resume from: starting from the beginning"
+            changed = f" (changed since: {', '.join(event.changed)})" if event.changed else ""
+            return f"resuming after step {event.step}{changed}"
+        case WarningEvent():
+            return f"warning: {event.text}"
+        case LogEvent():
+            more = f" (x {event.count})" if event.count > 1 else ""
+            return f"{event.logger}: {event.text}{more}".removeprefix(": ")
+        case SummaryEvent():
+            return _summary(event, run)
+        case KeptEvent():
+            return f"kept in {_short(event.path)}"
+        case EndEvent():
+            return f"the run has ended, {event.outcome}" + (
+                f": {event.error}" if event.error else ""
+            )
+    return ""
+
+
+def describe_details(event: Event) -> Iterator[str]:
+    """Describe what a plan and a summary have to say besides their first line."""
+    match event:
+        case PlanEvent():
+            width = max(map(len, event.stages))
+            for name, stage in event.stages.items():
+                limit = stage["limit_bytes"]
+                of = "" if limit is None else f" of {format_size(limit)}"
+                yield (
+                    f"  {name:{width}}  {stage['num_layers']} layers  computes "
+                    f"{_ms(stage['busy_s'])}  bubble {stage['bubble']:.0%}  "
+                    f"memory {format_size(stage['memory_bytes'])}{of}"
+                )
+        case SummaryEvent():
+            if (best := event.best) is not None:
+                value = f"{best['metric']} {best['value']:.4f}"
+                yield f"best step {best['step']}, {value}, in {best['path']}"
+            yield f"peak memory {_memory(event.memory)}"
+            if event.plan is not None:
+                yield _plan_outcome(event.plan)
+            yield f"parameters sha256 {event.parameters_sha256}"
+
+
+def describe_busy(event: StepEvent) -> str:
+    """Describe how busy the stages were; empty if they were lost before they could report it."""
+    shares = " ".join(f"{share:.0%}" for share in event.busy.values())
+    return f"  busy {shares}" if shares else ""
+
+
+def describe_loss_scale(event: StepEvent) -> str:
+    """Describe the loss scale of a step; empty without loss scaling."""
+    if event.loss_scale is None:
+        return ""
+    this = ", this one" if event.is_skipped else ""
+    skipped = f"  skipped {event.skipped_steps}{this}" if event.skipped_steps else ""
+    return f"  scale {event.loss_scale:g}{skipped}"
+
+
+def _early_stop(event: EarlyStopEvent) -> str:
+    waited = f"{event.waited} evaluation" + ("s" if event.waited > 1 else "")
+    if event.best is None:
+        return f"stopped early after step {event.step}: {event.metric} was NaN in {waited}"
+    best = f"{event.metric} {event.best:.4f} after step {event.best_step}"
+    return (
+        f"stopped early after step {event.step}: {waited} in a row brought nothing better "
+        f"than {best}"
+    )
+
+
+def _summary(event: SummaryEvent, run: RunContext) -> str:
+    """Whether the run has learned: the losses of its first and last steps, and its evaluation."""
+    skipped = "" if event.skipped_steps is None else f" ({event.skipped_steps} skipped)"
+    first = "" if run.first_loss is None else f"{run.first_loss:.4f} -> "
+    metrics = f", {_numbers(event.metrics, 'test ')}" if event.metrics else ""
+    return f"done: {event.steps} steps{skipped}, loss {first}{event.loss:.4f}{metrics}"
+
+
+def _plan_outcome(plan: PlanOutcome) -> str:
+    seconds = plan["measured_step_s"]
+    measured = "" if seconds is None else f", measured {_ms(seconds)} (median)"
+    return f"balance = {plan['balance']}: predicted step {_ms(plan['predicted_step_s'])}{measured}"
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:,.1f} ms"
+
+
+def _short(path: str) -> str:
+    """A path relative to the working directory, if it is below it."""
+    here = Path.cwd()
+    return str(Path(path).relative_to(here)) if Path(path).is_relative_to(here) else path
+
+
+def _numbers(values: Mapping[str, float], prefix: str = "") -> str:
+    return ", ".join(f"{prefix}{name} {value:.4f}" for name, value in values.items())
+
+
+def _memory(memory: Mapping[str, Memory]) -> str:
+    return ", ".join(
+        f"{stage} {sizes['peak'] / 2**20:,.0f} MiB (idle {sizes['idle'] / 2**20:,.0f})"
+        for stage, sizes in memory.items()
+    )

@@ -1,0 +1,138 @@
+"""The wording of events, which the terminal, the page and reports share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from rpcmp.observability.events.definitions import EVENTS
+from rpcmp.observability.events.wording import RunContext, describe, describe_details
+from tests.support.runevents import typed
+
+RUN = {
+    "event": "run",
+    "name": "digits",
+    "config": {"schedule": "1f1b"},
+    "graph": {"stages": []},
+    "workers": [{"label": "a"}, {"label": "b"}],
+}
+STEP = {"event": "step", "step": 1, "epoch": 1, "loss": 2.5, "samples_per_s": 1234.5}
+SUMMARY = {"event": "summary", "steps": 40, "loss": 0.125, "metrics": {"f1": 0.75}}
+STOP = {"event": "early_stop", "step": 9, "metric": "f1", "best_step": 6}
+
+LINES: list[tuple[dict[str, Any], str]] = [
+    ({"event": "ui", "url": "http://here"}, "page: http://here"),
+    (
+        {"event": "plan", "balance": [1, 2], "step_s": 0.25, "bubble": 0.1},
+        "balance = [1, 2]  predicted: step 250.0 ms  bubble 10%",
+    ),
+    (
+        {"event": "shares", "shares": {"a": [1, 2], "b": [1, 1]}},
+        "replicas share micro-batches: a 1:2, b 1:1",
+    ),
+    ({"event": "generation", "generation": 2, "step": 3}, "generation 2 starts after step 3"),
+    ({"event": "start", "steps": 40}, "digits: 40 steps, 1f1b, stages a, b"),
+    (
+        {**STEP, "data_share": 0.02, "busy": {"a": 0.25, "b": 0.5}},
+        "step 1/40  epoch 1  loss 2.5000  1,234 samples/s  busy 25% 50%  data 2%",
+    ),
+    (
+        {"event": "eval", "step": 3, "epoch": 1, "loss": 0.5, "f1": None},
+        "evaluation after step 3: loss 0.5000, f1 nan",
+    ),
+    ({**STOP, "best": None, "waited": 1}, "stopped early after step 9: f1 was NaN in 1 evaluation"),
+    (
+        {**STOP, "best": 0.5, "waited": 3},
+        "stopped early after step 9: 3 evaluations in a row brought nothing better than "
+        "f1 0.5000 after step 6",
+    ),
+    ({"event": "report", "text": "all is well"}, "all is well"),
+    (
+        {"event": "checkpoint", "step": 3, "path": "c", "seconds": 0.5, "bytes": 2**20},
+        "checkpoint of step 3 in c: 1.0 MiB in 0.5 s",
+    ),
+    (
+        {"event": "best", "step": 3, "metric": "loss", "value": 0.25},
+        "the best so far is kept: step 3, loss 0.2500",
+    ),
+    ({"event": "fault", "step": 3, "error": "gone"}, "lost after step 3: gone"),
+    (
+        {"event": "recovered", "generation": 2, "step": 3, "seconds": 1.25},
+        "going on from step 3 as generation 2, after 1.2 s",
+    ),
+    (
+        {"event": "waiting", "stage": "b", "address": "h:1"},
+        "waiting for the server of stage 'b' at h:1",
+    ),
+    (
+        {"event": "replaced", "stage": "b", "lost": "h:1", "address": "s:1"},
+        "the spare at s:1 takes stage 'b', whose server at h:1 is gone",
+    ),
+    (
+        {"event": "resumed", "step": 3, "run": "r", "changed": ["seed"]},
+        "resuming after step 3 (changed since: seed)",
+    ),
+    (
+        {"event": "resumed", "step": 0, "changed": []},
+        "no checkpoint to resume from: starting from the beginning",
+    ),
+    ({"event": "warning", "text": "mind this"}, "warning: mind this"),
+    ({"event": "log", "logger": "a.b", "text": "oh", "count": 3}, "a.b: oh (x 3)"),
+    (
+        {**SUMMARY, "skipped_steps": 2},
+        "done: 40 steps (2 skipped), loss 2.5000 -> 0.1250, test f1 0.7500",
+    ),
+    ({"event": "kept", "path": "/runs/one"}, "kept in /runs/one"),
+    (
+        {"event": "end", "outcome": "failed", "error": "out of memory"},
+        "the run has ended, failed: out of memory",
+    ),
+    ({"event": "end", "outcome": "done"}, "the run has ended, done"),
+]
+
+
+@pytest.fixture
+def run() -> RunContext:
+    context = RunContext()
+    for data in (RUN, {"event": "start", "steps": 40}, STEP):
+        context.add(typed(data))
+    return context
+
+
+@pytest.mark.parametrize(("data", "line"), LINES, ids=[line[:20] for _, line in LINES])
+def test_an_event_is_a_line(run: RunContext, data: dict[str, Any], line: str) -> None:
+    assert describe(typed(data), run) == line
+
+
+def test_all_events_but_those_for_programs_have_their_words(run: RunContext) -> None:
+    assert set(EVENTS) - {data["event"] for data, _ in LINES} == {"run", "vitals", "timeline"}
+    assert describe(typed(RUN), run) == ""
+
+
+def test_a_summary_has_details() -> None:
+    summary = {
+        **SUMMARY,
+        "memory": {"a": {"idle": 2**20, "peak": 3 * 2**20}},
+        "best": {"step": 6, "metric": "f1", "value": 0.5, "path": "saved/step-6"},
+        "plan": {"balance": [1, 2], "predicted_step_s": 0.25, "measured_step_s": 0.5},
+        "parameters_sha256": "abc",
+    }
+    assert list(describe_details(typed(summary))) == [
+        "best step 6, f1 0.5000, in saved/step-6",
+        "peak memory a 3 MiB (idle 1)",
+        "balance = [1, 2]: predicted step 250.0 ms, measured 500.0 ms (median)",
+        "parameters sha256 abc",
+    ]
+
+
+def test_a_plan_has_a_line_for_each_stage() -> None:
+    stage = {"num_layers": 2, "busy_s": 0.2, "bubble": 0.1, "memory_bytes": 2**20}
+    plan = {
+        "event": "plan",
+        "stages": {"a": {**stage, "limit_bytes": 2**30}, "long": {**stage, "limit_bytes": None}},
+    }
+    assert list(describe_details(typed(plan))) == [
+        "  a     2 layers  computes 200.0 ms  bubble 10%  memory 1.0 MiB of 1.0 GiB",
+        "  long  2 layers  computes 200.0 ms  bubble 10%  memory 1.0 MiB",
+    ]
