@@ -205,7 +205,7 @@ import importlib, sys
 import rpcmp.cli, rpcmp.config.schema, rpcmp.job.training_run, rpcmp.job.server_calls
 import rpcmp.observability.observers, rpcmp.observability.tensorboard, rpcmp.observability.observers
 import rpcmp.observability.dashboard.html, rpcmp.observability.dashboard.server
-import rpcmp.server.serve, rpcmp.server.server, rpcmp.server.probe
+import rpcmp.server.lifecycle, rpcmp.server.stage_server, rpcmp.server.probe
 for command in rpcmp.cli.COMMANDS:
     importlib.import_module(f"rpcmp.cli.{command}")
 print([name for name in ("torch", "numpy") if name in sys.modules])

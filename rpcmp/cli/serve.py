@@ -26,7 +26,7 @@ from rpcmp.process.logging.records import pass_on
 if TYPE_CHECKING:
     from rpcmp.net.security import Security
     from rpcmp.process.sandbox.confinement import Reach
-    from rpcmp.server.server import StageServer
+    from rpcmp.server.stage_server import StageServer
 
 log = logging.getLogger(__name__)
 
@@ -151,8 +151,8 @@ def serve(
         # Imported late: `rpcmp --help` needs no gRPC.
         from rpcmp.process.descriptors import raise_limit
         from rpcmp.process.fork_client import WORKERS, Forks
-        from rpcmp.server.serve import serve as run_server
-        from rpcmp.server.server import StageServer
+        from rpcmp.server.lifecycle import serve as run_server
+        from rpcmp.server.stage_server import StageServer
 
         raise_limit()
         line = None if forks is None else socket.socket(fileno=forks)
@@ -173,7 +173,7 @@ def serve(
             reach,
             parent or 0,
         )
-        display.place = lambda: server.place
+        display.place = lambda: server.log_source
         with served(server, metrics, security):
             return await run_server(server, host, port, announce)
 

@@ -38,7 +38,7 @@ from rpcmp.process.child import Child
 from rpcmp.process.interpreter import compute_environment
 from rpcmp.process.liveness import HeartbeatMonitor
 from rpcmp.process.logging.records import Entry, Line, entry_of, pass_on
-from rpcmp.server.store_proxy import StoreProxy
+from rpcmp.server.rendezvous import StoreProxy
 
 LEAVE_SECONDS = 15.0
 """How long the group may take to end by itself before it is killed."""
@@ -268,7 +268,7 @@ class Generation:
                 )
                 return
             case "store" if self._store is not None:
-                self._store.heard(message)
+                self._store.handle(message)
                 return
             case "error":
                 error = from_wire(message["error"])

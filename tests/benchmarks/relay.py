@@ -42,7 +42,7 @@ async def relay(side: str, port: int, certs: str) -> None:
     else:
         session = TlsState(Credentials(folder / "stage0").server()) if certs else None
         plain, other = Connection(onward), Connection(connection, session)
-    await other.shake_hands()
+    await other.do_handshake()
     other.has_frames = True
     await splice(plain, other)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from rpcmp.net.connection_limits import Budget, Guest
+from rpcmp.net.accept import Budget, Guest
 
 
 class Door:
@@ -22,7 +22,7 @@ class Door:
 
         def end() -> None:
             self.ended.append(name)
-            self.budget.leave(found[0])
+            self.budget.remove(found[0])
 
         guest = self.budget.admit(peer, end)
         found += [] if guest is None else [guest]
@@ -30,7 +30,7 @@ class Door:
 
 
 def test_the_oldest_stranger_of_the_greediest_peer_goes() -> None:
-    door = Door(Budget(most=100, strangers=4))
+    door = Door(Budget(most=100, unauthenticated=4))
     for peer, name in [("b", "b1"), ("a", "a1"), ("a", "a2"), ("a", "a3")]:
         assert door.open(peer, name) is not None
     for number in range(4, 9):
@@ -38,59 +38,59 @@ def test_the_oldest_stranger_of_the_greediest_peer_goes() -> None:
     assert door.ended == ["a1", "a2", "a3", "a4", "a5"]  # and never b1
 
 
-def test_who_has_proven_itself_stays() -> None:
-    budget = Budget(most=3, strangers=3)
+def test_an_authenticated_connection_stays() -> None:
+    budget = Budget(most=3, unauthenticated=3)
     door = Door(budget)
     for number in range(2):
         guest = door.open("a", f"proven{number}")
         assert guest is not None
-        budget.prove(guest)
+        budget.authenticate(guest)
     for number in range(5):
         assert door.open("b", f"stranger{number}") is not None
     assert door.ended == ["stranger0", "stranger1", "stranger2", "stranger3"]
 
 
 def test_where_all_are_proven_the_next_is_refused() -> None:
-    budget = Budget(most=1, strangers=1)
+    budget = Budget(most=1, unauthenticated=1)
     door = Door(budget)
     guest = door.open("a", "first")
     assert guest is not None
-    budget.prove(guest)
+    budget.authenticate(guest)
     assert door.open("b", "second") is None
-    budget.leave(guest)
+    budget.remove(guest)
     assert door.open("b", "third") is not None
     assert door.ended == []
 
 
-def test_one_peer_has_its_share_and_no_more() -> None:
-    budget = Budget(most=10, strangers=10, per_peer=2)
+def test_a_peer_is_limited_to_its_share() -> None:
+    budget = Budget(most=10, unauthenticated=10, per_peer=2)
     door = Door(budget)
     for number in range(2):
         guest = door.open("a", f"a{number}")
         assert guest is not None
-        budget.prove(guest)
+        budget.authenticate(guest)
     assert door.open("a", "a2") is None
     assert door.open("b", "b0") is not None
 
 
-def test_one_that_was_ended_counts_until_it_has_left() -> None:
-    budget = Budget(most=2, strangers=2)
+def test_an_ended_connection_counts_until_it_is_removed() -> None:
+    budget = Budget(most=2, unauthenticated=2)
     ended: list[int] = []
     guests = [budget.admit("a", partial(ended.append, number)) for number in range(2)]
     assert not budget.has_room()
     assert not budget.has_room()
     assert ended == [0]
     assert guests[0] is not None
-    budget.leave(guests[0])
+    budget.remove(guests[0])
     assert budget.has_room()
 
 
 def test_strangers_have_their_time() -> None:
-    budget = Budget(most=5, strangers=5, seconds=-1.0)  # it is over at once
+    budget = Budget(most=5, unauthenticated=5, seconds=-1.0)  # it is over at once
     ended: list[str] = []
     guest = budget.admit("a", lambda: ended.append("proven"))
     assert guest is not None
-    budget.prove(guest)
+    budget.authenticate(guest)
     budget.admit("a", lambda: ended.append("stranger"))
     budget.expire()
     budget.expire()

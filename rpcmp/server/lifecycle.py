@@ -1,8 +1,7 @@
-"""Running a stage server until somebody stops it: the one function behind `rpcmp serve`.
+"""Run a stage server until it is stopped: the function behind `rpcmp serve`.
 
-Telling systemd how a server is: ready, alive, stopping. See sd_notify(3).
-
-A datagram to the socket that it names in the environment; nothing where there is no systemd.
+Reports the server's state to systemd (ready, alive, stopping; see sd_notify(3)): a datagram to the
+socket that systemd names in the environment. Without systemd, nothing is sent.
 """
 
 from __future__ import annotations
@@ -17,11 +16,11 @@ from collections.abc import Callable
 
 from rpcmp.net.security import INSECURE, WARN_SECONDS, Security, watch
 from rpcmp.process.signals import count_stop_requests, stop_signals
-from rpcmp.server.server import DRAIN_SECONDS, StageServer
+from rpcmp.server.stage_server import DRAIN_SECONDS, StageServer
 
 
 def notify(state: str) -> None:
-    """Say "READY=1", "STOPPING=1" or "WATCHDOG=1"."""
+    """Send "READY=1", "STOPPING=1" or "WATCHDOG=1" to systemd."""
     address = os.environ.get("NOTIFY_SOCKET", "")
     if address.startswith("@"):  # an abstract socket
         address = "\0" + address[1:]
@@ -32,40 +31,42 @@ def notify(state: str) -> None:
 
 
 async def keep_alive() -> None:
-    """Say twice as often as systemd asks for it that this event loop still turns."""
-    if (asked := os.environ.get("WATCHDOG_USEC", "")).isdecimal():
+    """Notify systemd's watchdog, twice as often as it asks for, that this event loop still runs."""
+    if (interval := os.environ.get("WATCHDOG_USEC", "")).isdecimal():
         while True:
             notify("WATCHDOG=1")
-            await asyncio.sleep(int(asked) / 2e6)
+            await asyncio.sleep(int(interval) / 2e6)
 
 
 log = logging.getLogger(__name__)
 
 
-async def serve(server: StageServer, host: str, port: int, announce: Callable[[int], None]) -> int:
+async def serve(
+    server: StageServer, host: str, port: int, on_listening: Callable[[int], None]
+) -> int:
     """Serve until SIGTERM, SIGINT, SIGHUP or a Drain call.
 
-    The first of them lets a running job end after its current step; another SIGTERM or SIGINT ends
+    The first of them lets a running job end after its current step. Another SIGTERM or SIGINT ends
     it at once.
 
     Args:
         server: not started yet.
         host, port: where to listen; port 0 takes a free one.
-        announce: told the port once the server is ready.
+        on_listening: called with the port once the server is ready.
 
     Returns:
         The exit code: 0 for a server that was drained, by SIGTERM, SIGHUP or a call; 130 after
         SIGINT.
 
     Raises:
-        ConfigError: the port cannot be had.
+        ConfigError: the port is in use.
     """
     warning = asyncio.create_task(_warn(server.security))
     watching = asyncio.create_task(watch(server.security, lambda text: log.warning("%s", text)))
     received: asyncio.Queue[signal.Signals] = asyncio.Queue()
     signals: list[int] = []
 
-    def note(signum: signal.Signals) -> None:
+    def on_signal(signum: signal.Signals) -> None:
         before = count_stop_requests(signals)
         signals.append(signum)
         if count_stop_requests(signals) > before:
@@ -73,8 +74,8 @@ async def serve(server: StageServer, host: str, port: int, announce: Callable[[i
 
     loop = asyncio.get_running_loop()
     for signum in stop_signals():
-        loop.add_signal_handler(signum, note, signum)
-    announce(await server.start(host, port))
+        loop.add_signal_handler(signum, on_signal, signum)
+    on_listening(await server.start(host, port))
     notify("READY=1")
     alive = asyncio.create_task(keep_alive())
     first = await _first(received, server)
@@ -96,7 +97,7 @@ async def serve(server: StageServer, host: str, port: int, announce: Callable[[i
 
 
 async def _warn(security: Security) -> None:
-    """Say each minute that everybody may come, where that is so."""
+    """Log a warning each minute while the server accepts connections of everyone."""
     while security.insecure:
         log.warning("%s", INSECURE)
         await asyncio.sleep(WARN_SECONDS)
@@ -105,7 +106,7 @@ async def _warn(security: Security) -> None:
 async def _first(
     received: asyncio.Queue[signal.Signals], server: StageServer
 ) -> signal.Signals | None:
-    """The first signal; None where a Drain call came before any."""
+    """Return the first signal; None if a Drain call came first."""
     signalled = asyncio.create_task(received.get())
     drained = asyncio.create_task(server.drain_requested.wait())
     await asyncio.wait([signalled, drained], return_when=asyncio.FIRST_COMPLETED)

@@ -1,4 +1,4 @@
-"""A stage server: one job at a time, and what it leaves behind. What leads to it: `doors`."""
+"""A stage server: serves one job at a time and keeps its snapshots. Its services: `endpoints`."""
 
 from __future__ import annotations
 
@@ -31,42 +31,42 @@ from rpcmp.v1 import control_pb2 as pb
 from rpcmp.v1 import doctor_pb2
 
 UNWATCHED_SECONDS = 5.0
-"""How long a claim lives that no driver watches."""
+"""Lifetime of a claim that no driver watches."""
 
 KEEP_SECONDS = 3600.0
-"""How long a driver that was lost, or that waits for another host, may take to come back."""
+"""Time for a driver that was lost, or that waits for another host, to come back."""
 
 VITALS_SECONDS = 1.0
-"""Between two words to a watcher of how the worker is."""
+"""Interval of vitals in a Watch stream."""
 
 DRAIN_SECONDS = 30.0
-"""How long a server that drains waits for the job to end after its current step."""
+"""Time limit for a job to end after its current step when the server drains."""
 
 
 class StageServer:
-    """One stage's server, from `start` to `drain`.
+    """One stage's server, from `start` to `stop`.
 
     Args:
-        stage_index, replica: which stage it serves; None: any, as a spare.
+        stage_index, replica: the stage that it serves; None: any, as a spare.
         accept_code: whether jobs may bring Python files along.
-        forks: where workers come from; owned from now on.
-        security: who may come; None: this user's processes on this machine.
+        forks: starts workers; closed with the server.
+        security: which connections are accepted; None: this user's processes on this machine.
         allowed: modules that jobs' callables may come from, besides what every allow list has;
             None: there is no list.
-        show: told of each line that a worker says.
-        checkpoints: the folder that jobs' checkpoints may lie in; None: "checkpoints" below the one
-            that this process was started in.
-        reach: what workers may open beyond a job's own files; None: they are not confined.
-        works_for: process id of the driver that has started it for its job; 0: any driver's.
+        show: called with each line of a worker's output.
+        checkpoints: the folder that jobs' checkpoints may lie in; None: "checkpoints" below the
+            current directory.
+        reach: files that workers may open beyond a job's own; None: they are not confined.
+        works_for: process id of the driver that has started the server for its job; 0: any driver.
 
     Attributes:
         draining: whether it takes no new job.
-        claim: the job that it works for.
+        claim: the current job's; None if idle.
         vault: the snapshots that it holds.
         drain_requested: set as soon as it has to stop.
-        metrics_port: where its figures are to be had; 0: nowhere.
+        metrics_port: where its metrics are served; 0: nowhere.
         security, works_for: as given.
-        dialer: how it talks to others.
+        dialer: connects it to other servers.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class StageServer:
         self.security = security or Security()
         self.dialer = Dialer(self.security)
         self.vault = SnapshotStore(self.dialer)
-        self._accept_code = accept_code and allowed is None  # it could call itself what it likes
+        self._accept_code = accept_code and allowed is None  # code could take any name of the list
         self._allowed = None if allowed is None else list(allowed)
         self._show = show
         # Links on the way to it are its owner's, and followed once.
@@ -108,7 +108,7 @@ class StageServer:
         self._doors = Endpoints(self)
 
     async def start(self, host: str, port: int) -> int:
-        """Listen; returns the port, which is a free one for port 0.
+        """Listen; return the port, which is a free one for port 0.
 
         Raises:
             ConfigError: the port is in use, or the host is not this machine's.
@@ -118,7 +118,7 @@ class StageServer:
         return await self._doors.open(host, port)
 
     async def drain(self) -> None:
-        """Take no new job and tell the running one to end after its current step."""
+        """Take no new job, and let the current one end after its current step."""
         self.draining = True
         self.drain_requested.set()
         await self._doors.set_health(NOT_SERVING)
@@ -126,7 +126,7 @@ class StageServer:
             await self.claim.notify()
 
     async def stop(self, seconds: float) -> None:
-        """Wait up to `seconds` for the job to end, end it otherwise, and stop listening."""
+        """Wait up to `seconds` for the job to end, then end it, and stop listening."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._idle.wait(), seconds)
         await self.release(self.claim)
@@ -137,21 +137,21 @@ class StageServer:
         """Measure a job's layers; the server takes no job meanwhile.
 
         Raises:
-            DrainingError, BusyError, VersionError, ConfigError: why not.
-            RpcmpError: what a layer failed with.
+            DrainingError, BusyError, VersionError, ConfigError: the job cannot run here.
+            RpcmpError: a layer failed.
         """
-        async with self._looked_at(request.job):
+        async with self._reserved(request.job):
             return await services.profile(request, self._forks, self._allowed, self._reach)
 
     async def examine(self, request: doctor_pb2.ExamineRequest) -> str:
-        """What this host is and has, for a stage of a job; JSON of HostFacts.
+        """Collect facts about this host for a stage of a job; JSON of HostFacts.
 
         Raises:
-            DrainingError, BusyError, VersionError, ConfigError: why the job could not run here.
-            JobError: it cannot be found out.
+            DrainingError, BusyError, VersionError, ConfigError: the job cannot run here.
+            JobError: the facts cannot be collected.
         """
         order, threads = CheckRequest.model_validate_json(request.order), request.job.threads
-        async with self._looked_at(request.job):
+        async with self._reserved(request.job):
             with claim_log.unpacked(request.job.code) as folder:
                 reach = self._reach and self._reach.reading(folder)
                 found = await examine(
@@ -167,7 +167,7 @@ class StageServer:
         return found.model_copy(update={"metrics_port": self.metrics_port}).model_dump_json()
 
     @contextlib.asynccontextmanager
-    async def _looked_at(self, job: pb.PrepareRequest) -> AsyncIterator[None]:
+    async def _reserved(self, job: pb.PrepareRequest) -> AsyncIterator[None]:
         """Take no other job while one is being measured or examined."""
         async with self._changing:
             self._check(job)
@@ -186,7 +186,7 @@ class StageServer:
         """Claim this server for a job, or for its next generation.
 
         Raises:
-            DrainingError, BusyError, VersionError, ConfigError: why not.
+            DrainingError, BusyError, VersionError, ConfigError: the job cannot run here.
         """
         async with self._changing:
             return await self._prepare(request)
@@ -229,16 +229,16 @@ class StageServer:
     async def _release(self, claim: Claim | None) -> None:
         if claim is not None and claim is self.claim:
             self.claim = None
-            await asyncio.shield(claim.close())  # whoever waits for it may be told not to
+            await asyncio.shield(claim.close())  # a caller may be cancelled
             loop = asyncio.get_running_loop()
             self._forgetting = loop.call_later(KEEP_SECONDS, self._forget)
             self._idle.set()
 
     async def end(self, job_id: str, generation: int) -> None:
-        """End a job for good: nobody will ask for its snapshots any more.
+        """End a job for good, and drop its snapshots.
 
         Raises:
-            BusyError: the server works for somebody else.
+            BusyError: the server works for another job.
         """
         async with self._changing:
             if self.claim is not None or self.vault.job_id != job_id:
@@ -246,10 +246,10 @@ class StageServer:
             await self.vault.clear()
 
     def claimed_by(self, job_id: str, generation: int) -> Claim:
-        """The current claim, which must be that of the caller.
+        """Return the current claim, which must be the caller's.
 
         Raises:
-            BusyError: it is not; a message of another job or of a generation that is gone.
+            BusyError: the caller belongs to another job, or to a generation that has ended.
         """
         claim = self.claim
         if claim is None or (claim.job_id, claim.generation) != (job_id, generation):
@@ -257,19 +257,19 @@ class StageServer:
         return claim
 
     async def watch(self, claim: Claim) -> AsyncIterator[pb.WatchResponse]:
-        """Every change of the claim, and how its worker is; the claim ends with its watcher."""
+        """Yield each change of the claim, with the worker's vitals; then the claim ends."""
         if claim.watched:
             raise BusyError("somebody else watches this job already")
         claim.watched = True
         try:
-            last, due, told = None, float("-inf"), 0
+            last, due, last_line = None, float("-inf"), 0
             clock = asyncio.get_running_loop().time
             while self.claim is claim:
                 now = claim.snapshot()
                 now.draining = self.draining
-                lines = claim.lines.after(told)
+                lines = claim.lines.after(last_line)
                 if lines and lines[-1].number < claim.lines.newest:
-                    now.error = ""  # whoever hears of it listens no longer, and there is more
+                    now.error = ""  # a watcher stops at an error, and there are more lines
                 is_due = clock() >= due
                 if now != last or lines or is_due:
                     last = pb.WatchResponse()
@@ -278,7 +278,7 @@ class StageServer:
                         due = clock() + VITALS_SECONDS
                         now.vitals.CopyFrom(claim.vitals())
                     now.logs.extend(lines)
-                    told = lines[-1].number if lines else told
+                    last_line = lines[-1].number if lines else last_line
                     yield now
                     continue  # something may have changed while the stream was busy
                 with contextlib.suppress(TimeoutError):
@@ -288,8 +288,8 @@ class StageServer:
             await asyncio.shield(self.release(claim))
 
     @property
-    def place(self) -> RecordSource:
-        """Where what this server itself has to say belongs."""
+    def log_source(self) -> RecordSource:
+        """The source of this server's own log records."""
         who = "spare" if self.stage_index is None else f"stage {self.stage_index}"
         claim = self.claim
         if claim is None:
@@ -297,7 +297,6 @@ class StageServer:
         return RecordSource(claim.stage_name or who, claim.generation, claim.step)
 
     def describe(self) -> pb.DescribeResponse:
-        """Who this server is and what it does."""
         answer = pb.DescribeResponse(
             stage_index=self.stage_index or 0,
             spare=self.stage_index is None,
@@ -351,11 +350,7 @@ class StageServer:
             raise BusyError(f"busy measuring for job {self._examined!r}")
 
     def _folder_of(self, request: pb.PrepareRequest) -> Kept:
-        """Where the job's checkpoints lie on this host.
-
-        Raises:
-            ConfigError: not where they may, and the job needs them.
-        """
+        """Return the folder of the job's checkpoints on this host."""
         if not request.checkpoint_folder:
             return NO_FOLDER
         try:
@@ -370,7 +365,7 @@ class StageServer:
             raise ConfigError(text) from error
 
     def _forget(self) -> None:
-        """Let go of the snapshots of a driver that has not come back."""
+        """Drop the snapshots of a driver that has not come back."""
         if self.claim is None:
             self._releasing = asyncio.ensure_future(self.vault.clear())
 

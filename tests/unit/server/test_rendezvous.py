@@ -7,14 +7,14 @@ import asyncio
 import pytest
 
 from rpcmp.errors import BusyError, JobError, RpcmpError
-from rpcmp.server.kv_store import (
-    MAX_ASKED,
+from rpcmp.server.rendezvous import (
     MAX_BYTES,
     MAX_KEY,
     MAX_KEYS,
+    MAX_KEYS_PER_GET,
     MAX_VALUE,
     KeyValueStore,
-    require_askable,
+    require_key_count,
 )
 
 
@@ -32,7 +32,7 @@ def test_a_rendezvous_takes_small_things_and_not_many() -> None:
     assert values.get("0") == b"changed"
 
 
-def test_its_values_have_no_more_room_than_they_may_have_together() -> None:
+def test_values_are_limited_in_total() -> None:
     values = KeyValueStore()
     count = MAX_BYTES // MAX_VALUE - 1  # keys take room as well
     for number in range(count):
@@ -44,7 +44,7 @@ def test_its_values_have_no_more_room_than_they_may_have_together() -> None:
 
 
 @pytest.mark.parametrize("held", [b"abc", b"", b"1.5", b"9" * 100, b"--1"])
-def test_what_does_not_count_cannot_be_added_to(held: bytes) -> None:
+def test_add_refuses_a_value_that_is_not_a_number(held: bytes) -> None:
     values = KeyValueStore()
     values.set("k", held)
     with pytest.raises(RpcmpError):
@@ -52,7 +52,7 @@ def test_what_does_not_count_cannot_be_added_to(held: bytes) -> None:
     assert values.get("k") == held
 
 
-def test_what_counts_does_so_within_64_bits() -> None:
+def test_a_counter_stays_within_64_bits() -> None:
     values = KeyValueStore()
     assert values.add("k", 2**63 - 1) == 2**63 - 1
     with pytest.raises(JobError, match="64 bits"):
@@ -61,8 +61,8 @@ def test_what_counts_does_so_within_64_bits() -> None:
     assert values.add("k", -1) == -2
 
 
-def test_who_waits_for_keys_is_woken_by_these_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rpcmp.server.kv_store.MAX_WAITING", 3)
+def test_a_waiting_task_is_woken_by_its_own_keys_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rpcmp.server.rendezvous.MAX_WAITING", 3)
 
     async def scene() -> None:
         values = KeyValueStore()
@@ -82,14 +82,14 @@ def test_who_waits_for_keys_is_woken_by_these_alone(monkeypatch: pytest.MonkeyPa
         for wait in (other, asyncio.create_task(values.wait_for(["c"]))):
             with pytest.raises(BusyError, match="the job ended"):
                 await wait
-        assert values._waiting == {}
+        assert not values._arrivals
         await values.wait_for(["a", "b"])
 
     asyncio.run(scene())
 
 
-@pytest.mark.parametrize("count", [0, MAX_ASKED + 1])
-def test_a_question_names_keys_but_not_too_many(count: int) -> None:
+@pytest.mark.parametrize("count", [0, MAX_KEYS_PER_GET + 1])
+def test_a_request_is_refused_if_it_names_no_key_or_too_many(count: int) -> None:
     with pytest.raises(JobError, match=f"for {count} keys"):
-        require_askable(["k"] * count)
-    require_askable(["k"] * MAX_ASKED)
+        require_key_count(["k"] * count)
+    require_key_count(["k"] * MAX_KEYS_PER_GET)
