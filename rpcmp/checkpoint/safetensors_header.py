@@ -188,7 +188,7 @@ def _read_header(fd: int) -> tuple[dict[str, Any], int, int]:
     end = os.fstat(fd).st_size
     length = int.from_bytes(os.pread(fd, 8, 0), "little")
     if length > MAX_HEADER or 8 + length > end:
-        raise ValueError("its header does not fit")
+        raise ValueError(f"its header has {length} bytes, of a file of {end}")
     entries = json.loads(os.pread(fd, length, 8), object_pairs_hook=_unique)
     if not isinstance(entries, dict):
         raise ValueError("its header is not a JSON object")
