@@ -300,9 +300,9 @@ def entry(begin: int, end: int, **changes: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", "its header does not fit"),
-        (encoded(b"{}", length=3), "its header does not fit"),
-        (encoded(b"{}", length=2**63), "its header does not fit"),
+        (b"", "its header has 0 bytes, of a file of 0"),
+        (encoded(b"{}", length=3), "its header has 3 bytes, of a file of 10"),
+        (encoded(b"{}", length=2**63), f"its header has {2**63} bytes, of a file of 10"),
         (encoded(b"{]"), "Expecting"),
         (encoded(b"\xff\xff"), "codec can't decode"),
         (encoded(b"[" * 100_000), "recursion"),
